@@ -1,0 +1,375 @@
+"""Reads .gin files into frozen dataclasses and refuses what does not fit.
+
+gin's grammar with four rules on top: a binding names a field of a registered dataclass, its value
+fits the field's annotation, every binding is used, and the resolved tree can be printed and read
+again. This is the only module that imports gin, and it uses gin's parser alone: there is no global
+registry of bindings, so any number of configurations live side by side.
+"""
+
+import ast
+import dataclasses
+import importlib
+import io
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gin import config_parser
+
+from jaxtrain.errors import UserError, did_you_mean
+
+_CONFIGURABLES: dict[str, type] = {}
+
+T = typing.TypeVar("T", bound=type)
+
+
+def configurable(cls: T) -> T:
+    """Registers a frozen dataclass under its own name, so that gin bindings can set its fields."""
+    assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
+    _CONFIGURABLES[cls.__name__] = cls
+    return cls
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """`@Name()` in a gin file: an instance of the registered dataclass Name."""
+
+    name: str
+    evaluate: bool
+
+    def __str__(self) -> str:
+        return f"@{self.name}()" if self.evaluate else f"@{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    """`%NAME` in a gin file: the value that `NAME = ...` gave."""
+
+    name: str
+
+
+class _Delegate(config_parser.ParserDelegate):
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
+        return Reference(scoped_configurable_name, evaluate)
+
+    def macro(self, macro_name: str) -> Macro:
+        return Macro(macro_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """One `Name.field = value`, with the place it was written at."""
+
+    value: Any
+    origin: str
+
+
+class _Bindings:
+    """Everything that files and the command line said, the later over the earlier."""
+
+    def __init__(self, *, allow_imports: bool, search_path: Path) -> None:
+        self.fields: dict[tuple[str, str], Binding] = {}
+        self.macros: dict[str, Binding] = {}
+        self.used_fields: set[tuple[str, str]] = set()
+        self.used_macros: set[str] = set()
+        self.allow_imports = allow_imports
+        self.search_path = search_path
+
+    def add_file(self, path: Path, *, included_from: Path | None = None) -> None:
+        text = path.read_text(encoding="utf-8")
+        includes: list[str] = []
+        for statement in _statements(text, str(path)):
+            if isinstance(statement, config_parser.IncludeStatement):
+                includes.append(statement.filename)
+                if included_from is not None or len(includes) > 1:
+                    raise UserError(
+                        f"{path}:{statement.location.line_num}: include {statement.filename!r}: "
+                        "a run file includes at most one base, and a base includes nothing"
+                    )
+                self.add_file(self._base(path, statement.filename), included_from=path)
+            else:
+                self._add(statement, str(path))
+
+    def add_text(self, text: str, origin: str) -> None:
+        for statement in _statements(text, origin):
+            if isinstance(statement, config_parser.IncludeStatement):
+                raise UserError(f"{origin}: include belongs in a .gin file, not in a binding")
+            self._add(statement, origin)
+
+    def _base(self, path: Path, name: str) -> Path:
+        for folder in (path.parent, self.search_path):
+            base = (folder / name).resolve()
+            if base.is_file() and base.is_relative_to(folder.resolve()):
+                return base
+        raise UserError(
+            f"{path}: include {name!r}: no such file beside it or among the shipped configs "
+            f"(a base stays inside its folder){did_you_mean(name, _gin_files(path.parent))}"
+        )
+
+    def _add(self, statement: Any, origin: str) -> None:
+        if isinstance(statement, config_parser.BlockDeclaration):
+            return
+        where = origin if origin.startswith("-b") else f"{origin}:{statement.location.line_num}"
+        if isinstance(statement, config_parser.ImportStatement):
+            self._import(statement.module, where)
+            return
+        name, field = statement.selector, statement.arg_name
+        if statement.scope:
+            raise UserError(f"{where}: {statement.scope}/{name}: gin scopes are not used here")
+        if not field:
+            self.macros[name] = Binding(statement.value, where)
+            return
+        if name not in _CONFIGURABLES:
+            raise UserError(
+                f"{where}: unknown name {name!r} in {name}.{field}"
+                f"{did_you_mean(name, _CONFIGURABLES)}"
+            )
+        known = [f.name for f in dataclasses.fields(_CONFIGURABLES[name])]
+        if field not in known:
+            raise UserError(
+                f"{where}: {name} has no setting {field!r}{did_you_mean(field, known)} "
+                f"({name} takes: {', '.join(known)})"
+            )
+        self.fields[name, field] = Binding(statement.value, where)
+
+    def _import(self, module: str, where: str) -> None:
+        if module.split(".")[0] != "jaxtrain" and not self.allow_imports:
+            raise UserError(
+                f"{where}: import {module}: a config does not run code from outside jaxtrain; "
+                "pass --allow-imports if you trust that module"
+            )
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"{where}: import {module}: {error}") from error
+
+    # -- building ------------------------------------------------------------------------------
+
+    def build(self, cls: type) -> Any:
+        """An instance of a registered dataclass, its fields from the bindings or its defaults."""
+        name, values = cls.__name__, {}
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            binding = self.fields.get((name, field.name))
+            if binding is None:
+                if (
+                    field.default is dataclasses.MISSING
+                    and field.default_factory is dataclasses.MISSING
+                ):
+                    raise UserError(f"{name}.{field.name} has no value: bind it ({field.type})")
+                continue
+            self.used_fields.add((name, field.name))
+            value = self._resolve(binding.value, binding.origin)
+            values[field.name] = check_value(
+                f"{name}.{field.name}", value, hints[field.name], binding.origin
+            )
+        try:
+            return cls(**values)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from error
+
+    def _resolve(self, value: Any, where: str, macros: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, Macro):
+            if value.name not in self.macros or value.name in macros:
+                raise UserError(
+                    f"{where}: %{value.name} has no value{did_you_mean(value.name, self.macros)}"
+                )
+            self.used_macros.add(value.name)
+            macro = self.macros[value.name]
+            return self._resolve(macro.value, macro.origin, (*macros, value.name))
+        if isinstance(value, Reference):
+            if value.name not in _CONFIGURABLES:
+                raise UserError(
+                    f"{where}: {value}: unknown name{did_you_mean(value.name, _CONFIGURABLES)}"
+                )
+            if not value.evaluate:
+                raise UserError(f"{where}: write @{value.name}() with the brackets")
+            return self.build(_CONFIGURABLES[value.name])
+        if isinstance(value, list | tuple):
+            return tuple(self._resolve(item, where, macros) for item in value)
+        if isinstance(value, dict):
+            return {key: self._resolve(item, where, macros) for key, item in value.items()}
+        return value
+
+    def refuse_unused(self) -> None:
+        """Raises for the bindings that nothing read."""
+        unused = [
+            f"{binding.origin}: {name}.{field} is set, but nothing in this configuration uses {name}"
+            for (name, field), binding in self.fields.items()
+            if (name, field) not in self.used_fields
+        ]
+        unused += [
+            f"{binding.origin}: {name} = ... is set, but nothing refers to %{name}"
+            for name, binding in self.macros.items()
+            if name not in self.used_macros
+        ]
+        if unused:
+            raise UserError("\n".join(unused))
+
+
+def load(
+    root: type,
+    file: Path | None,
+    bindings: Sequence[str] = (),
+    *,
+    search_path: Path,
+    allow_imports: bool = False,
+) -> Any:
+    """An instance of the frozen dataclass `root`, whose fields are registered dataclasses.
+
+    Args:
+      root: each field's annotation is a registered dataclass, built from the bindings of its name.
+      file: the .gin file, or None for `bindings` alone.
+      bindings: single gin bindings, applied after the file, the later over the earlier.
+      search_path: the folder of shipped configs, where `include` looks after the file's own folder.
+      allow_imports: let `import` lines run modules from outside the package.
+
+    Raises:
+      UserError: an unknown name, a value of the wrong type, a binding nothing uses, a bad file.
+    """
+    found = _Bindings(allow_imports=allow_imports, search_path=search_path)
+    if file is not None:
+        found.add_file(file)
+    for text in bindings:
+        found.add_text(text, f"-b {text!r}")
+    hints = typing.get_type_hints(root)
+    sections = {field.name: found.build(hints[field.name]) for field in dataclasses.fields(root)}
+    found.refuse_unused()
+    return root(**sections)
+
+
+def to_gin(root: Any) -> str:
+    """The resolved tree as gin text: every value, so that reading it again gives an equal tree."""
+    blocks: dict[str, list[str]] = {}
+    for field in dataclasses.fields(root):
+        _format_block(getattr(root, field.name), blocks)
+    return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
+
+
+def _format_block(section: Any, blocks: dict[str, list[str]]) -> None:
+    name = type(section).__name__
+    lines = blocks.setdefault(name, [])
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        lines.append(f"{name}.{field.name} = {_format_value(value, blocks)}")
+
+
+def _format_value(value: Any, blocks: dict[str, list[str]]) -> str:
+    if type(value).__name__ in _CONFIGURABLES and dataclasses.is_dataclass(value):
+        _format_block(value, blocks)
+        return f"@{type(value).__name__}()"
+    if isinstance(value, tuple):
+        items = [_format_value(item, blocks) for item in value]
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    return repr(value)
+
+
+def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
+    """`value` if it fits the annotation (an int where a float is asked for becomes one).
+
+    Raises:
+      UserError: naming the setting, its value, what it takes and the nearest valid choice.
+    """
+    fits, value = _fit(value, annotation)
+    if fits:
+        return value
+    choices = [
+        choice
+        for part in _parts(annotation)
+        if typing.get_origin(part) is typing.Literal
+        for choice in typing.get_args(part)
+    ]
+    hint = ""
+    if choices and isinstance(value, str):
+        hint = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
+    elif isinstance(value, str):
+        try:
+            literal = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            literal = value
+        if not isinstance(literal, str) and _fit(literal, annotation)[0]:
+            hint = f"; write {literal!r} without quotes"
+    raise UserError(
+        f"{origin}: {name} = {value!r} is {_kind(value)}; it takes {_describe(annotation)}{hint}"
+    )
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _fit(value: Any, annotation: Any) -> tuple[bool, Any]:
+    parts = _parts(annotation)
+    if len(parts) > 1:
+        for part in parts:
+            fits, fitted = _fit(value, part)
+            if fits:
+                return True, fitted
+        return False, value
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True, value
+    if annotation is None or annotation is type(None):
+        return value is None, value
+    if origin is typing.Literal:
+        # True == 1 in Python: a bool is no choice among numbers.
+        return any(value == a and type(value) is type(a) for a in arguments), value
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False, value
+        variadic = len(arguments) == 2 and arguments[1] is ...
+        kinds = (arguments[0],) * len(value) if variadic else arguments
+        if len(kinds) != len(value):
+            return False, value
+        fitted = [_fit(item, kind) for item, kind in zip(value, kinds, strict=True)]
+        return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
+    if annotation is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number, float(value) if number else value
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    return isinstance(value, origin or annotation), value
+
+
+def _describe(annotation: Any) -> str:
+    words = []
+    for part in _parts(annotation):
+        if typing.get_origin(part) is typing.Literal:
+            words.append("one of " + ", ".join(repr(a) for a in typing.get_args(part)))
+        elif part is type(None):
+            words.append("None")
+        elif typing.get_origin(part) is None:
+            words.append(getattr(part, "__name__", str(part)))
+        else:
+            words.append(str(part))
+    return " or ".join(words)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _statements(text: str, origin: str) -> list[Any]:
+    try:
+        return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{origin}:{line}" if line and not origin.startswith("-b") else origin
+        detail = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UserError(
+            f"{where}: not a gin binding ({detail.strip()}); write Name.field = value, "
+            "with text in quotes: TextData.source = 'notes.txt'"
+        ) from error
+
+
+def _gin_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.gin")]

@@ -1,0 +1,1 @@
+"""Sources, tokenizers, packing and batches: everything yields the same Batch."""

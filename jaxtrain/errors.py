@@ -1,0 +1,27 @@
+"""The one exception that means "the user can fix this", and the nearest-name hint it carries."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake of the user's: the command line prints the sentence alone and exits with status 2.
+
+    The sentence names the thing, the value, what is allowed and the nearest valid choice.
+    """
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `word`, letter case ignored, or None when nothing is close."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[close[0]] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` when something known is close to `word`, else the list of what is."""
+    known = sorted(known)
+    close = nearest(word, known)
+    if close is not None:
+        return f"; did you mean {close!r}?"
+    return f"; known: {', '.join(known)}"
