@@ -1,0 +1,137 @@
+"""Losses and their metrics: float32, masked, over vocabularies sharded or not.
+
+Every objective returns SUMS over the examples of its batch, not means: microbatches and processes
+add theirs, and one division by the global count follows, so that a token weighs the same wherever
+it lands. Letters: B batch, T length, D embed, V vocab, C chunk.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.attention import Mask
+from jaxtrain.config import configurable
+from jaxtrain.data.batch import Batch
+from jaxtrain.errors import UserError
+from jaxtrain.layers import Execution
+from jaxtrain.sharding import shard
+
+Sums = dict[str, jax.Array]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Cross entropy and what is added to it.
+
+    Attributes:
+      chunk_size: positions of the sequence whose logits exist at one time; None makes all at once.
+        It divides the sequence length.
+      z_weight: weight of the squared log-partition function (PaLM's z-loss, arXiv 2204.02311).
+      label_smoothing: probability spread evenly over all classes (arXiv 1512.00567).
+    """
+
+    chunk_size: int | None = None
+    z_weight: float = 0.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UserError(f"Loss.chunk_size={self.chunk_size}; use None or at least 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"Loss.label_smoothing={self.label_smoothing}; use 0 to below 1")
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, *, z_weight: float = 0.0, label_smoothing: float = 0.0
+) -> jax.Array:
+    """-log softmax(logits)[target], float32 of the targets' shape.
+
+    Args:
+      logits: [..., V], any float dtype; V may be sharded.
+      targets: int32 [...].
+      z_weight: as in Loss.
+      label_smoothing: as in Loss.
+    """
+    axes = ("batch", "length", "vocab") if logits.ndim == 3 else ("batch", "classes")
+    logits = logits.astype(jnp.float32)
+    # logsumexp - sum(where(iota == target)): a gather along a sharded vocabulary would make XLA
+    # collect the logits, this form reduces locally and then over the tensor axis.
+    classes = shard(jnp.arange(logits.shape[-1]), axes[-1:])
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    log_partition = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
+    is_target = targets[..., None] == classes
+    target_logit = jnp.where(is_target, logits, 0.0).sum(-1)
+    if label_smoothing:
+        target_logit = (1 - label_smoothing) * target_logit + label_smoothing * logits.mean(-1)
+    losses = log_partition - target_logit
+    if z_weight:
+        losses += z_weight * jnp.square(log_partition)
+    return losses
+
+
+def next_token(
+    model: Any, statistics: Any, batch: Batch, execution: Execution, settings: Loss, *, train: bool
+) -> tuple[Sums, Any]:
+    """Sums of a language model's losses over a batch: `loss` and `weight` (targets that count)."""
+    mask = Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
+    h_BTD, _ = model.hidden(batch.inputs, batch.positions, mask, execution)
+
+    def losses(h_BTD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        with jax.named_scope("loss"):
+            losses_BT = cross_entropy(
+                model.logits(h_BTD),
+                targets_BT,
+                z_weight=settings.z_weight if train else 0.0,
+                label_smoothing=settings.label_smoothing if train else 0.0,
+            )
+            return (losses_BT * mask_BT).sum()
+
+    if settings.chunk_size is None:
+        total = losses(h_BTD, batch.targets, batch.loss_mask)
+    else:
+        total = _over_chunks(
+            losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask
+        )
+    return {"loss": total, "weight": batch.loss_mask.sum()}, statistics
+
+
+def _over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
+    """The sum of losses(chunk of each array), chunks along dimension 1, one alive at a time."""
+
+    def chunked(x: jax.Array) -> jax.Array:
+        B, T = x.shape[:2]
+        return jnp.moveaxis(x.reshape(B, T // size, size, *x.shape[2:]), 1, 0)
+
+    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        # Recomputed in the backward pass, or the scan would keep every chunk's logits.
+        return total + jax.checkpoint(losses, prevent_cse=False)(*chunk), None
+
+    return jax.lax.scan(add, jnp.zeros(()), tuple(chunked(x) for x in arrays))[0]
+
+
+def label(
+    model: Any, statistics: Any, batch: Batch, execution: Execution, settings: Loss, *, train: bool
+) -> tuple[Sums, Any]:
+    """Sums of a classifier's losses: `loss`, `weight` (images that count) and `correct`."""
+    del execution  # layers of a CNN differ in shape: there is no loop over them
+    logits_BC, statistics = model(batch.inputs, statistics, train=train)
+    losses_B = cross_entropy(
+        logits_BC,
+        batch.targets,
+        z_weight=settings.z_weight if train else 0.0,
+        label_smoothing=settings.label_smoothing if train else 0.0,
+    )
+    correct_B = (logits_BC.argmax(-1) == batch.targets) * batch.loss_mask
+    sums = {
+        "loss": (losses_B * batch.loss_mask).sum(),
+        "weight": batch.loss_mask.sum(),
+        "correct": correct_B.sum(),
+    }
+    return sums, statistics
+
+
+OBJECTIVES: dict[str, Callable[..., tuple[Sums, Any]]] = {"next_token": next_token, "label": label}

@@ -1,0 +1,180 @@
+"""GPT-2: learned positions, pre-LayerNorm blocks, GELU, tied embeddings.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+Letters: B batch, T length, D embed, N heads, H head_dim, F mlp, V vocab, L layers.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.attention import Mask
+from jaxtrain.config import configurable
+from jaxtrain.errors import UserError
+from jaxtrain.layers import (
+    Cache,
+    Execution,
+    add_bias,
+    constant,
+    contract,
+    embed,
+    extend_cache,
+    layer_norm,
+    normal,
+    param,
+    stack,
+)
+from jaxtrain.sharding import gather, shard
+
+RESIDUAL = ("batch", "residual_length", "embed")
+HIDDEN = ("batch", "length", "embed")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT:
+    """Sizes of a GPT-2; the defaults are the 124M model.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads; embed_dim / num_heads is the head_dim.
+      context_length: the longest sequence, in tokens.
+      norm_eps: epsilon of the layer norms.
+    """
+
+    vocab_size: int = 50257
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 12
+    context_length: int = 1024
+    norm_eps: float = 1e-5
+
+    objective: ClassVar[str] = "next_token"
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
+        "layers": "num_layers",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.embed_dim % self.num_heads:
+            raise UserError(
+                f"GPT.embed_dim={self.embed_dim} does not divide by GPT.num_heads={self.num_heads};"
+                f" the nearest embed_dim is {round(self.embed_dim / self.num_heads) * self.num_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads: as many as query heads."""
+        return self.num_heads
+
+    def build(self, key: jax.Array) -> "GPTModel":
+        """The module with freshly drawn parameters."""
+        return GPTModel(self, key)
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        return self.num_layers * 12 * self.embed_dim**2 + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token, causal attention: 6 N + 6 L T D (arXiv 2204.02311, appendix B)."""
+        attention = 6 * self.num_layers * sequence_length * self.embed_dim
+        return 6 * self.matmul_parameters() + attention
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, sizes: GPT, key: jax.Array) -> None:
+        D, N, H, F = sizes.embed_dim, sizes.num_heads, sizes.head_dim, 4 * sizes.embed_dim
+        key_qkv, key_out, key_up, key_down = jax.random.split(key, 4)
+        # Residual projections start smaller, so that the stream's variance does not grow with L.
+        into_residual = normal(0.02 / math.sqrt(2 * sizes.num_layers))
+        self.attention_norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.attention_norm_bias = param(key, (D,), ("embed",), constant(0.0))
+        qkv_axes = ("qkv", "embed", "heads", "head_dim")
+        self.qkv = param(key_qkv, (3, D, N, H), qkv_axes, normal(0.02))
+        self.qkv_bias = param(key, (3, N, H), ("qkv", "heads", "head_dim"), constant(0.0))
+        self.out = param(key_out, (N, H, D), ("heads", "head_dim", "embed"), into_residual)
+        self.out_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.mlp_norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.mlp_norm_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.up = param(key_up, (D, F), ("embed", "mlp"), normal(0.02))
+        self.up_bias = param(key, (F,), ("mlp",), constant(0.0))
+        self.down = param(key_down, (F, D), ("mlp", "embed"), into_residual)
+        self.down_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.norm_eps = sizes.norm_eps
+
+    def __call__(self, x_BTD, mask, execution, cache=None, start=0):  # noqa: ANN001, ANN204
+        with jax.named_scope("attention"):
+            h_BTD = layer_norm(
+                x_BTD, self.attention_norm_scale, self.attention_norm_bias, epsilon=self.norm_eps
+            )
+            h_BTD = shard(h_BTD, HIDDEN)
+            qkv = contract("BTD,PDNH->PBTNH", h_BTD, self.qkv)
+            qkv = qkv + gather(self.qkv_bias)[:, None, None].astype(h_BTD.dtype)
+            q_BTNH, k_BTNH, v_BTNH = qkv[0], qkv[1], qkv[2]
+            if cache is not None:
+                k_BTNH, v_BTNH = cache = extend_cache(k_BTNH, v_BTNH, cache, start)
+            a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)
+            x_BTD += add_bias(contract("BTNH,NHD->BTD", a_BTNH, self.out, RESIDUAL), self.out_bias)
+        with jax.named_scope("mlp"):
+            h_BTD = layer_norm(x_BTD, self.mlp_norm_scale, self.mlp_norm_bias, epsilon=self.norm_eps)
+            h_BTD = shard(h_BTD, HIDDEN)
+            h_BTF = jax.nn.gelu(add_bias(contract("BTD,DF->BTF", h_BTD, self.up), self.up_bias))
+            x_BTD += add_bias(contract("BTF,FD->BTD", h_BTF, self.down, RESIDUAL), self.down_bias)
+        return x_BTD, cache
+
+
+class GPTModel(nnx.Module):
+    """Tokens to hidden states to logits."""
+
+    def __init__(self, sizes: GPT, key: jax.Array) -> None:
+        key_tokens, key_positions, key_layers = jax.random.split(key, 3)
+        V, D, C = sizes.vocab_size, sizes.embed_dim, sizes.context_length
+        self.token_embedding = param(key_tokens, (V, D), ("vocab", "embed"), normal(0.02))
+        self.position_embedding = param(key_positions, (C, D), ("length", "embed"), normal(0.01))
+        self.layers = stack(lambda k: Block(sizes, k), sizes.num_layers, key_layers)
+        self.norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.norm_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.norm_eps = sizes.norm_eps
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """The normed residual stream [B, T, D] after the last block, and the extended cache."""
+        with jax.named_scope("embedding"):
+            x_BTD = embed(tokens_BT, self.token_embedding)
+            x_BTD += embed(positions_BT, self.position_embedding)
+            x_BTD = shard(x_BTD, RESIDUAL)
+        start = 0 if cache is None else cache.length
+
+        def run_layer(layer, x_BTD, layer_cache):  # noqa: ANN001, ANN202
+            return layer(x_BTD, mask, execution, layer_cache, start)
+
+        layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
+        x_BTD, caches = execution.over_layers(run_layer, x_BTD, self.layers, layer_caches)
+        if cache is not None:
+            cache = Cache(*caches, cache.length + tokens_BT.shape[1])
+        x_BTD = layer_norm(x_BTD, self.norm_scale, self.norm_bias, epsilon=self.norm_eps)
+        return shard(x_BTD, HIDDEN), cache
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of hidden states, with the token embedding as the output matrix."""
+        return contract("BTD,VD->BTV", x_BTD, self.token_embedding)

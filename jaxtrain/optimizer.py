@@ -1,0 +1,126 @@
+"""From settings to an optax transformation and a learning-rate schedule."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import optax
+
+from jaxtrain.config import configurable
+from jaxtrain.errors import UserError
+from jaxtrain.precision import is_matrix
+from jaxtrain.sharding import is_variable
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The update rule.
+
+    Attributes:
+      name: 'adamw' (arXiv 1711.05101), 'lion' (arXiv 2302.06675) or 'sgd' with Nesterov momentum.
+      learning_rate: the peak that the schedule scales.
+      weight_decay: decoupled for adamw and lion, added to the gradient for sgd; matrices only,
+        never norm scales and biases.
+      clip_norm: gradients whose global norm is larger are scaled down to it; None never clips.
+      b1, b2, epsilon: adamw's decay rates and denominator; lion takes b1 and b2.
+      momentum: sgd's decay rate.
+    """
+
+    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise UserError(f"Optimizer.learning_rate={self.learning_rate}; use a number above 0")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"Optimizer.clip_norm={self.clip_norm}; use None or a number above 0")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over time, as a fraction of Optimizer.learning_rate.
+
+    Attributes:
+      name: after the warm-up: 'constant'; 'linear' or 'cosine' decay to the last step; 'wsd':
+        constant, then linear decay over the last decay_steps (arXiv 2404.06395).
+      warmup_steps: steps of linear growth from 0.
+      final_fraction: the fraction that decay ends at.
+      decay_steps: how long wsd decays.
+    """
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    final_fraction: float = 0.1
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or self.decay_steps < 0:
+            raise UserError(
+                f"Schedule.warmup_steps={self.warmup_steps}, Schedule.decay_steps="
+                f"{self.decay_steps}; use 0 or more"
+            )
+        if (self.name == "wsd") != (self.decay_steps > 0):
+            raise UserError(
+                f"Schedule.name={self.name!r} with Schedule.decay_steps={self.decay_steps}: "
+                "'wsd' wants decay_steps above 0, the others 0"
+            )
+
+
+def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the steps already taken.
+
+    Args:
+      settings: the shape.
+      peak: the learning rate at the end of the warm-up.
+      steps: optimizer steps of the whole run.
+
+    Raises:
+      UserError: warm-up and decay do not fit into the run.
+    """
+    warmup, final = settings.warmup_steps, settings.final_fraction * peak
+    if warmup + settings.decay_steps > steps:
+        raise UserError(
+            f"Schedule.warmup_steps={warmup} + Schedule.decay_steps={settings.decay_steps} are more "
+            f"than Train.steps={steps}"
+        )
+    rest = max(steps - warmup, 1)
+    if settings.name == "constant":
+        after = optax.constant_schedule(peak)
+    elif settings.name == "linear":
+        after = optax.linear_schedule(peak, final, rest)
+    elif settings.name == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=settings.final_fraction)
+    else:
+        decay = settings.decay_steps
+        after = optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)],
+            [rest - decay],
+        )
+    if warmup == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def make_optimizer(settings: Optimizer, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The optax transformation: clip, then the update rule, then the learning rate."""
+    clip = [] if settings.clip_norm is None else [optax.clip_by_global_norm(settings.clip_norm)]
+    decay = optax.add_decayed_weights(settings.weight_decay, mask=_matrices)
+    if settings.name == "adamw":
+        rule = [optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon), decay]
+    elif settings.name == "lion":
+        rule = [optax.scale_by_lion(settings.b1, settings.b2), decay]
+    else:
+        rule = [decay, optax.trace(settings.momentum, nesterov=True)]
+    return optax.chain(*clip, *rule, optax.scale_by_learning_rate(schedule))
+
+
+def _matrices(params):  # noqa: ANN001, ANN202 - a tree of parameters in, one of booleans out
+    return jax.tree.map(lambda v: v.replace(is_matrix(v)), params, is_leaf=is_variable)

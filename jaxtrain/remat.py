@@ -1,0 +1,50 @@
+"""Named policies for recomputing or offloading activations in the backward pass."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from jaxtrain.config import configurable
+
+RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
+
+_policies = jax.checkpoint_policies
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remat:
+    """What the backward pass keeps of each layer's forward pass.
+
+    Attributes:
+      policy: 'none' keeps everything; 'dots' keeps the results of matrix products with weights and
+        recomputes the rest; 'full' keeps each layer's input only (arXiv 1604.06174); 'offload'
+        keeps each layer's input too, but in host memory.
+    """
+
+    policy: Literal["none", "dots", "full", "offload"] = "none"
+
+
+def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Callable[..., Any]:
+    """The function `layer`, recomputed in the backward pass as the policy says.
+
+    Args:
+      layer: the function.
+      policy: one of `Remat.policy`.
+      prevent_cse: False inside a scan, whose loop body already keeps XLA from merging the passes.
+    """
+    if policy == "none":
+        return layer
+    saved = {
+        "dots": _policies.dots_with_no_batch_dims_saveable,
+        "full": _policies.nothing_saveable,
+        "offload": _policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[RESIDUAL],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[policy]
+    return jax.checkpoint(layer, policy=saved, prevent_cse=prevent_cse)

@@ -1,0 +1,249 @@
+"""Logical axes, the one table that says where they go, and the ZeRO stages.
+
+A parameter says what its dimensions mean (`("embed", "mlp")`); RULES says which mesh axes they are
+split over. Nothing else in the package names a mesh axis for an array.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import configurable
+from jaxtrain.errors import did_you_mean
+
+# NNX would otherwise shard variables by itself while a module is being built.
+nnx.use_eager_sharding(False)
+
+MeshAxes = str | tuple[str, ...] | None
+
+#   logical axis        parameters  activations
+RULES: dict[str, tuple[MeshAxes, MeshAxes]] = {
+    "batch": (None, ("data", "fsdp")),
+    "length": (None, None),
+    "residual_length": (None, None),  # "tensor" under sequence parallelism: see Layout
+    "embed": ("fsdp", None),
+    "mlp": ("tensor", "tensor"),
+    "heads": ("tensor", "tensor"),
+    "kv_heads": ("tensor", "tensor"),
+    "head_dim": (None, None),
+    "vocab": ("tensor", "tensor"),
+    "layers": (None, None),
+    "qkv": (None, None),
+    "height": (None, None),
+    "width": (None, None),
+    "channels_in": (None, None),
+    "channels": ("fsdp", None),
+    "classes": (None, None),
+}
+PARAMETER, ACTIVATION = 0, 1
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What the mesh axes shard beyond the batch.
+
+    Attributes:
+      zero: what the fsdp axis shards (ZeRO, arXiv 1910.02054): 0 nothing, 1 the optimizer state,
+        2 and the gradients, 3 and the parameters.
+      sequence_parallel: shard the residual stream between tensor-parallel blocks over `tensor`
+        along the sequence (arXiv 2205.05198).
+    """
+
+    zero: Literal[0, 1, 2, 3] = 3
+    sequence_parallel: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientSlice:
+    """A replicated weight, and the fsdp slice of it that the gradient is taken with respect to.
+
+    This is ZeRO 2: the slice never enters the forward pass, it only gives the gradient a sharded
+    type, so each layer's gradient is reduced straight into its shard.
+    """
+
+    weight: jax.Array
+    slice: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The table resolved for one mesh: from the meaning of dimensions to PartitionSpecs.
+
+    Attributes:
+      mesh: the device mesh, or an abstract one.
+      zero: the ZeRO stage.
+      sequence_parallel: whether the residual stream is sharded over `tensor`.
+      split_batch: whether activations are split over the batch; generation turns this off.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    zero: int = 3
+    sequence_parallel: bool = False
+    split_batch: bool = True
+
+    def activation(self, axes: tuple[str, ...]) -> P:
+        """The spec of an activation."""
+        parts = [self._activation_axis(axis) for axis in axes]
+        return _spec(axes, parts)
+
+    def weight(self, axes: tuple[str, ...]) -> P:
+        """The spec of a parameter while it is computed with: gathered over fsdp."""
+        return _spec(axes, [None if part == "fsdp" else part for part in _parameter(axes)])
+
+    def parameter(self, axes: tuple[str, ...]) -> P:
+        """The spec of a parameter at rest."""
+        return self._from_stage(3, axes)
+
+    def gradient(self, axes: tuple[str, ...]) -> P:
+        """The spec of an accumulated gradient."""
+        return self._from_stage(2, axes)
+
+    def moment(self, axes: tuple[str, ...]) -> P:
+        """The spec of optimizer state, and of parameters and gradients while they are updated."""
+        return self._from_stage(1, axes)
+
+    def batch_devices(self) -> int:
+        """Over how many devices the batch is split."""
+        spec = self.activation(("batch",))[0]
+        names = () if spec is None else (spec,) if isinstance(spec, str) else spec
+        size = 1
+        for name in names:
+            size *= self.mesh.shape[name]
+        return size
+
+    def named(self, spec: P) -> NamedSharding:
+        """The sharding of this mesh with this spec."""
+        return NamedSharding(self.mesh, spec)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes this the layout (and the mesh) that `shard` and `gather` use while tracing."""
+        token = _LAYOUT.set(self)
+        try:
+            with jax.set_mesh(self.mesh):
+                yield
+        finally:
+            _LAYOUT.reset(token)
+
+    def _from_stage(self, stage: int, axes: tuple[str, ...]) -> P:
+        return _spec(axes, _parameter(axes)) if self.zero >= stage else self.weight(axes)
+
+    def _activation_axis(self, axis: str) -> MeshAxes:
+        if axis == "residual_length" and self.sequence_parallel:
+            return "tensor"
+        if axis == "batch" and not self.split_batch:
+            return None
+        return _rule(axis)[ACTIVATION]
+
+
+_LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+
+
+def _rule(axis: str) -> tuple[MeshAxes, MeshAxes]:
+    if axis not in RULES:
+        raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, RULES)}")
+    return RULES[axis]
+
+
+def _parameter(axes: tuple[str, ...]) -> list[MeshAxes]:
+    return [_rule(axis)[PARAMETER] for axis in axes]
+
+
+def _spec(axes: tuple[str, ...], parts: list[MeshAxes]) -> P:
+    used = [name for part in parts if part for name in ((part,) if isinstance(part, str) else part)]
+    if len(set(used)) != len(used):
+        raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
+    return P(*parts)
+
+
+def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The activation `x`, laid out as the meaning of its dimensions says; as it is without a mesh."""
+    layout = _LAYOUT.get()
+    if layout is None:
+        return x
+    if x.ndim != len(axes):
+        raise ValueError(f"an array of shape {x.shape} has {len(axes)} axis names: {axes}")
+    return jax.sharding.reshard(x, layout.activation(axes))
+
+
+def activation_spec(axes: tuple[str, ...]) -> P | None:
+    """The spec that `shard` would use, for `out_sharding=`; None without a mesh."""
+    layout = _LAYOUT.get()
+    return None if layout is None else layout.activation(axes)
+
+
+def gather(parameter: nnx.Param) -> jax.Array:
+    """The value of a parameter in the layout it is computed with: whole along fsdp.
+
+    Called inside the loop over layers, so that one layer is gathered at a time; its transpose
+    reduces the gradient over fsdp.
+    """
+    value, layout = parameter.get_value(), _LAYOUT.get()
+    if layout is None:
+        return value
+    axes = logical_axes(parameter)
+    if isinstance(value, GradientSlice):
+        axes = axes[-value.weight.ndim :]
+        return _with_sliced_gradient(layout.gradient(axes), value.weight, value.slice)
+    # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
+    return jax.sharding.reshard(value, layout.weight(axes[-value.ndim :]))
+
+
+def _with_sliced_gradient(spec: P, weight: jax.Array, slice_: jax.Array) -> jax.Array:
+    @jax.custom_vjp
+    def attach(weight: jax.Array, slice_: jax.Array) -> jax.Array:
+        return weight
+
+    def forward(weight: jax.Array, slice_: jax.Array) -> tuple[jax.Array, None]:
+        return weight, None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.numpy.zeros_like(gradient), jax.sharding.reshard(gradient, spec)
+
+    attach.defvjp(forward, backward)
+    return attach(weight, slice_)
+
+
+def is_variable(x: object) -> bool:
+    """Whether `x` is an NNX variable: the leaf of a tree of named parameters."""
+    return isinstance(x, nnx.Variable)
+
+
+def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
+    """What the dimensions of a parameter mean, as its model declared them."""
+    return variable.get_metadata()["axes"]
+
+
+def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree in, the same out
+    """The same tree with a NamedSharding in place of every array; unnamed leaves are replicated.
+
+    Args:
+      tree: a pytree whose NNX variables name their axes.
+      spec: one of the layout's methods: `layout.parameter`, `layout.moment`, `layout.gradient`.
+      layout: the layout.
+    """
+
+    def one(leaf):  # noqa: ANN001, ANN202
+        if is_variable(leaf):
+            return leaf.replace(layout.named(spec(logical_axes(leaf))))
+        return layout.named(P())
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def reshard(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
+    """The same tree with every named array moved to the layout that `spec` gives."""
+    return jax.tree.map(
+        lambda v: v.replace(jax.sharding.reshard(v.get_value(), spec(logical_axes(v)))),
+        tree,
+        is_leaf=is_variable,
+    )

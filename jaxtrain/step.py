@@ -1,0 +1,274 @@
+"""TrainState, init, train_step and eval_step: pure functions, made once for a run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.layers import Execution
+from jaxtrain.loss import OBJECTIVES, Loss, Sums
+from jaxtrain.precision import Precision, to_compute
+from jaxtrain.sharding import GradientSlice, Layout, is_variable, logical_axes, reshard, shardings
+
+
+class Statistic(nnx.Variable):
+    """A running statistic of the data (batch norm's mean and variance): state, not a parameter."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that is saved and updated.
+
+    Attributes:
+      step: int32 scalar, optimizer steps taken.
+      params: the master parameters.
+      opt_state: the optimizer's state.
+      statistics: running statistics; empty for models that have none.
+      loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
+    """
+
+    step: jax.Array
+    params: nnx.State
+    opt_state: optax.OptState
+    statistics: nnx.State
+    loss_scale: jax.Array
+
+
+# Dynamic loss scaling (arXiv 1710.03740, section 3.2).
+FIRST_LOSS_SCALE, GOOD_STEPS_TO_DOUBLE = 2.0**15, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model, an optimizer and a layout, and the pure functions they make.
+
+    Attributes:
+      build: key -> module.
+      objective: a name in `loss.OBJECTIVES`.
+      optimizer: the optax transformation.
+      schedule: steps taken -> learning rate, for the metrics.
+      layout: where everything goes.
+      precision: dtypes and loss scaling.
+      loss: the loss's settings.
+      execution: how the model's mathematics is run.
+      accumulation: microbatches in one optimizer step.
+    """
+
+    build: Callable[[jax.Array], nnx.Module]
+    objective: str
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    layout: Layout
+    precision: Precision
+    loss: Loss
+    execution: Execution
+    accumulation: int = 1
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def init(self, key: jax.Array) -> TrainState:
+        """A fresh state; the same key gives the same bits on every mesh."""
+        _, params, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
+        params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
+        scale = self.precision.loss_scale
+        first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.optimizer.init(params),
+            statistics=statistics,
+            loss_scale=jnp.array([first, 0.0], jnp.float32),
+        )
+
+    def abstract_state(self) -> TrainState:
+        """The state's shapes, dtypes and shardings; no array is made."""
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        return jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=sharding
+            ),
+            shapes,
+            self.state_shardings(shapes),
+        )
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """A NamedSharding for every array of a state."""
+        layout = self.layout
+        return TrainState(
+            step=layout.named(P()),
+            params=shardings(state.params, layout.parameter, layout),
+            opt_state=shardings(state.opt_state, layout.moment, layout),
+            statistics=shardings(state.statistics, layout.weight, layout),
+            loss_scale=layout.named(P()),
+        )
+
+    def create(self, seed: int) -> TrainState:
+        """A fresh state, created in place: no device ever holds more than its shards."""
+        shapes = jax.eval_shape(self.init, jax.random.key(seed))
+        # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
+        return jax.jit(self.init, out_shardings=self.state_shardings(shapes))(jax.random.key(seed))
+
+    def batch_shardings(self, batch: Batch) -> Batch:
+        """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
+        spec = self.layout.activation(("batch",))
+        return jax.tree.map(lambda _: self.layout.named(spec), batch)
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def jit_train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
+        """train_step compiled, the state donated; call it with the layout active.
+
+        The state goes out exactly as it came in, so one compilation serves the whole run.
+        """
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        out = (self.state_shardings(shapes), None)
+        return jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        """One optimizer step.
+
+        Args:
+          state: the state; donate it.
+          batch: the global batch.
+
+        Returns:
+          The new state and the metrics `loss` (mean over the targets that count), `grad_norm`
+          (before clipping), `learning_rate` and the objective's own; all stay on the device.
+        """
+        grads, metrics, statistics = self._gradients(state, batch)
+        layout = self.layout
+        # From here each device updates its own shard of everything (ZeRO 1 and up).
+        grads = reshard(grads, layout.moment, layout)
+        params = reshard(state.params, layout.moment, layout)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        params = optax.apply_updates(params, updates)
+        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
+        new = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            statistics=statistics,
+            loss_scale=state.loss_scale,
+        )
+        if self.precision.loss_scale == "dynamic":
+            new, metrics = self._skip_overflow(state, new, metrics)
+        return dataclasses.replace(new, params=reshard(new.params, layout.parameter, layout)), metrics
+
+    def _skip_overflow(
+        self, old: TrainState, new: TrainState, metrics: Sums
+    ) -> tuple[TrainState, Sums]:
+        """Keeps the old state and halves the scale where a gradient is not finite."""
+        good = jnp.isfinite(metrics["grad_norm"])
+        scale, good_steps = old.loss_scale[0], old.loss_scale[1]
+        grown = good_steps + 1 >= GOOD_STEPS_TO_DOUBLE
+        after_good = jnp.stack([jnp.where(grown, scale * 2, scale), (good_steps + 1) * ~grown])
+        after_bad = jnp.stack([scale / 2, jnp.zeros_like(scale)])
+        old = dataclasses.replace(
+            old, params=reshard(old.params, self.layout.moment, self.layout)
+        )
+        kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+        kept = dataclasses.replace(
+            kept, step=new.step, loss_scale=jnp.where(good, after_good, after_bad)
+        )
+        return kept, {**metrics, "loss_scale": scale, "skipped": 1.0 - good}
+
+    def _gradients(self, state: TrainState, batch: Batch) -> tuple[nnx.State, Sums, nnx.State]:
+        """Gradients of the mean loss over the global batch, its metrics, the new statistics."""
+        weights = to_compute(state.params, self.precision.compute)
+        # The count is known before the first microbatch, so each contributes its share of the MEAN
+        # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
+        count = jnp.maximum(batch.loss_mask.sum(), 1.0)
+        scale = state.loss_scale[0]
+
+        def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
+            params = _with_slices(weights, slices) if self.layout.zero == 2 else slices
+            sums, statistics = self._objective(params, statistics, micro, train=True)
+            return sums["loss"] * (scale / count), (sums, statistics)
+
+        # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
+        layout = self.layout
+        of = reshard(weights, layout.gradient, layout) if layout.zero == 2 else weights
+        gradient = jax.grad(loss_fn, has_aux=True)
+
+        def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
+            grads, (sums, statistics) = gradient(of, statistics, micro)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+            return grads, sums, statistics
+
+        if self.accumulation == 1:
+            grads, sums, statistics = one(state.statistics, batch)
+        else:
+
+            def add(carry: Any, micro: Batch) -> tuple[Any, None]:
+                grads, sums, statistics = carry
+                more_grads, more_sums, statistics = one(statistics, micro)
+                total = jax.tree.map(jnp.add, (grads, sums), (more_grads, more_sums))
+                return (*total, statistics), None
+
+            micros = split_microbatches(batch, self.accumulation)
+            first = jax.tree.map(lambda x: x[0], micros)
+            shapes = jax.eval_shape(one, state.statistics, first)[:2]
+            zeros = jax.tree.map(_zeros, shapes)
+            (grads, sums, statistics), _ = jax.lax.scan(add, (*zeros, state.statistics), micros)
+        return grads, _means(sums), statistics
+
+    def _objective(
+        self, params: nnx.State, statistics: nnx.State, batch: Batch, *, train: bool
+    ) -> tuple[Sums, nnx.State]:
+        model = nnx.merge(self._graphdef(), params, statistics)
+        objective = OBJECTIVES[self.objective]
+        return objective(model, statistics, batch, self.execution, self.loss, train=train)
+
+    def _graphdef(self) -> Any:
+        return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
+
+    def eval_step(self, state: TrainState, batch: Batch) -> Sums:
+        """Sums over a held-out batch: `loss`, `weight` and the objective's own."""
+        weights = to_compute(state.params, self.precision.compute)
+        return self._objective(weights, state.statistics, batch, train=False)[0]
+
+    def model(self, state: TrainState) -> Any:
+        """The module with the state's parameters in the compute dtype."""
+        weights = to_compute(state.params, self.precision.compute)
+        return nnx.merge(self._graphdef(), weights, state.statistics)
+
+
+def split_microbatches(batch: Batch, count: int) -> Batch:
+    """A leading microbatch dimension; row r goes to microbatch r mod count.
+
+    Rows that lie on one device stay there: splitting into runs of rows would move them.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(one, batch)
+
+
+def _means(sums: Sums) -> Sums:
+    count = jnp.maximum(sums["weight"], 1.0)
+    metrics = {"loss": sums["loss"] / count}
+    if "correct" in sums:
+        metrics["accuracy"] = sums["correct"] / count
+    return metrics
+
+
+def _with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
+    return jax.tree.map(
+        lambda w, s: w.replace(GradientSlice(w.get_value(), s.get_value())),
+        weights,
+        slices,
+        is_leaf=is_variable,
+    )
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)
