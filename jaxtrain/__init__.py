@@ -1,1 +1,6 @@
 """SPMD training on JAX and Flax whose claims can be checked before an accelerator is rented."""
+
+from jaxtrain.settings import Config, load_config
+from jaxtrain.train import Trainer
+
+__all__ = ["Config", "Trainer", "load_config"]

@@ -4,15 +4,27 @@ Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.config import configurable
+from jaxtrain.errors import UserError
+from jaxtrain.sharding import activation_spec, shard
 
-Kernel = Literal["reference", "xla"]
+Kernel = Literal["reference", "xla", "cudnn", "tpu"]
+
+QUERIES = ("batch", "length", "heads", "head_dim")
+KEYS = ("batch", "length", "kv_heads", "head_dim")
+SEGMENTS = ("batch", "length")
+
+# The TPU kernel works on whole tiles of this many queries and keys.
+TPU_TILE = 128
 
 
 @configurable
@@ -21,7 +33,10 @@ class Attention:
     """Which attention kernel runs.
 
     Attributes:
-      kernel: 'reference' (plain einsums, every mask), 'xla' (jax.nn.dot_product_attention).
+      kernel: 'reference' (plain einsums in float32, every mask, every dtype); 'xla'
+        (jax.nn.dot_product_attention as XLA compiles it, every mask); 'cudnn' (cuDNN's flash
+        attention, NVIDIA GPUs); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
+        What a kernel cannot do is refused, never handed to another one.
     """
 
     kernel: Kernel = "xla"
@@ -36,18 +51,19 @@ class Mask:
       causal: a query at place t sees keys at places <= t.
       window: a query at place t sees keys at places > t - window; None is no limit.
       segment_ids_BT, segment_ids_BS: documents of queries and keys: a query sees its own document.
-      query_start: the place of the first query among the keys (what a key-value cache holds).
+      query_start: the place of the first query among the keys, where these come from a key-value
+        cache; None where there is no cache and queries and keys start together.
     """
 
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
     segment_ids_BT: Int[Array, "B T"] | None = None
     segment_ids_BS: Int[Array, "B S"] | None = None
-    query_start: Int[Array, ""] | int = 0
+    query_start: Int[Array, ""] | int | None = None
 
     def visible(self, T: int, S: int) -> jax.Array | None:
         """Booleans [1 or B, 1, T, S]; None where every query sees every key."""
-        query = jnp.arange(T)[:, None] + self.query_start
+        query = jnp.arange(T)[:, None] + (0 if self.query_start is None else self.query_start)
         key = jnp.arange(S)[None, :]
         seen = None
         if self.causal:
@@ -70,28 +86,272 @@ def attention(
     *,
     kernel: str = "reference",
 ) -> Float[Array, "B T N H"]:
-    """softmax(q k / sqrt(H)) v over the visible keys, softmax in float32, N a multiple of K."""
+    """softmax(q k / sqrt(H)) v over the visible keys, softmax in float32, N a multiple of K.
+
+    Raises:
+      UserError: while tracing, if the kernel cannot do this; all reasons in one message.
+    """
+    refusals = refuse(
+        kernel,
+        platform=_platform(),
+        dtype=q_BTNH.dtype.name,
+        causal=mask.causal,
+        window=mask.window,
+        segment_ids=mask.segment_ids_BT is not None,
+        cached=mask.query_start is not None,
+        head_dim=q_BTNH.shape[-1],
+        T=q_BTNH.shape[1],
+        S=k_BSKH.shape[1],
+    )
+    if refusals:
+        raise UserError("\n".join(refusals))
     return _KERNELS[kernel](q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+# -- what a kernel cannot do ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    platform: str
+    dtype: str
+    causal: bool
+    window: int | None
+    segment_ids: bool
+    cached: bool
+    head_dim: int
+    T: int
+    S: int
+
+
+def refuse(
+    kernel: str,
+    *,
+    platform: str,
+    dtype: str,
+    causal: bool,
+    window: int | None,
+    segment_ids: bool,
+    cached: bool,
+    head_dim: int,
+    T: int,
+    S: int,
+) -> list[str]:
+    """Why `kernel` cannot do this: a sentence for every reason; empty when it can.
+
+    Args:
+      kernel: an `Attention.kernel`.
+      platform: 'cpu', 'gpu' or 'tpu'.
+      dtype: of queries, keys and values.
+      causal: as in Mask.
+      window: as in Mask.
+      segment_ids: whether documents are kept apart.
+      cached: whether keys and values come from a key-value cache.
+      head_dim: width of one head.
+      T: queries.
+      S: keys.
+    """
+    request = _Request(
+        platform=platform,
+        dtype=dtype,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        cached=cached,
+        head_dim=head_dim,
+        T=T,
+        S=S,
+    )
+    reasons = _REASONS[kernel](request)
+    if not reasons:
+        return []
+    able = next(name for name in _FASTEST_FIRST if not _REASONS[name](request))
+    return [
+        f"Attention.kernel={kernel!r} {reason}; the nearest kernel that can is {able!r}"
+        for reason in reasons
+    ]
+
+
+def _anything(_: _Request) -> list[str]:
+    return []
+
+
+def _not_by_xla(request: _Request) -> list[str]:
+    # jax.nn.dot_product_attention asks for float16 products summed in float32.
+    if request.platform == "cpu" and request.dtype == "float16":
+        return ["cannot multiply float16 on the CPU"]
+    return []
+
+
+def _not_by_cudnn(request: _Request) -> list[str]:
+    reasons = []
+    if request.platform != "gpu":
+        reasons.append(f"runs on NVIDIA GPUs, not on {request.platform!r}")
+    if request.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"computes in bfloat16 or float16, not in {request.dtype}")
+    if request.segment_ids:
+        reasons.append("has no segment ids, so it cannot keep packed documents apart")
+    if request.window is not None and not request.causal:
+        reasons.append(f"has a window (here {request.window}) for causal attention only")
+    if request.cached:
+        reasons.append("cannot start queries in the middle of a key-value cache")
+    if request.head_dim % 8 or request.head_dim > 128:
+        reasons.append(
+            f"takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+        )
+    return reasons
+
+
+def _not_by_tpu(request: _Request) -> list[str]:
+    reasons = []
+    if request.platform != "tpu":
+        reasons.append(f"runs on TPUs, not on {request.platform!r}")
+    if request.dtype not in ("bfloat16", "float32"):
+        reasons.append(f"computes in bfloat16 or float32, not in {request.dtype}")
+    if request.cached:
+        reasons.append("cannot start queries in the middle of a key-value cache")
+    for name, length in {"queries": request.T, "keys": request.S}.items():
+        if length % TPU_TILE:
+            reasons.append(f"takes a multiple of {TPU_TILE} {name}, not {length}")
+    return reasons
+
+
+_REASONS: dict[str, Callable[[_Request], list[str]]] = {
+    "reference": _anything,
+    "xla": _not_by_xla,
+    "cudnn": _not_by_cudnn,
+    "tpu": _not_by_tpu,
+}
+_FASTEST_FIRST = ("cudnn", "tpu", "xla", "reference")
+
+
+def _platform() -> str:
+    """Where the code being traced will run: the mesh's devices, else JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "gpu" if platform == "cuda" else platform
+
+
+# -- the kernels ----------------------------------------------------------------------------------
 
 
 def _reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    logits = logits * H**-0.5
+    # Upcast, not preferred_element_type: the CPU has no float16 products.
+    q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
+    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k) * H**-0.5
     visible = mask.visible(T, S)
     if visible is not None:
         logits = jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(logits, axis=-1), v)
+    return out.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 def _xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     visible = mask.visible(q_BTNH.shape[1], k_BSKH.shape[1])
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=visible, implementation="xla")
+
+
+def _cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
+    return _on_each_device(_cudnn_on_one_device, q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+def _cudnn_on_one_device(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask
+) -> jax.Array:
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=visible, implementation="xla"
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        is_causal=mask.causal,
+        # Keys on either side besides the query's own place.
+        local_window_size=None if mask.window is None else (mask.window - 1, 0),
+        implementation="cudnn",
     )
 
 
-_KERNELS = {"reference": _reference, "xla": _xla}
+def _tpu(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: Mask,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Splash attention; `interpret` runs the kernel's code without a TPU, for tests."""
+    run = functools.partial(_tpu_on_one_device, interpret=interpret)
+    return _on_each_device(run, q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+def _tpu_on_one_device(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool
+) -> jax.Array:
+    T, N, H = q_BTNH.shape[1:]
+    S = k_BSKH.shape[1]
+    if mask.window is not None:
+        sides = (mask.window - 1, 0 if mask.causal else None)
+        one_head = splash.LocalMask((T, S), sides, offset=0)
+    else:
+        one_head = splash.CausalMask((T, S)) if mask.causal else splash.FullMask((T, S))
+    kernel = splash.make_splash_mha(
+        splash.splash_attention_mask.MultiHeadMask([one_head] * N),
+        block_sizes=_tpu_blocks(T, S),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    # The kernel leaves the scale to its caller.
+    scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
+    by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BSKH, v_BSKH)]
+    if mask.segment_ids_BT is None:
+        out_BNTH = jax.vmap(kernel)(*by_head)
+    else:
+        segments = splash.SegmentIds(q=mask.segment_ids_BT, kv=mask.segment_ids_BS)
+        out_BNTH = jax.vmap(kernel)(*by_head, segments)
+    return jnp.swapaxes(out_BNTH, 1, 2)
+
+
+def _tpu_blocks(T: int, S: int) -> splash.BlockSizes:
+    queries, keys = (
+        next(size for size in (512, 256, TPU_TILE) if length % size == 0) for length in (T, S)
+    )
+    return splash.BlockSizes(
+        block_q=queries,
+        block_kv=keys,
+        block_q_dkv=queries,
+        block_kv_dkv=keys,
+        block_q_dq=queries,
+        block_kv_dq=keys,
+    )
+
+
+def _on_each_device(
+    kernel: Callable[..., jax.Array],
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: Mask,
+) -> jax.Array:
+    """Runs a kernel that knows no sharding on each device's rows and heads.
+
+    No communication: a device holds the keys of all its rows, and the kv heads of its query heads.
+    """
+    queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
+    if queries is None:
+        return kernel(q_BTNH, k_BSKH, v_BSKH, mask)
+    segments = jax.tree.map(lambda _: activation_spec(SEGMENTS), mask)
+    # Replication cannot be followed through a kernel; every output is declared by its spec.
+    run = jax.shard_map(
+        kernel, in_specs=(queries, keys, keys, segments), out_specs=queries, check_vma=False
+    )
+    mask = jax.tree.map(lambda ids: shard(ids, SEGMENTS), mask)
+    return run(shard(q_BTNH, QUERIES), shard(k_BSKH, KEYS), shard(v_BSKH, KEYS), mask)
+
+
+_KERNELS: dict[str, Callable[..., jax.Array]] = {
+    "reference": _reference,
+    "xla": _xla,
+    "cudnn": _cudnn,
+    "tpu": _tpu,
+}

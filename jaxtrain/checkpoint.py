@@ -23,7 +23,7 @@ FOLDER = "checkpoints"
 _STATE, _EXTRA = "state", "extra"
 # What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
 # statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, RuntimeError)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 _MAX_DIFFERENCES = 8
 
 Tree = TypeVar("Tree")
@@ -79,14 +79,14 @@ class Checkpoints:
     """The checkpoints of one run's folder."""
 
     def __init__(self, workdir: Path, settings: Checkpoint, *, read_only: bool = False) -> None:
-        """Opens `workdir/checkpoints`; unless `read_only`, makes it and removes killed saves' remains.
+        """Opens `workdir/checkpoints`, making it and removing what killed saves left behind.
 
         Args:
           read_only: for programs that look at a run which may be training at this moment: nothing
             is made or removed, because an unfinished save may be a living one.
         """
-        # Orbax reports every phase of every save at INFO through absl's logger.
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         self.folder = Path(workdir).absolute() / FOLDER
         self._read_only = read_only
         if read_only and not self.folder.is_dir():
@@ -200,7 +200,7 @@ class Checkpoints:
         try:
             metadata = self._manager.item_metadata(step)[_STATE]
             stored = {name: _stored_leaf(leaf) for name, leaf in metadata.tree.items()}
-        except (*_DAMAGE, AttributeError) as error:
+        except _DAMAGE as error:
             raise self._damaged(step, error) from error
         return stored
 
@@ -227,8 +227,8 @@ class Checkpoints:
     def _damaged(self, step: int, error: BaseException) -> CheckpointError:
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         return CheckpointError(
-            f"the checkpoint of step {step} in {self.folder / str(step)} cannot be read ({detail}); "
-            "delete that folder to go on from the one before it"
+            f"the checkpoint of step {step} in {self.folder / str(step)} cannot be read "
+            f"({detail}); delete that folder to go on from the one before it"
         )
 
     def _refuse_absent(self, step: int) -> None:

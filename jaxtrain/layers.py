@@ -21,6 +21,10 @@ from jaxtrain.sharding import activation_spec, gather, is_variable, logical_axes
 Initializer = Callable[..., jax.Array]
 
 
+class Statistic(nnx.Variable):
+    """A running statistic of the data (batch norm's mean and variance): state, not a parameter."""
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scan:
@@ -184,11 +188,15 @@ def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float) -> jax.Array:
     return (x32 * inverse * gather(scale)).astype(x.dtype)
 
 
-def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, *, theta: float) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864), the halves of H paired, angles in float32."""
-    half = x_BTNH.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BTH = positions_BT[:, :, None].astype(jnp.float32) * frequency
+def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Rotary position embedding (arXiv 2104.09864), the halves of H paired, angles in float32.
+
+    Args:
+      x_BTNH: queries or keys.
+      positions_BT: int32 places of the tokens in their documents.
+      frequencies: float32 [H/2], radians a place.
+    """
+    angle_BTH = positions_BT[:, :, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle_BTH)[:, :, None, :], jnp.sin(angle_BTH)[:, :, None, :]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

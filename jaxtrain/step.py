@@ -11,14 +11,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.layers import Execution
+from jaxtrain.layers import Execution, Statistic
 from jaxtrain.loss import OBJECTIVES, Loss, Sums
 from jaxtrain.precision import Precision, to_compute
 from jaxtrain.sharding import GradientSlice, Layout, is_variable, logical_axes, reshard, shardings
-
-
-class Statistic(nnx.Variable):
-    """A running statistic of the data (batch norm's mean and variance): state, not a parameter."""
 
 
 @jax.tree_util.register_dataclass

@@ -1,1 +1,25 @@
 """One architecture a file: a frozen dataclass of sizes and a module that is only mathematics."""
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What the trainer needs of an architecture's settings: every file here has one such class.
+
+    Attributes:
+      objective: a name in `loss.OBJECTIVES`: what the model is trained to do.
+      settings: logical axis -> the field that gives it its size, for messages.
+      mesh_axes: the mesh axes that the model can use beyond holding one device.
+    """
+
+    objective: ClassVar[str]
+    settings: ClassVar[dict[str, str]]
+    mesh_axes: ClassVar[tuple[str, ...]]
+
+    def build(self, key: jax.Array) -> nnx.Module:
+        """The module with freshly drawn parameters."""
+        ...

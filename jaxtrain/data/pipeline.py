@@ -1,0 +1,216 @@
+"""From examples to batches: order, host rows, prefetching, and placement on devices."""
+
+import collections
+import concurrent.futures
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Examples
+
+# Streams drawn from one seed: grain's shuffle of epoch e with seed s is that of epoch e - 1 with
+# s + 1, so neighbouring seeds are hashed apart first.
+SHUFFLE_STREAM, AUGMENT_STREAM = 0, 1
+
+T = TypeVar("T")
+
+
+def batches(
+    examples: Examples,
+    *,
+    global_batch_size: int,
+    seed: int,
+    start: int = 0,
+    rows: np.ndarray | None = None,
+    train: bool = True,
+    threads: int = 2,
+    prefetch: int = 4,
+) -> Iterator[Batch]:
+    """Endless batches in a new order each epoch; batch k depends on `seed` and k alone.
+
+    Place p of the stream, p = k * global_batch_size + row, is element p of the epochs laid end to
+    end, so a batch may hold the end of one epoch and the beginning of the next.
+
+    Args:
+      examples: what to draw from, at least one.
+      global_batch_size: rows of the batch over all processes.
+      seed: not negative; seeds the order and the augmentation.
+      start: the batch to begin with: batch `start` of the stream, not a new stream.
+      rows: the rows of the global batch to make, in this order; None makes all of them.
+      train: augment; False gives the same examples without augmentation.
+      threads: batches made at the same time; 0 makes each when it is asked for.
+      prefetch: batches kept ready.
+
+    Returns:
+      numpy batches with len(rows) rows. Close the iterator to stop its threads.
+    """
+    assert len(examples) > 0, "no examples"
+    wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
+    shuffle_seed = int(np.random.SeedSequence((seed, SHUFFLE_STREAM)).generate_state(1)[0])
+    order = grain.MapDataset.range(len(examples)).shuffle(seed=shuffle_seed).repeat()
+
+    def make(k: int) -> Batch:
+        made = []
+        for place in (int(k) * global_batch_size + wanted).tolist():
+            rng = np.random.default_rng((seed, AUGMENT_STREAM, place)) if train else None
+            made.append(examples.example(int(order[place]), rng))
+        return _stack(made)
+
+    end = np.iinfo(np.int64).max // max(1, global_batch_size)
+    return _read(grain.MapDataset.range(start, end).map(make), threads, prefetch)
+
+
+def heldout_batches(
+    examples: Examples,
+    *,
+    global_batch_size: int,
+    rows: np.ndarray | None = None,
+    threads: int = 2,
+    prefetch: int = 4,
+) -> Iterator[Batch]:
+    """Every example once, in order, without augmentation.
+
+    The last batch is filled up with repetitions of the last example whose loss_mask is 0.
+    """
+    wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
+    count = len(examples)
+
+    def make(k: int) -> Batch:
+        made = []
+        for place in (int(k) * global_batch_size + wanted).tolist():
+            one = examples.example(min(place, count - 1), None)
+            if place >= count:
+                one = Batch(
+                    one.inputs,
+                    one.targets,
+                    np.zeros_like(one.loss_mask),
+                    one.segment_ids,
+                    one.positions,
+                )
+            made.append(one)
+        return _stack(made)
+
+    num_batches = -(-count // global_batch_size)
+    return _read(grain.MapDataset.range(num_batches).map(make), threads, prefetch)
+
+
+def _read(dataset: grain.MapDataset, threads: int, prefetch: int) -> Iterator[Batch]:
+    options = grain.ReadOptions(
+        num_threads=threads, prefetch_buffer_size=prefetch if threads else 0
+    )
+    iterator = iter(dataset.to_iter_dataset(options))
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
+
+
+def _stack(examples: list[Batch]) -> Batch:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+
+def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
+    """The rows of the global batch that this process's devices hold: sorted, each once.
+
+    `sharding` is that of a batch's leaf; its first dimension is the batch.
+    """
+    first = sharding.spec[0] if len(sharding.spec) else None
+    of_rows = NamedSharding(sharding.mesh, PartitionSpec(first))
+    held = of_rows.addressable_devices_indices_map((global_batch_size,))
+    ranges = {index[0].indices(global_batch_size) for index in held.values() if index is not None}
+    return np.unique(np.concatenate([np.arange(*bounds) for bounds in ranges]))
+
+
+def to_device(batch: Batch, shardings: Batch, global_batch_size: int) -> Batch:
+    """Global arrays from the rows this process made.
+
+    Args:
+      batch: numpy leaves [len(process_rows), ...], rows in the order of `process_rows`.
+      shardings: a Batch of NamedSharding, None where the batch has None.
+      global_batch_size: rows of the global arrays.
+    """
+
+    def place(local: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        rows = process_rows(sharding, global_batch_size)
+        assert len(rows) == len(local), f"{len(local)} rows made, {len(rows)} held"
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            begin, end, _ = index[0].indices(global_batch_size)
+            # A device's rows are neighbours, and all of them are among this process's.
+            first = int(np.searchsorted(rows, begin))
+            return local[(slice(first, first + end - begin), *index[1:])]
+
+        shape = (global_batch_size, *local.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    # This transfer is meant: a loop that forbids transfers forbids the others.
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.tree.map(place, batch, shardings)
+
+
+class Prefetcher(Generic[T]):
+    """Runs an iterator on a worker thread, at most `depth` items ahead.
+
+    What the source or `transform` raises is raised by the consumer's `next`, after the items made
+    before it. Use it as a context manager, or call `close`: it stops the worker and closes the
+    source.
+
+    Args:
+      source: yields batches; only the worker thread touches it.
+      transform: what the worker does to each of them, such as `to_device`.
+      depth: items made ahead, at least 1.
+    """
+
+    def __init__(
+        self, source: Iterator[Batch], transform: Callable[[Batch], T], *, depth: int = 2
+    ) -> None:
+        assert depth >= 1, f"depth {depth}"
+        self._source = source
+        self._transform = transform
+        # One worker: tasks run in the order they are submitted, so items keep the source's order.
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead = collections.deque(self._worker.submit(self._make) for _ in range(depth))
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if not self._ahead:
+            raise StopIteration
+        made = self._ahead.popleft()
+        try:
+            item = made.result()
+        except BaseException:
+            self.close()
+            raise
+        if item is None:
+            self.close()
+            raise StopIteration
+        self._ahead.append(self._worker.submit(self._make))
+        return item[0]
+
+    def __enter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the worker and waits for it; calling it again does nothing."""
+        while self._ahead:
+            self._ahead.pop().cancel()
+        self._worker.shutdown(wait=True)
+        # After the worker has stopped: a generator that is running refuses to be closed.
+        close_source = getattr(self._source, "close", None)
+        if close_source is not None:
+            close_source()
+
+    def _make(self) -> tuple[T] | None:
+        for batch in self._source:
+            return (self._transform(batch),)
+        return None

@@ -1,0 +1,141 @@
+"""What every data source opens into: random-access examples, a digest, and the held-out rule."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.errors import UserError, nearest
+
+
+class Examples(Protocol):
+    """Random access to one split."""
+
+    def __len__(self) -> int: ...
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """One example, without a batch dimension; `rng` drives augmentation, None is evaluation."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """An opened source.
+
+    Attributes:
+      train: the examples to train on.
+      heldout: the examples to evaluate on; no document or image is in both.
+      digest: sha256 hex of what defines the examples: content, tokenizer, split, sizes.
+      facts: numbers to show and to check, e.g. `documents`, `train_tokens`, `vocab_size`,
+        `unigram_entropy` (nats per held-out target).
+      tokenizer: what made the tokens; None for images and random tokens.
+      unit: what throughput counts.
+    """
+
+    train: Examples
+    heldout: Examples
+    digest: str
+    facts: dict[str, float | int | str]
+    tokenizer: Tokenizer | None
+    unit: Literal["tokens", "images"]
+
+
+def is_heldout(count: int, fraction: float) -> np.ndarray:
+    """bool [count]: floor(count * fraction) places, evenly spaced, so the order alone decides.
+
+    With 1/20 it is the 20th, the 40th, ...: every part of a sorted source is represented.
+    """
+    # The rounding keeps products such as 0.29 * 100 = 28.999999999999996 on the right side.
+    held_before = np.floor(np.round(np.arange(count + 1) * fraction, 9))
+    return np.diff(held_before) > 0
+
+
+def check_heldout_fraction(name: str, fraction: float) -> None:
+    """Raises UserError unless 0 < fraction < 1."""
+    if not 0.0 < fraction < 1.0:
+        raise UserError(
+            f"{name} = {fraction}: the held-out share is over 0 and under 1, such as 0.05"
+        )
+
+
+def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bool) -> None:
+    """Raises UserError for a held-out split where the source has no named splits, or the same one."""
+    if heldout is None:
+        return
+    if not named:
+        raise UserError(
+            f"{name}.heldout_split = {heldout!r}: only a 'tfds:NAME' source has named splits; "
+            f"leave it None and set {name}.heldout_fraction"
+        )
+    if heldout == train:
+        raise UserError(
+            f"{name}.heldout_split = {heldout!r} is {name}.train_split too; name another split, or "
+            "None to hold out a part of it"
+        )
+
+
+def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray]) -> str:
+    """sha256 hex of a JSON header and of the bytes of `parts`, each preceded by its length."""
+    sha = hashlib.sha256(json.dumps(header, sort_keys=True).encode("utf-8"))
+    for part in parts:
+        view = memoryview(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part
+        size = view.nbytes if isinstance(view, memoryview) else len(view)
+        sha.update(size.to_bytes(8, "little"))
+        sha.update(view)
+    return sha.hexdigest()
+
+
+def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Path:
+    """The path a setting names.
+
+    Args:
+      setting: the binding, for the message.
+      value: a path, `~` allowed, relative to the current folder.
+      words: what else the setting takes besides a path.
+
+    Raises:
+      UserError: nothing is there; names the closest of `words` and of the names in that folder.
+    """
+    path = Path(value).expanduser()
+    if value and path.exists():
+        return path
+    words = list(words)
+    allowed = f"a path or one of {', '.join(map(repr, words))}" if words else "a path"
+    folder = path.parent
+    while not folder.is_dir():
+        folder = folder.parent
+    near_name = value[: len(value) - len(path.name)] if folder == path.parent else f"{folder}/"
+    close = nearest(value, words + [near_name + child.name for child in folder.iterdir()])
+    hint = f"; did you mean {close!r}?" if close else ""
+    raise UserError(f"{setting} = {value!r}: no such file or folder; it takes {allowed}{hint}")
+
+
+def walk_files(root: Path, setting: str) -> Iterator[Path]:
+    """Every file under `root`, in order of its path's parts; names with a leading dot are skipped.
+
+    A link to a place inside the folder is skipped too: that place is read itself.
+
+    Raises:
+      UserError: a link leads out of the folder.
+    """
+    inside, found = root.resolve(), []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in (name for name in folders + files if not name.startswith(".")):
+            path = Path(folder, name)
+            if path.is_symlink():
+                if not path.resolve().is_relative_to(inside):
+                    raise UserError(
+                        f"{setting} = {str(root)!r}: {path} is a link to {path.resolve()}, outside "
+                        "the folder; put a copy there or remove the link"
+                    )
+            elif path.is_file():
+                found.append(path)
+    yield from sorted(found, key=lambda path: path.relative_to(root).parts)

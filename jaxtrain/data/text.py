@@ -1,0 +1,233 @@
+"""TextData: a text source, tokenized, split by documents and packed into rows."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxtrain.config import configurable
+from jaxtrain.data import documents, packing
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import (
+    Dataset,
+    check_heldout_fraction,
+    check_heldout_split,
+    digest,
+    existing_path,
+    is_heldout,
+)
+from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
+from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.errors import UserError
+
+SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
+
+# Enough that a benchmark does not come round, and cheap: a row is drawn when it is asked for.
+SYNTHETIC_ROWS = {"train": 1 << 20, "heldout": 256}
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Rows of tokens from text.
+
+    Attributes:
+      source: a UTF-8 text file; a folder, whose text files are one document each; `'tfds:NAME'`, one
+        document a record; `'embedded'`, Python's own library and language reference; or
+        `'synthetic'`, random tokens for benchmarks.
+      sequence_length: tokens a row.
+      tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
+        tokenizer.json.
+      end_of_text: the token of tokenizer.json that ends a document; None takes the usual names.
+      heldout_fraction: share of the documents that is held out, evenly spaced over their order. Of a
+        source that is one document, its last part, from a line's beginning.
+      data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
+      train_split: the TFDS split to train on.
+      heldout_split: the TFDS split to evaluate on; None holds out a part of `train_split`.
+      text_feature: the TFDS feature that holds the text.
+      synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
+    """
+
+    source: str = "embedded"
+    sequence_length: int = 256
+    tokenizer: str = "byte"
+    end_of_text: str | None = None
+    heldout_fraction: float = 0.05
+    data_dir: str | None = None
+    train_split: str = "train"
+    heldout_split: str | None = None
+    text_feature: str = "text"
+    synthetic_vocab_size: int = 256
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise UserError(
+                f"TextData.sequence_length = {self.sequence_length}: a row has at least 1 token"
+            )
+        if self.synthetic_vocab_size < 2:
+            raise UserError(
+                f"TextData.synthetic_vocab_size = {self.synthetic_vocab_size}: "
+                "a vocabulary has at least 2 tokens"
+            )
+        check_heldout_fraction("TextData.heldout_fraction", self.heldout_fraction)
+        check_heldout_split(
+            "TextData", self.train_split, self.heldout_split, named=self.source.startswith(PREFIX)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are under this; reads the tokenizer file where there is one, and no text."""
+        if self.source == "synthetic":
+            return self.synthetic_vocab_size
+        return self.open_tokenizer().vocab_size
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, without reading any text.
+
+        Raises:
+          UserError: no such file, or it is no tokenizer.json.
+        """
+        path = None
+        if self.tokenizer != "byte":
+            path = existing_path("TextData.tokenizer", self.tokenizer, words=("byte",))
+        return open_tokenizer(self.tokenizer, end_of_text=self.end_of_text, path=path)
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+        shape = (global_batch_size, self.sequence_length)
+        tokens = jax.ShapeDtypeStruct(shape, np.int32)
+        mask = jax.ShapeDtypeStruct(shape, np.float32)
+        return Batch(tokens, tokens, mask, tokens, tokens)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Reads, tokenizes and splits the source; only `'synthetic'` depends on `seed`.
+
+        Raises:
+          UserError: nothing there, nothing in it, or too little for one row in each split.
+        """
+        if self.source == "synthetic":
+            return _open_synthetic(self, seed)
+        tokenizer = self.open_tokenizer()
+        train_texts, heldout_texts = self._split_texts()
+        train = self._pack("training", train_texts, tokenizer)
+        heldout = self._pack("held-out", heldout_texts, tokenizer)
+        header = {
+            "kind": "text",
+            "tokenizer": tokenizer.digest,
+            "end_of_text": tokenizer.end_of_text,
+            "sequence_length": self.sequence_length,
+        }
+        facts = {
+            "source": self.source,
+            "documents": len(train_texts) + len(heldout_texts),
+            "train_documents": len(train_texts),
+            "heldout_documents": len(heldout_texts),
+            "train_tokens": len(train.tokens),
+            "heldout_tokens": len(heldout.tokens),
+            "vocab_size": tokenizer.vocab_size,
+            "unigram_entropy": packing.unigram_entropy(train, heldout, tokenizer.vocab_size),
+        }
+        parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
+        return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
+
+    def _split_texts(self) -> tuple[list[str], list[str]]:
+        """The documents that are not blank, for training and held out."""
+        texts = _not_blank(self._read(self.train_split, "TextData.train_split"))
+        if not texts:
+            raise UserError(f"TextData.source = {self.source!r}: empty text, nothing to learn from")
+        if self.heldout_split is not None:
+            held = self._read(self.heldout_split, "TextData.heldout_split")
+            return texts, _not_blank(held)
+        if len(texts) == 1:
+            head, tail = _cut_at_line(texts[0], 1.0 - self.heldout_fraction)
+            return [head], [tail]
+        held = is_heldout(len(texts), self.heldout_fraction)
+        train = [text for text, out in zip(texts, held, strict=True) if not out]
+        return train, [text for text, out in zip(texts, held, strict=True) if out]
+
+    def _read(self, split: str, setting: str) -> Iterable[str]:
+        name = tfds_name("TextData.source", self.source)
+        if name is not None:
+            builder = open_builder(name, self.data_dir, "TextData.source")
+            return read_text(builder, split, setting, feature=self.text_feature)
+        if self.source == "embedded":
+            return documents.read_embedded()
+        path = existing_path("TextData.source", self.source, words=SOURCE_WORDS)
+        return documents.read_folder(path) if path.is_dir() else documents.read_file(path)
+
+    def _pack(
+        self, split: Literal["training", "held-out"], texts: list[str], tokenizer: Tokenizer
+    ) -> packing.PackedText:
+        packed = packing.pack(_ended(texts, tokenizer), self.sequence_length, tokenizer.dtype)
+        needed = self.sequence_length + 1
+        if len(packed.tokens) < needed:
+            raise UserError(
+                f"TextData.source = {self.source!r}: its {split} part has {len(texts)} documents "
+                f"with {len(packed.tokens)} tokens, and one row of TextData.sequence_length = "
+                f"{self.sequence_length} needs {needed}; use more text, a smaller "
+                f"TextData.sequence_length or another TextData.heldout_fraction "
+                f"(now {self.heldout_fraction})"
+            )
+        return packed
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTokens:
+    """Rows of uniformly random tokens, each one document; implements Examples."""
+
+    rows: int
+    sequence_length: int
+    vocab_size: int
+    seed: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`, the same for any `rng`."""
+        length = self.sequence_length
+        draw = np.random.default_rng((*self.seed, index))
+        window = draw.integers(self.vocab_size, size=length + 1, dtype=np.int32)
+        ones = np.ones(length, np.int32)
+        mask = np.ones(length, np.float32)
+        return Batch(window[:-1], window[1:], mask, ones, np.arange(length, dtype=np.int32))
+
+
+def _open_synthetic(config: TextData, seed: int) -> Dataset:
+    length, vocab_size = config.sequence_length, config.synthetic_vocab_size
+    train, heldout = (
+        RandomTokens(rows, length, vocab_size, (seed, number))
+        for number, rows in enumerate(SYNTHETIC_ROWS.values())
+    )
+    header = {"kind": "synthetic", "vocab": vocab_size, "sequence_length": length, "seed": seed}
+    facts = {
+        "source": config.source,
+        "documents": len(train) + len(heldout),
+        "train_tokens": len(train) * length,
+        "heldout_tokens": len(heldout) * length,
+        "vocab_size": vocab_size,
+        "unigram_entropy": math.log(vocab_size),
+    }
+    return Dataset(train, heldout, digest(header, ()), facts, None, "tokens")
+
+
+def _ended(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    for ids in tokenizer.encode_documents(texts):
+        if len(ids):
+            yield np.concatenate([ids, np.asarray(end, ids.dtype)])
+
+
+def _not_blank(texts: Iterable[str]) -> list[str]:
+    return [text for text in texts if text.strip()]
+
+
+def _cut_at_line(text: str, fraction: float) -> tuple[str, str]:
+    """The text cut at the line break nearest after `fraction` of it, or there if none follows."""
+    place = int(len(text) * fraction)
+    line_end = text.find("\n", place)
+    cut = place if line_end == -1 or line_end + 1 == len(text) else line_end + 1
+    return text[:cut], text[cut:]

@@ -1,0 +1,112 @@
+"""Prepared TensorFlow Datasets read without TensorFlow: random access to array_record files."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxtrain.errors import UserError, did_you_mean
+
+PREFIX = "tfds:"
+
+# NAME, NAME/CONFIG, NAME:VERSION or NAME/CONFIG:VERSION: no part can climb out of data_dir.
+_NAME = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)?(:\d+\.\d+\.\d+)?")
+
+
+def tfds_name(setting: str, source: str) -> str | None:
+    """NAME of `'tfds:NAME'`, None for another source.
+
+    Raises:
+      UserError: what follows `tfds:` is no name.
+    """
+    if not source.startswith(PREFIX):
+        return None
+    name = source.removeprefix(PREFIX)
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{setting} = {source!r}: after 'tfds:' comes NAME, NAME/CONFIG or NAME/CONFIG:VERSION, "
+            "such as 'tfds:imagenet2012:5.1.0'"
+        )
+    return name
+
+
+def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
+    """The TFDS builder of a data set that lies prepared, as array_record, in `data_dir`.
+
+    Raises:
+      UserError: unknown, not prepared, or prepared in another format; says how to prepare it.
+    """
+    # Imported here: most runs read no TFDS, and it takes half a second.
+    import tensorflow_datasets as tfds
+
+    where = "TFDS's default folder" if data_dir is None else repr(data_dir)
+    try:
+        builder = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError as error:
+        known = did_you_mean(re.split("[/:]", name)[0], tfds.list_builders())
+        hint = known if known.startswith("; did you mean") else ""
+        raise UserError(
+            f"{setting} = 'tfds:{name}': neither tensorflow-datasets nor data_dir ({where}) has it"
+            f"{hint}"
+        ) from error
+    argument = "" if data_dir is None else f", data_dir={data_dir!r}"
+    how = (
+        f'python -c "import tensorflow_datasets as tfds; tfds.builder({name!r}{argument}, '
+        "file_format='array_record').download_and_prepare()\""
+    )
+    if not builder.is_prepared():
+        raise UserError(
+            f"{setting} = 'tfds:{name}' is not prepared in data_dir ({where}); prepare it with: {how}"
+        )
+    if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+        raise UserError(
+            f"{setting} = 'tfds:{name}' is prepared as {builder.info.file_format.value}, which "
+            f"random access without TensorFlow cannot read; prepare it as array_record: {how}"
+        )
+    return builder
+
+
+def open_split(builder: Any, split: str, setting: str, *, skip: Sequence[str] = ()) -> Any:
+    """Random access to the records of a split, each a dict; features in `skip` stay encoded.
+
+    Raises:
+      UserError: the data set has no such split.
+    """
+    import tensorflow_datasets as tfds
+
+    if split not in builder.info.splits:
+        raise UserError(
+            f"{setting} = {split!r}: {builder.info.full_name} has no such split"
+            f"{did_you_mean(split, builder.info.splits)}"
+        )
+    decoders = {feature: tfds.decode.SkipDecoding() for feature in skip}
+    return builder.as_data_source(split, decoders=decoders or None)
+
+
+def check_feature(builder: Any, feature: str, kind: str, setting: str) -> Any:
+    """The feature of that name.
+
+    Raises:
+      UserError: the data set has none of that name whose class in tfds.features is `kind`.
+    """
+    import tensorflow_datasets as tfds
+
+    features = builder.info.features
+    fitting = [key for key in features if isinstance(features[key], getattr(tfds.features, kind))]
+    if feature not in fitting:
+        raise UserError(
+            f"{setting} = {feature!r}: {builder.info.full_name} has no {kind} feature of that name"
+            f"{did_you_mean(feature, fitting)}"
+        )
+    return features[feature]
+
+
+def read_text(builder: Any, split: str, setting: str, *, feature: str) -> Iterator[str]:
+    """The text of each record of a split, in the order the records are stored.
+
+    Raises:
+      UserError: no such split, or no such text feature.
+    """
+    check_feature(builder, feature, "Text", "TextData.text_feature")
+    records = open_split(builder, split, setting)
+    for number in range(len(records)):
+        yield records[number][feature].decode("utf-8")  # without TensorFlow text stays bytes

@@ -1,0 +1,148 @@
+"""Sampling from a language model with a key-value cache: one compiled prefill, one compiled loop.
+
+Letters: B batch (1), T length, V vocab, L layers, S longest sequence, K kv heads, H head_dim.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.attention import Mask
+from jaxtrain.errors import UserError
+from jaxtrain.layers import Cache, Execution
+from jaxtrain.sharding import shard
+from jaxtrain.step import Program, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+      temperature: logits are divided by it; 0 always takes the likeliest token.
+      top_k: only the k likeliest tokens; None is no limit.
+      top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UserError(f"--temperature {self.temperature}: use 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"--top-k {self.top_k}: use at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p}: use a probability above 0 and at most 1")
+
+
+def sample(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """One token a row, int32 [B], drawn from softmax(logits / temperature) within top-k and top-p."""
+    logits_BV = logits_BV.astype(jnp.float32)
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1).astype(jnp.int32)
+    logits_BV = logits_BV / sampling.temperature
+    order_BV = jnp.argsort(-logits_BV, axis=-1)
+    ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+    keep_BV = jnp.ones(ranked_BV.shape, bool)
+    if sampling.top_k is not None:
+        keep_BV &= jnp.arange(ranked_BV.shape[-1]) < sampling.top_k
+    if sampling.top_p is not None:
+        # A token stays while what stands before it has not reached top_p yet: the first always does.
+        probability_BV = jax.nn.softmax(jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
+        keep_BV &= jnp.cumsum(probability_BV, axis=-1) - probability_BV < sampling.top_p
+    choice_B = jax.random.categorical(key, jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
+    return jnp.take_along_axis(order_BV, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def generate(
+    program: Program,
+    sizes: Any,
+    state: TrainState,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+) -> list[int]:
+    """The tokens that follow `prompt`.
+
+    Args:
+      program: the program whose state it is; its layout must not split the batch.
+      sizes: the model's settings.
+      state: the trained state.
+      prompt: at least one token.
+      max_new_tokens: how many to draw.
+      sampling: how to draw them.
+      seed: seed of the draws.
+
+    Raises:
+      UserError: an empty prompt, or more tokens than the model's context.
+    """
+    if not prompt:
+        raise UserError("--prompt is empty: give at least one character to go on from")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {max_new_tokens}: use at least 1")
+    room = sizes.context_length - len(prompt)
+    if max_new_tokens > room:
+        name = type(sizes).__name__
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} after a prompt of {len(prompt)} tokens is more than "
+            f"{name}.context_length={sizes.context_length}; use at most {max(room, 0)}"
+        )
+    # Cached decoding always runs the reference kernel: one query a step is no work for the others.
+    execution = dataclasses.replace(program.execution, kernel="reference", remat="none")
+    program = dataclasses.replace(program, execution=execution)
+    S = len(prompt) + max_new_tokens
+    key = jax.random.key(seed)
+    run = jax.jit(_run, static_argnums=(0, 1, 4, 5, 6))
+    with program.layout.active():
+        tokens_BT = np.asarray([prompt], np.int32)
+        drawn = run(program, sizes, state, tokens_BT, S, sampling, max_new_tokens, key)
+        return np.asarray(drawn)[:, 0].tolist()
+
+
+def _run(
+    program: Program,
+    sizes: Any,
+    state: TrainState,
+    tokens_BT: jax.Array,
+    S: int,
+    sampling: Sampling,
+    count: int,
+    key: jax.Array,
+) -> jax.Array:
+    model = program.model(state)
+    cache = empty_cache(sizes, 1, S, jnp.dtype(program.precision.compute))
+    logits_BV, cache = next_logits(model, tokens_BT, cache, program.execution)
+
+    def draw(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        logits_BV, cache = carry
+        token_B = sample(logits_BV, key, sampling)
+        return next_logits(model, token_B[:, None], cache, program.execution), token_B
+
+    return jax.lax.scan(draw, (logits_BV, cache), jax.random.split(key, count))[1]
+
+
+def empty_cache(sizes: Any, batch: int, S: int, dtype: jnp.dtype) -> Cache:
+    """A cache with room for S tokens a row."""
+    shape = (sizes.num_layers, batch, S, sizes.num_kv_heads, sizes.head_dim)
+    axes = ("layers", "batch", "length", "kv_heads", "head_dim")
+    zeros = shard(jnp.zeros(shape, dtype), axes)
+    return Cache(zeros, zeros, jnp.zeros((), jnp.int32))
+
+
+def next_logits(
+    model: Any, tokens_BT: jax.Array, cache: Cache, execution: Execution
+) -> tuple[jax.Array, Cache]:
+    """Logits [B, V] after the last of these tokens, and the cache with them in it."""
+    B, T = tokens_BT.shape
+    positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
+    mask = Mask(query_start=cache.length)
+    h_BTD, cache = model.hidden(tokens_BT, positions_BT, mask, execution, cache)
+    logits_BV = model.logits(h_BTD[:, -1:])[:, 0]
+    return shard(logits_BV, ("batch", "classes")).astype(jnp.float32), cache

@@ -1,0 +1,339 @@
+"""Carries metrics from the devices to metrics.jsonl, TensorBoard, loss.png and the terminal.
+
+The training loop never waits for the step it has just dispatched: `later` keeps the device scalars
+and reads them once the devices have moved on.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from rich.console import Console
+
+from jaxtrain.errors import UserError
+from jaxtrain.plot import loss_png
+from jaxtrain.progress import Display
+
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss.png"
+TENSORBOARD_FOLDER = "tensorboard"
+EXIT_FILE = "exit.json"
+
+# Steps that may be under way when `later` returns. Two keep the devices busy while the host
+# prepares the next batch; more would only pile up input batches in device memory, make the clock
+# lie (a dispatched step is not a done one) and delay the news of a loss that is not finite.
+RUN_AHEAD_STEPS = 2
+
+# Peak dense bfloat16 FLOP/s of one JAX device, by device_kind.
+# TPU: cloud.google.com/tpu/docs, page of each version, "Peak compute per chip (bf16)". A TPU7x chip
+# (2307e12) shows as two JAX devices, one for each TensorCore.
+# GPU: NVIDIA data sheets of A100, H100, H200 (SXM) and B200; where they give the figure "with
+# sparsity" it is halved. PCIe and NVL boards are slower than SXM ones and are left unknown.
+_PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss became infinite or not a number; `step` is the first step whose loss showed it."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(
+            f"the loss of step {step} is {loss}: training stops, because every later step would be "
+            "lost too; lower Optimizer.learning_rate, lengthen Schedule.warmup_steps or set "
+            "Optimizer.clip_norm, and go on from the last checkpoint"
+        )
+        self.step = step
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of one JAX device of this kind; None where it is not known."""
+    return _PEAK_FLOPS.get(device_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    step: int
+    metrics: Mapping[str, Any]
+
+
+class MetricsLog:
+    """The metrics of one run; process 0 writes, every process waits and checks alike."""
+
+    def __init__(
+        self,
+        workdir: Path | None,
+        *,
+        total_steps: int,
+        unit: Literal["tokens", "images"],
+        units_per_step: int,
+        flops_per_step: float | None,
+        peak_flops: float | None,
+        first_step: int,
+        log_every: int,
+        terminal: Console,
+        references: Mapping[str, float] | None = None,
+    ) -> None:
+        """Opens the log; the clock of the first step starts here.
+
+        Args:
+          workdir: the run's folder; None writes no files.
+          total_steps: the step the run ends at.
+          unit: what throughput counts.
+          units_per_step: tokens or images in one global batch.
+          flops_per_step: model FLOPs of one optimizer step on the global batch; None: no MFU.
+          peak_flops: FLOP/s of all devices of the run together; None where it is not known.
+          first_step: steps already done, 0 for a new run. A resumed run's older lines stay, those
+            past `first_step` are dropped.
+          log_every: steps between two lines.
+          terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
+          references: horizontal lines of loss.png, label to loss.
+        """
+        self._total_steps = total_steps
+        self._unit = unit
+        self._units_per_step = units_per_step
+        self._flops_per_step = flops_per_step
+        self._peak_flops = peak_flops
+        self._first_step = first_step
+        self._log_every = log_every
+        self._pending: collections.deque[_Dispatched] = collections.deque()
+        is_writer = jax.process_index() == 0
+        self._files = (
+            _Files(workdir, first_step, references or {}) if is_writer and workdir else None
+        )
+        self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
+        self._window_start = time.perf_counter()
+        self._window_first_step = first_step
+
+    def later(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes a dispatched step's metrics and waits for the step two before it, never for this.
+
+        Args:
+          step: number of optimizer steps done with this one.
+          metrics: device scalars; `loss` is among them.
+
+        Raises:
+          NonFiniteLossError: an earlier step's loss, now read, is not finite.
+        """
+        self._pending.append(_Dispatched(step, metrics))
+        while len(self._pending) > RUN_AHEAD_STEPS:
+            self._settle(self._pending.popleft())
+
+    def now(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes an evaluation's line: host numbers, named `eval_loss`, `eval_accuracy`, ..."""
+        self.flush()
+        if self._files is not None:
+            self._files.write({"step": step, **values})
+            self._files.draw()
+        if self._display is not None:
+            figures = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self._display.line(f"step {step}/{self._total_steps}  {figures}")
+
+    def flush(self) -> None:
+        """Waits for every dispatched step and writes what is due.
+
+        Raises:
+          NonFiniteLossError: a loss, now read, is not finite.
+        """
+        while self._pending:
+            self._settle(self._pending.popleft())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around evaluations and saves: settles all steps, and leaves the time out of step_seconds.
+
+        Settling first means that no checkpoint holds a state whose loss was not finite, and that a
+        checkpoint's metrics are on disk before it is.
+        """
+        self.flush()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._window_start += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Writes what is due and the final loss.png, and gives the terminal back.
+
+        Raises:
+          NonFiniteLossError: a loss, now read, is not finite.
+        """
+        try:
+            self.flush()
+        finally:
+            self._pending.clear()
+            if self._display is not None:
+                self._display.close()
+            if self._files is not None:
+                self._files.close()
+
+    def _settle(self, dispatched: _Dispatched) -> None:
+        """Waits for one step and writes its line if it has one."""
+        step = dispatched.step
+        # device_get is an explicit transfer, which jax_transfer_guard="disallow" lets through.
+        loss = float(jax.device_get(dispatched.metrics["loss"]))
+        finite = math.isfinite(loss)
+        # Step 1 of the run, not of the attempt: a resumed run writes the same lines as one that
+        # was never interrupted.
+        if step % self._log_every == 0 or step in (1, self._total_steps) or not finite:
+            self._write(step, jax.device_get(dict(dispatched.metrics)))
+        elif step == self._first_step + 1:
+            # A resumed attempt's first step compiles: it opens no window.
+            self._open_window(step)
+        if not finite:
+            self._pending.clear()
+            raise NonFiniteLossError(step, loss)
+
+    def _open_window(self, step: int) -> None:
+        self._window_start, self._window_first_step = time.perf_counter(), step
+
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        seconds = time.perf_counter() - self._window_start
+        step_seconds = seconds / max(1, step - self._window_first_step)
+        self._open_window(step)
+        line: dict[str, float | None] = {
+            "step": step,
+            **{name: float(value) for name, value in metrics.items()},
+            f"{self._unit}_per_second": self._units_per_step / step_seconds,
+            "step_seconds": step_seconds,
+            "mfu": None,
+        }
+        if self._flops_per_step is not None and self._peak_flops is not None:
+            line["mfu"] = self._flops_per_step / step_seconds / self._peak_flops
+        if self._files is not None:
+            self._files.write(line)
+        if self._display is not None:
+            self._display.show(line)
+
+
+class _Files:
+    """metrics.jsonl, the event files and loss.png of one run's folder."""
+
+    def __init__(self, workdir: Path, first_step: int, references: Mapping[str, float]) -> None:
+        # Here, because it takes more than a second to import: only runs that write files pay.
+        from tensorboardX import SummaryWriter
+
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._metrics = workdir / METRICS_FILE
+        self._image = workdir / PLOT_FILE
+        self._references = dict(references)
+        drop_lines_past(self._metrics, first_step)
+        self._stream = self._metrics.open("a", encoding="utf-8")
+        # TensorBoard hides the events of an earlier attempt from purge_step on.
+        self._events = SummaryWriter(
+            str(workdir / TENSORBOARD_FOLDER), purge_step=first_step + 1 if first_step else 0
+        )
+        # One thread: drawing takes some tenths of a second, which the next steps need not wait for.
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="loss.png")
+        self._drawing: Future[None] | None = None
+
+    def write(self, line: Mapping[str, float | None]) -> None:
+        """Appends one line; infinities and NaN, which JSON does not have, become null."""
+        strict = {
+            name: value if value is None or math.isfinite(value) else None
+            for name, value in line.items()
+        }
+        self._stream.write(json.dumps(strict, allow_nan=False) + "\n")
+        self._stream.flush()
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                self._events.add_scalar(name, value, int(line["step"] or 0))
+
+    def draw(self) -> None:
+        """Draws loss.png beside the training; leaves it out while the last drawing is going on."""
+        if self._drawing is None or self._drawing.done():
+            if self._drawing is not None:
+                self._drawing.result()
+            self._drawing = self._drawer.submit(self._draw)
+
+    def _draw(self) -> None:
+        lines = read_lines(self._metrics)
+        write_atomically(self._image, loss_png(lines, self._references))
+
+    def close(self) -> None:
+        """Draws the last loss.png and closes the files; more calls do nothing."""
+        if self._stream.closed:
+            return
+        self._stream.close()
+        self._events.close()
+        self._drawer.submit(self._draw).result()
+        self._drawer.shutdown()
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; a last line that a killed writer left torn is passed over.
+
+    Raises:
+      UserError: another line is not JSON.
+    """
+    lines = []
+    # What stands behind the last newline is empty or torn.
+    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{file}:{number}: not a line of JSON ({error}); remove that line, or the file"
+            ) from error
+    return lines
+
+
+def drop_lines_past(file: Path, step: int) -> None:
+    """Keeps a metrics.jsonl's lines up to `step`; a run that starts anew (step 0) keeps none."""
+    if not file.exists():
+        return
+    kept = [line for line in read_lines(file) if line["step"] <= step] if step > 0 else []
+    write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Writes beside the file and renames: readers see the old content or the new, never a part."""
+    beside = file.with_name(f".{file.name}.tmp")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+
+
+def write_exit(workdir: Path, *, status: str, reason: str, step: int, attempt: int) -> None:
+    """Records in exit.json how this attempt ended; process 0 alone writes.
+
+    Args:
+      status: how it ended, in a word.
+      reason: why, in a sentence.
+      step: the last step done.
+      attempt: which start of the same run this was, from 1.
+    """
+    if jax.process_index() == 0:
+        line = {"status": status, "reason": reason, "step": step, "attempt": attempt}
+        write_atomically(workdir / EXIT_FILE, (json.dumps(line) + "\n").encode())
+
+
+def previous_attempt(workdir: Path) -> int:
+    """The number of the attempt that wrote exit.json; 0 where there was none."""
+    file = workdir / EXIT_FILE
+    return int(json.loads(file.read_text(encoding="utf-8"))["attempt"]) if file.exists() else 0

@@ -1,0 +1,55 @@
+"""Draws the loss curve of a run: metrics lines in, PNG bytes out."""
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+# Told apart by line style and lightness, so that a greyscale print and colour-blind eyes can read
+# the picture: light thin training curve, black evaluation points, dashed references.
+_TRAIN = {"color": "#5b9bd5", "linewidth": 1.2}
+_EVAL = {"color": "black", "linewidth": 1.2, "marker": "o", "markersize": 4}
+_REFERENCE_STYLES = ("--", ":", "-.")
+
+
+def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> Figure:
+    """The training and evaluation loss over steps.
+
+    Args:
+      lines: the objects of metrics.jsonl; those whose loss is null leave a gap.
+      references: horizontal lines, label to loss: what a model must beat to have learned anything.
+    """
+    lines = list(lines)
+    # No pyplot: its figures are global state, and this may run beside the training thread.
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, label, style in (
+        ("loss", "training loss", _TRAIN),
+        ("eval_loss", "evaluation loss", _EVAL),
+    ):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            axes.plot(
+                steps, [float("nan") if y is None else y for y in losses], label=label, **style
+            )
+    for index, (label, loss) in enumerate(references.items()):
+        line_style = _REFERENCE_STYLES[index % len(_REFERENCE_STYLES)]
+        axes.axhline(loss, color="dimgrey", linestyle=line_style, label=f"{label} {loss:.2f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False)
+    return figure
+
+
+def loss_png(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> bytes:
+    """`loss_figure` as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    loss_figure(lines, references).savefig(buffer, format="png")
+    return buffer.getvalue()

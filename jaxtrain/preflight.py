@@ -1,0 +1,199 @@
+"""Refuses a configuration that cannot run: every violation in one message, before any compile."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType
+
+from jaxtrain.attention import refuse
+from jaxtrain.errors import UserError
+from jaxtrain.mesh import MESH_AXES
+from jaxtrain.optimizer import make_schedule
+from jaxtrain.settings import Config
+from jaxtrain.sharding import Layout, is_variable, logical_axes
+
+
+def check(config: Config, *, device_count: int, platform: str) -> None:
+    """Raises UserError with every reason why this configuration cannot run on these devices.
+
+    Args:
+      config: the configuration.
+      device_count: devices over all processes.
+      platform: 'cpu', 'gpu' or 'tpu'.
+    """
+    found = list(_mesh(config, device_count))
+    if not found:
+        layout = abstract_layout(config, device_count)
+        found += _batch(config, layout)
+        found += _sizes(config, layout)
+    found += _model_and_data(config, platform)
+    found += _schedule(config)
+    if found:
+        raise UserError("\n".join(found))
+
+
+def abstract_layout(config: Config, device_count: int) -> Layout:
+    """The layout on a mesh of names and sizes alone."""
+    sizes = config.mesh.sizes(device_count)
+    mesh = jax.sharding.AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes)
+    )
+    return Layout(mesh, config.sharding.zero, config.sharding.sequence_parallel)
+
+
+def _mesh(config: Config, device_count: int) -> Iterator[str]:
+    try:
+        sizes = config.mesh.sizes(device_count)
+    except UserError as error:
+        yield str(error)
+        return
+    model = config.train.model
+    for axis in MESH_AXES:
+        if sizes[axis] > 1 and axis not in model.mesh_axes:
+            yield (
+                f"Mesh.{axis}={sizes[axis]}: {type(model).__name__} has nothing that this axis "
+                f"could split; use Mesh.{axis}=1 and {' or '.join(model.mesh_axes)} instead"
+            )
+    if sizes["tensor"] == 1 and config.sharding.sequence_parallel:
+        yield (
+            "Sharding.sequence_parallel=True with Mesh.tensor=1: it splits the sequence over "
+            "tensor; set Mesh.tensor above 1 or Sharding.sequence_parallel=False"
+        )
+
+
+def _batch(config: Config, layout: Layout) -> Iterator[str]:
+    train, devices = config.train, layout.batch_devices()
+    parts = devices * train.accumulation
+    if train.global_batch_size % parts:
+        yield (
+            f"Train.global_batch_size={train.global_batch_size} does not divide over the {devices} "
+            f"devices of mesh axes ('data', 'fsdp') times Train.accumulation={train.accumulation}; "
+            f"the nearest multiple of {parts} is {_nearest_multiple(train.global_batch_size, parts)}"
+        )
+
+
+def _sizes(config: Config, layout: Layout) -> Iterator[str]:
+    model = config.train.model
+    name, seen = type(model).__name__, set()
+    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    for path, variable in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable):
+        axes = logical_axes(variable)
+        for spec in (layout.parameter(axes), layout.moment(axes)):
+            for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):
+                if part is None or size % layout.mesh.shape[part] == 0 or (axis, part) in seen:
+                    continue
+                seen.add((axis, part))
+                yield _does_not_divide(model, name, axis, size, part, layout, path)
+    length = getattr(config.train.data, "sequence_length", None)
+    tensor = layout.mesh.shape["tensor"]
+    if length and layout.sequence_parallel and length % tensor:
+        yield (
+            f"TextData.sequence_length={length} does not divide over Mesh.tensor={tensor} "
+            f"(Sharding.sequence_parallel); the nearest is {_nearest_multiple(length, tensor)}"
+        )
+
+
+def _does_not_divide(
+    model: Any, name: str, axis: str, size: int, part: str, layout: Layout, path: Any
+) -> str:
+    over = layout.mesh.shape[part]
+    where = jax.tree_util.keystr(path, simple=True, separator="/")
+    setting = model.settings.get(axis)
+    if setting is None:
+        return (
+            f"{name}: {where} has {axis}={size}, which does not divide over Mesh.{part}={over}; "
+            f"use a Mesh.{part} that divides {size}"
+        )
+    value = getattr(model, setting)
+    of = "" if value == size else f" ({axis}={size} of {where})"
+    fits = f"the nearest multiple is {_nearest_multiple(value, over)}" if value == size else ""
+    smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
+    way_out = "; ".join(part for part in (fits, f"or set Mesh.{part}={smaller}") if part)
+    return f"{name}.{setting}={value}{of} does not divide over Mesh.{part}={over}; {way_out}"
+
+
+def _model_and_data(config: Config, platform: str) -> Iterator[str]:
+    model, data, name = config.train.model, config.train.data, type(config.train.model).__name__
+    batch = data.abstract_batch(config.train.global_batch_size)
+    wants = "text" if model.objective == "next_token" else "images"
+    gives = "text" if batch.inputs.ndim == 2 else "images"
+    if wants != gives:
+        yield (
+            f"Train.model=@{name}() learns from {wants}, but Train.data=@{type(data).__name__}() "
+            f"gives {gives}; use {'@TextData()' if wants == 'text' else '@ImageData()'}"
+        )
+    elif gives == "text":
+        yield from _text(config, model, data, batch, platform)
+    else:
+        yield from _images(config, model, data, batch)
+
+
+def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> Iterator[str]:
+    name, length = type(model).__name__, batch.inputs.shape[1]
+    if length > model.context_length:
+        yield (
+            f"TextData.sequence_length={length} is longer than {name}.context_length="
+            f"{model.context_length}; use at most {model.context_length}"
+        )
+    vocab_size = data.vocab_size
+    if vocab_size > model.vocab_size:
+        yield (
+            f"{name}.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
+            f"tokens (TextData.tokenizer={data.tokenizer!r}); use at least {vocab_size}"
+        )
+    chunk = config.loss.chunk_size
+    if chunk is not None and length % chunk:
+        divisors = [d for d in range(1, length + 1) if length % d == 0]
+        nearest = min(divisors, key=lambda d: abs(d - chunk))
+        yield (
+            f"Loss.chunk_size={chunk} does not divide TextData.sequence_length={length}; "
+            f"the nearest is {nearest}"
+        )
+    block = config.scan.layers_per_iteration
+    if block and model.num_layers % block:
+        divisors = [d for d in range(1, model.num_layers + 1) if model.num_layers % d == 0]
+        nearest = min(divisors, key=lambda d: abs(d - block))
+        yield (
+            f"Scan.layers_per_iteration={block} does not divide {name}.num_layers="
+            f"{model.num_layers}; the nearest is {nearest} (0 unrolls all)"
+        )
+    yield from refuse(
+        config.attention.kernel,
+        platform=platform,
+        dtype=config.precision.compute,
+        causal=True,
+        window=getattr(model, "sliding_window", None),
+        segment_ids=batch.segment_ids is not None,
+        cached=False,
+        head_dim=model.head_dim,
+        T=length,
+        S=length,
+    )
+
+
+def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:
+    del config
+    name, channels = type(model).__name__, batch.inputs.shape[-1]
+    if channels != model.channels:
+        yield (
+            f"{name}.channels={model.channels}, but the images of {type(data).__name__} have "
+            f"{channels}; set {name}.channels={channels}"
+        )
+    if data.num_classes > model.num_classes:
+        yield (
+            f"{name}.num_classes={model.num_classes} is smaller than the data's "
+            f"{data.num_classes} classes; set {name}.num_classes={data.num_classes}"
+        )
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    try:
+        make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
+    except UserError as error:
+        yield str(error)
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    return max(round(value / of), 1) * of

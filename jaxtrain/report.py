@@ -1,0 +1,154 @@
+"""What a run shows at its start: configuration, mesh, data, and the parameter table."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.checkpoint import StoredLeaf
+from jaxtrain.sharding import Layout, is_variable, logical_axes
+from jaxtrain.step import TrainState
+
+
+def human_bytes(count: float) -> str:
+    """A byte count in binary units, such as '1.5 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's shard of an array."""
+    sharding = array.sharding
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    return math.prod(shape) * np.dtype(array.dtype).itemsize
+
+
+def parameter_rows(state: TrainState) -> list[tuple[str, tuple[int, ...], str, str, int, int]]:
+    """Name, shape, logical axes, placement, parameters and bytes per device of every parameter."""
+    rows = []
+    leaves = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
+    for path, variable in leaves:
+        value = variable.get_value()
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        placement = ", ".join(_part(part) for part in value.sharding.spec)
+        rows.append(
+            (
+                name,
+                value.shape,
+                ", ".join(logical_axes(variable)),
+                placement,
+                math.prod(value.shape),
+                shard_bytes(value),
+            )
+        )
+    return rows
+
+
+def _part(part: str | tuple[str, ...] | None) -> str:
+    if part is None:
+        return "-"
+    return part if isinstance(part, str) else "x".join(part)
+
+
+def show_parameters(console: Console, state: TrainState) -> None:
+    """Prints the parameter table and what the state takes on each device."""
+    rows = parameter_rows(state)
+    table = Table(title="Parameters", title_justify="left", show_footer=True)
+    total = f"{sum(row[4] for row in rows):,}"
+    per_device = human_bytes(sum(row[5] for row in rows))
+    table.add_column("name", footer="total", overflow="fold")
+    table.add_column("shape", footer=total, overflow="fold")
+    table.add_column("logical axes", overflow="fold")
+    table.add_column("placement", overflow="fold")
+    table.add_column("bytes per device", footer=per_device, justify="right")
+    for name, shape, axes, placement, _, size in rows:
+        table.add_row(name, " x ".join(map(str, shape)), axes, placement, human_bytes(size))
+    console.print(table)
+    sizes = {
+        "parameters": state.params,
+        "optimizer state": state.opt_state,
+        "statistics": state.statistics,
+    }
+    held = {name: sum(map(shard_bytes, jax.tree.leaves(tree))) for name, tree in sizes.items()}
+    console.print(
+        "State per device: "
+        + ", ".join(f"{name} {human_bytes(size)}" for name, size in held.items() if size)
+    )
+
+
+def show_mesh(console: Console, layout: Layout) -> None:
+    """Prints the mesh's axes and the order of its devices."""
+    mesh = layout.mesh
+    assert isinstance(mesh, jax.sharding.Mesh)
+    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), ZeRO {layout.zero}")
+    order = np.vectorize(lambda device: device.id)(mesh.devices)
+    table = Table(title="Device order (data, fsdp: rows; tensor: columns)", title_justify="left")
+    for name in ("data", "fsdp", "devices"):
+        table.add_column(name, justify="right" if name != "devices" else "left")
+    shown = 16
+    rows = [(d, f) for d in range(order.shape[0]) for f in range(order.shape[1])]
+    for d, f in rows[:shown]:
+        table.add_row(str(d), str(f), " ".join(map(str, order[d, f])))
+    if len(rows) > shown:
+        table.add_row("...", "...", f"{len(rows) - shown} more rows")
+    console.print(table)
+
+
+def show_config(console: Console, gin_text: str) -> None:
+    """Prints the resolved configuration."""
+    console.print("Configuration (saved as config.gin):")
+    console.print(escape(gin_text), highlight=False, soft_wrap=True)
+
+
+def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
+    """Prints what is known of the data."""
+    words = [f"{name} {_fact(value)}" for name, value in facts.items()]
+    console.print(f"Data: {', '.join(words)}; sha256 {digest[:16]}", soft_wrap=True)
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def show_checkpoint(
+    console: Console, folder: Path, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
+) -> None:
+    """Prints a checkpoint's step, versions, configuration and arrays."""
+    console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)
+    words = ", ".join(f"{name} {version}" for name, version in extra["versions"].items())
+    console.print(f"Format {extra['format']}, written with {words}", soft_wrap=True)
+    for name, value in extra["data"].items():
+        console.print(f"{name}: {value}", soft_wrap=True)
+    show_config(console, extra["config"])
+    table = Table(title="Arrays", title_justify="left", show_footer=True)
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in tree.values())
+    table.add_column("name", footer=f"{len(tree)} arrays", overflow="fold")
+    table.add_column("shape", overflow="fold")
+    table.add_column("dtype")
+    table.add_column("sharding", overflow="fold")
+    table.add_column("bytes", footer=human_bytes(total), justify="right")
+    for name, leaf in tree.items():
+        mesh = "" if leaf.mesh is None else " on " + "x".join(map(str, leaf.mesh.values()))
+        spec = ", ".join(_part(_tupled(part)) for part in leaf.spec or ())
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        table.add_row(
+            name, " x ".join(map(str, leaf.shape)), leaf.dtype.name, spec + mesh, human_bytes(size)
+        )
+    console.print(table)
+
+
+def _tupled(part: Any) -> str | tuple[str, ...] | None:
+    return tuple(part) if isinstance(part, list) else part
