@@ -1,6 +1,102 @@
-"""Eight simulated devices for every test, set before JAX opens its backend."""
+"""Eight simulated devices for every test, and the small runs that several tests share."""
+
+import dataclasses
+from pathlib import Path
 
 import jax
+import numpy as np
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
+
+from jaxtrain.data.batch import Batch  # noqa: E402 - after the devices are made
+from jaxtrain.layers import Execution  # noqa: E402
+from jaxtrain.loss import Loss  # noqa: E402
+from jaxtrain.mesh import Mesh, make_mesh  # noqa: E402
+from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedule  # noqa: E402
+from jaxtrain.precision import Precision  # noqa: E402
+from jaxtrain.sharding import Layout  # noqa: E402
+from jaxtrain.step import Program  # noqa: E402
+
+
+def text_batch(*, rows: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
+    """Random tokens, two documents a row, about a third of the targets masked, unevenly by row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab_size, (rows, length + 1)).astype(np.int32)
+    cut = rng.integers(1, length, (rows, 1))
+    place = np.arange(length)[None, :]
+    second = place >= cut
+    keep = rng.random((rows, length)) < np.linspace(0.3, 1.0, rows)[:, None]
+    return Batch(
+        inputs=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        loss_mask=keep.astype(np.float32),
+        segment_ids=(1 + second).astype(np.int32),
+        positions=np.where(second, place - cut, place).astype(np.int32),
+    )
+
+
+def make_layout(zero: int = 3, *, sequence_parallel: bool = False, **sizes: int) -> Layout:
+    """A layout on the first devices: make_layout(2, fsdp=4, tensor=2)."""
+    mesh = Mesh(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes})
+    count = mesh.data * mesh.fsdp * mesh.tensor
+    return Layout(make_mesh(mesh, jax.devices()[:count]), zero, sequence_parallel)
+
+
+def make_program(model, layout: Layout, **changes) -> Program:
+    """A float32 program with AdamW; `changes` replace fields of Program."""
+    schedule = make_schedule(Schedule(name="constant"), 1e-2, 100)
+    program = Program(
+        build=model.build,
+        objective=model.objective,
+        optimizer=make_optimizer(Optimizer(learning_rate=1e-2), schedule),
+        schedule=schedule,
+        layout=layout,
+        precision=Precision(compute="float32"),
+        loss=Loss(),
+        execution=Execution(kernel="reference"),
+    )
+    return dataclasses.replace(program, **changes)
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[jax.Device]:
+    """The eight simulated devices."""
+    assert jax.device_count() == 8
+    return jax.devices()
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory) -> Path:
+    """A .gin file that trains a tiny GPT on a few documents in seconds."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = np.random.default_rng(0)
+    words = ["def", "return", "x", "y", "(", ")", ":", "\n    ", "\n", "sum", "=", "0", "1"]
+    for number in range(24):
+        text = " ".join(rng.choice(words, 400))
+        (folder / f"document{number:02}.txt").write_text(text)
+    file = folder / "tiny.gin"
+    file.write_text(
+        f"""
+Train.model = @GPT()
+Train.data = @TextData()
+Train.steps = 8
+Train.global_batch_size = 8
+Train.log_every = 1
+Train.eval_batches = 2
+GPT.vocab_size = 256
+GPT.num_layers = 2
+GPT.embed_dim = 32
+GPT.num_heads = 4
+GPT.context_length = 32
+TextData.source = {str(folder)!r}
+TextData.sequence_length = 32
+Mesh.data = 2
+Mesh.fsdp = 2
+Mesh.tensor = 2
+Precision.compute = 'float32'
+Optimizer.learning_rate = 0.01
+"""
+    )
+    return file

@@ -1,0 +1,52 @@
+# Everything a fresh machine with Python 3.11+ needs: `make train`, then `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-slow smoke lint format configs clean
+
+# Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
+train: $(VENV)/installed
+	$(BIN)/jaxtrain train
+
+# The test suite.
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+# The long proofs.
+test-slow: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m slow
+
+# What runs on every supported Python and JAX, without PyTorch.
+smoke: $(VENV)/installed-smoke
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
+
+# Lint, format check and types.
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxtrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-smoke: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet pytest hypothesis
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-smoke .pytest_cache .ruff_cache

@@ -1,0 +1,103 @@
+"""What cannot run is refused before any compile, everything wrong in one message."""
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.preflight import check
+from jaxtrain.settings import load_config
+
+GPT = ["Mesh.fsdp = 4", "Mesh.tensor = 2"]
+
+
+def refused(*bindings: str, name: str = "gpt_quickstart", devices: int = 8) -> str:
+    with pytest.raises(UserError) as caught:
+        check(load_config(name, bindings), device_count=devices, platform="cpu")
+    return str(caught.value)
+
+
+def test_the_quickstart_passes():
+    check(load_config("gpt_quickstart"), device_count=8, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("bindings", "words"),
+    [
+        (["Mesh.fsdp = 3"], ["Mesh.fsdp=3", "product 6", "8 devices", "set Mesh.fsdp=4"]),
+        (
+            ["GPT.num_heads = 4", "Mesh.fsdp = 1", "Mesh.tensor = 8"],
+            ["GPT.num_heads=4 does not divide over Mesh.tensor=8", "is 8", "or set Mesh.tensor=4"],
+        ),
+        (
+            ["GPT.vocab_size = 257"],
+            ["GPT.vocab_size=257 does not divide over Mesh.tensor=2", "nearest multiple is 256"],
+        ),
+        (
+            ["Train.global_batch_size = 30"],
+            ["Train.global_batch_size=30", "over the 4 devices", "nearest multiple of 4 is 32"],
+        ),
+        (
+            ["Train.accumulation = 3"],
+            ["Train.global_batch_size=32", "Train.accumulation=3", "multiple of 12 is 36"],
+        ),
+        (
+            ["TextData.sequence_length = 512"],
+            ["TextData.sequence_length=512 is longer than GPT.context_length=256"],
+        ),
+        (["GPT.vocab_size = 128"], ["GPT.vocab_size=128 is smaller than the tokenizer's 256"]),
+        (["Loss.chunk_size = 100"], ["Loss.chunk_size=100 does not divide", "nearest is 128"]),
+        (
+            ["Scan.layers_per_iteration = 3"],
+            ["Scan.layers_per_iteration=3 does not divide GPT.num_layers=4", "nearest is 2"],
+        ),
+        (["Attention.kernel = 'cudnn'"], ["Attention.kernel='cudnn'", "the nearest kernel"]),
+        (["Schedule.warmup_steps = 9999"], ["Schedule.warmup_steps=9999", "Train.steps="]),
+        (
+            ["Sharding.sequence_parallel = True", "Mesh.tensor = 1", "Mesh.fsdp = 8"],
+            ["Sharding.sequence_parallel=True with Mesh.tensor=1"],
+        ),
+        (
+            ["Sharding.sequence_parallel = True", "TextData.sequence_length = 127"],
+            ["TextData.sequence_length=127 does not divide over Mesh.tensor=2", "nearest is 128"],
+        ),
+        (
+            ["GPT.embed_dim = 132", "Mesh.fsdp = 8", "Mesh.tensor = 1"],
+            ["GPT.embed_dim=132 does not divide over Mesh.fsdp=8", "128"],
+        ),
+    ],
+)
+def test_each_refusal_names_the_setting_and_the_nearest_valid_choice(bindings, words):
+    message = refused(*bindings)
+    assert [word for word in words if word not in message] == []
+
+
+def test_everything_wrong_is_said_at_once():
+    message = refused(
+        "GPT.vocab_size = 257",
+        "Train.global_batch_size = 30",
+        "TextData.sequence_length = 512",
+        "Schedule.warmup_steps = 9999",
+    )
+    lines = message.splitlines()
+    for word in ("vocab_size=257", "global_batch_size=30", "sequence_length=512", "warmup_steps"):
+        assert sum(word in line for line in lines) == 1, word
+
+
+def test_a_cnn_refuses_the_tensor_axis():
+    message = refused("Mesh.tensor = 2", "Mesh.fsdp = 4", name="resnet_mnist5k")
+    assert "Mesh.tensor=2: ResNet has nothing that this axis could split" in message
+
+
+def test_a_model_refuses_the_other_kind_of_data(tmp_path):
+    file = tmp_path / "run.gin"
+    file.write_text(
+        "Train.model = @GPT()\nTrain.data = @ImageData()\nTrain.steps = 1\n"
+        "Train.global_batch_size = 8\nImageData.source = 'digits'\n"
+    )
+    message = refused(name=str(file))
+    assert "Train.model=@GPT() learns from text, but Train.data=@ImageData() gives images" in message
+
+
+def test_images_that_do_not_fit_the_model_are_refused():
+    message = refused("ResNet.num_classes = 5", "ResNet.channels = 3", name="resnet_mnist5k")
+    assert "ResNet.num_classes=5 is smaller than the data's 10 classes" in message
+    assert "ResNet.channels=3, but the images of ImageData have 1" in message

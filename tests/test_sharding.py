@@ -1,0 +1,77 @@
+"""The table: what it resolves to, what it refuses, and that every model's axes stand in it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh import MESH_AXES
+from jaxtrain.sharding import RULES, gather, logical_axes, shard, shardings
+
+MATRIX = ("embed", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("zero", "parameter", "gradient", "moment"),
+    [
+        (0, P(None, "tensor"), P(None, "tensor"), P(None, "tensor")),
+        (1, P(None, "tensor"), P(None, "tensor"), P("fsdp", "tensor")),
+        (2, P(None, "tensor"), P("fsdp", "tensor"), P("fsdp", "tensor")),
+        (3, P("fsdp", "tensor"), P("fsdp", "tensor"), P("fsdp", "tensor")),
+    ],
+)
+def test_zero_stages_shard_what_the_paper_says(zero, parameter, gradient, moment):
+    layout = make_layout(zero, data=2, fsdp=2, tensor=2)
+    assert layout.parameter(MATRIX) == parameter
+    assert layout.gradient(MATRIX) == gradient
+    assert layout.moment(MATRIX) == moment
+    assert layout.weight(MATRIX) == P(None, "tensor")
+
+
+def test_activations_and_sequence_parallelism():
+    axes = ("batch", "residual_length", "embed")
+    assert make_layout(3, fsdp=2, tensor=2).activation(axes) == P(("data", "fsdp"), None, None)
+    layout = make_layout(3, sequence_parallel=True, fsdp=2, tensor=2)
+    assert layout.activation(axes) == P(("data", "fsdp"), "tensor", None)
+    assert layout.batch_devices() == 2
+
+
+def test_unknown_axes_and_axes_used_twice_are_refused():
+    layout = make_layout(3, fsdp=2)
+    with pytest.raises(ValueError, match=r"unknown logical axis 'embedd'; did you mean 'embed'\?"):
+        layout.parameter(("embedd",))
+    with pytest.raises(ValueError, match="one mesh axis on two dimensions"):
+        layout.parameter(("mlp", "heads"))
+    with layout.active(), pytest.raises(ValueError, match="shape .* has 1 axis names"):
+        shard(jnp.zeros((2, 2)), ("batch",))
+
+
+def test_the_table_names_only_mesh_axes():
+    for parts in RULES.values():
+        for part in parts:
+            names = () if part is None else (part,) if isinstance(part, str) else part
+            assert set(names) <= set(MESH_AXES)
+
+
+def test_gather_transposes_to_a_sharded_gradient():
+    layout = make_layout(3, fsdp=8)
+    weight = jnp.arange(64.0).reshape(16, 4)
+    tree = shardings({"w": nnx.Param(weight, axes=MATRIX)}, layout.parameter, layout)
+    param = nnx.Param(jax.device_put(weight, tree["w"].get_value()), axes=MATRIX)
+
+    def loss(param):
+        return (gather(param) ** 2).sum()
+
+    with layout.active():
+        gradient = jax.jit(jax.grad(loss))(param)
+    assert gradient.get_value().sharding.spec == P("fsdp", "tensor")
+    np.testing.assert_array_equal(gradient.get_value(), 2 * weight)
+    assert logical_axes(gradient) == MATRIX
+
+
+def test_without_a_mesh_arrays_stay_as_they_are():
+    x = jnp.ones((3, 3))
+    assert shard(x, ("batch", "embed")) is x

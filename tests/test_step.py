@@ -1,0 +1,230 @@
+"""The step on every mesh equals the step on one device, keeps its layout, and compiles once."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import make_layout, make_program, text_batch
+
+from jaxtrain.layers import Execution
+from jaxtrain.loss import Loss
+from jaxtrain.models.gpt import GPT
+from jaxtrain.models.llama import Llama
+from jaxtrain.step import split_microbatches
+
+MODELS = {
+    "gpt": GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16),
+    "llama": Llama(
+        vocab_size=64,
+        num_layers=2,
+        embed_dim=32,
+        num_heads=8,
+        num_kv_heads=2,
+        mlp_dim=48,
+        context_length=16,
+    ),
+}
+BATCH = text_batch(rows=16, length=16, vocab_size=48)  # rows 48..63 of the vocabulary are unseen
+# Sums of at most a few thousand float32 products in another order.
+TOLERANCE = 2e-6
+
+LAYOUTS = {
+    "data8": {"data": 8},
+    "zero0": {"fsdp": 8, "zero": 0},
+    "zero1": {"fsdp": 8, "zero": 1},
+    "zero2": {"fsdp": 8, "zero": 2},
+    "zero3": {"fsdp": 8, "zero": 3},
+    "tensor8": {"tensor": 8},
+    "hsdp": {"data": 2, "fsdp": 4},
+    "all": {"data": 2, "fsdp": 2, "tensor": 2},
+    "all_sequence": {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True},
+    "all_zero2_sequence": {"zero": 2, "fsdp": 4, "tensor": 2, "sequence_parallel": True},
+}
+
+
+def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with the gradients it was given as the first part of its state."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradients, _state, _params=None: (gradients, gradients),
+    )
+    return optax.chain(keep, optimizer)
+
+
+def evaluate(program):
+    """Initial parameters, loss and gradients of the first step, and the state after two steps."""
+    program = dataclasses.replace(program, optimizer=keep_gradients(program.optimizer))
+    state = program.create(seed=0)
+    initial = jax.tree.map(np.asarray, state.params)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    with program.layout.active():
+        before = jax.tree.map(lambda x: x.sharding, state)
+        step = program.jit_train_step()
+        state, metrics = step(state, batch)
+        gradients = jax.tree.map(np.asarray, state.opt_state[0])
+        state, step_metrics = step(state, batch)
+    after = jax.tree.map(lambda x: x.sharding, state)
+    return {
+        "initial": initial,
+        "loss": float(metrics["loss"]),
+        "gradients": gradients,
+        "metrics": {name: float(value) for name, value in step_metrics.items()},
+        "shardings": (before, after),
+        "compilations": step._cache_size(),
+    }
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """The same model on one device, evaluated once a model."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            found[name] = evaluate(make_program(MODELS[name], make_layout()))
+        return found[name]
+
+    return get
+
+
+CASES = [("gpt", layout) for layout in LAYOUTS] + [("llama", "zero3"), ("llama", "all_sequence")]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_loss_and_gradients_equal_one_device(name, layout, one_device, capfd):
+    expected = one_device(name)
+    capfd.readouterr()
+    found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])))
+    # The compiler says this where it gathers a whole array that nobody asked it to gather.
+    assert "nvoluntary full rematerialization" not in capfd.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, found["initial"], expected["initial"])
+    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
+        found["gradients"],
+        expected["gradients"],
+    )
+    for metric, value in expected["metrics"].items():
+        assert found["metrics"][metric] == pytest.approx(value, rel=1e-4), metric
+    before, after = found["shardings"]
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
+    assert found["compilations"] == 1
+
+
+@pytest.mark.parametrize("layout", ["tensor8", "all"])
+def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
+    """A partitioned scatter-add once leaked gradient into rows of other tokens (xla#42481)."""
+    untied = dataclasses.replace(MODELS["llama"], num_kv_heads=8, tie_embeddings=False)
+    program = make_program(untied, make_layout(**LAYOUTS[layout]))
+    state = program.create(seed=0)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    with program.layout.active():
+        gradients = jax.jit(program._gradients)(state, batch)[0]
+    table = np.asarray(gradients["token_embedding"].get_value())
+    unseen = np.setdiff1d(np.arange(64), BATCH.inputs)
+    assert len(unseen) >= 16
+    np.testing.assert_array_equal(table[unseen], 0.0)
+    assert np.abs(table[np.unique(BATCH.inputs)]).sum(1).min() > 0
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "zero": 2}], ids=str
+)
+def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes, one_device):
+    counts = [m.sum() for m in split_microbatches(BATCH, 4).loss_mask]
+    assert len(set(map(float, counts))) == 4
+    expected = one_device("gpt")
+    program = make_program(MODELS["gpt"], make_layout(**sizes), accumulation=4)
+    found = evaluate(program)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
+        found["gradients"],
+        expected["gradients"],
+    )
+
+
+def test_everything_at_once_equals_one_device(one_device):
+    expected = one_device("gpt")
+    program = make_program(
+        MODELS["gpt"],
+        make_layout(2, sequence_parallel=True, data=2, fsdp=2, tensor=2),
+        accumulation=2,
+        loss=Loss(chunk_size=4),
+        execution=Execution(kernel="xla", remat="dots", layers_per_iteration=2),
+    )
+    found = evaluate(program)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
+        found["gradients"],
+        expected["gradients"],
+    )
+
+
+# -- memory and traffic --------------------------------------------------------------------------
+
+
+def compiled(program):
+    state = program.abstract_state()
+    batch = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        BATCH,
+        program.batch_shardings(BATCH),
+    )
+    with program.layout.active():
+        return program.jit_train_step().lower(state, batch).compile()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_argument_bytes_equal_the_zero_table(zero):
+    """ZeRO with float32 Adam: parameters 4 P, moments 8 P, each divided by 8 from its stage on."""
+    program = make_program(MODELS["gpt"], make_layout(zero, fsdp=8))
+    parameters = split = whole = 0
+    for variable in jax.tree.leaves(
+        program.abstract_state().params, is_leaf=lambda x: hasattr(x, "get_metadata")
+    ):
+        size = math.prod(variable.get_value().shape)
+        parameters += size
+        if "embed" in variable.get_metadata()["axes"]:
+            split += size
+        else:
+            whole += size  # biases of heads and mlp belong to the tensor axis alone
+    at_rest = whole + split // (8 if zero == 3 else 1)
+    moments = 2 * (whole + split // (8 if zero >= 1 else 1))
+    scalars = 4 * (1 + 2 + 2)  # step, loss_scale, and optax's two counts
+    batch = 5 * BATCH.inputs.size * 4 // 8
+    memory = compiled(program).memory_analysis()
+    assert split > 0.9 * parameters
+    assert memory.argument_size_in_bytes == 4 * (at_rest + moments) + scalars + batch
+    # The state is donated: it comes out where it went in.
+    assert memory.alias_size_in_bytes == 4 * (at_rest + moments) + scalars
+
+
+def test_zero3_moves_no_activations_between_devices():
+    text = compiled(make_program(MODELS["gpt"], make_layout(3, fsdp=8))).as_text()
+    assert re.search(r"= \S+ all-gather\(", text)
+    assert "all-to-all" not in text
+    assert "collective-permute" not in text
+
+
+def test_zero3_holds_one_gathered_layer_at_a_time():
+    """Temporaries may grow with the layers' saved activations, not with their weights."""
+
+    def temporary(num_layers: int, embed_dim: int) -> int:
+        sizes = dataclasses.replace(MODELS["gpt"], num_layers=num_layers, embed_dim=embed_dim)
+        program = make_program(
+            sizes, make_layout(3, fsdp=8), execution=Execution(kernel="reference", remat="full")
+        )
+        return compiled(program).memory_analysis().temp_size_in_bytes
+
+    embed_dim = 128
+    layer_weights = 12 * embed_dim**2 * 4
+    saved_input = BATCH.inputs.size // 8 * embed_dim * 4
+    growth = (temporary(6, embed_dim) - temporary(2, embed_dim)) / 4
+    # A layer adds its saved input and its gradient's shard, far from its whole weights.
+    assert growth < saved_input + 3 * layer_weights / 8

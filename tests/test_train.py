@@ -1,0 +1,184 @@
+"""The loop: resume, evaluation, signals, files of a run, and one compilation."""
+
+import json
+import logging
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.data.pipeline import batches
+from jaxtrain.errors import UserError
+from jaxtrain.metrics import NonFiniteLossError
+from jaxtrain.train import Preempted
+
+TIMES = {"step_seconds", "tokens_per_second", "mfu"}
+
+
+def lines(workdir) -> list[dict]:
+    """metrics.jsonl without what a clock measured."""
+    text = (workdir / "metrics.jsonl").read_text()
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in TIMES}
+        for line in text.splitlines()
+    ]
+
+
+def arrays(state) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_config, tmp_path_factory):
+    """8 steps without interruption: the trainer and its folder."""
+    workdir = tmp_path_factory.mktemp("whole")
+    trainer = Trainer(load_config(tiny_config, ["Train.eval_every = 4"]), workdir)
+    trainer.train()
+    trainer.close()
+    return trainer, workdir
+
+
+def test_a_run_leaves_the_files_of_the_contract(whole):
+    trainer, workdir = whole
+    names = {path.name for path in workdir.iterdir()}
+    assert {"config.gin", "metrics.jsonl", "checkpoints", "tensorboard", "loss.png"} <= names
+    assert Image.open(workdir / "loss.png").size[0] > 300
+    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in found if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    wanted = {"step", "loss", "grad_norm", "learning_rate", *TIMES}
+    assert all(wanted <= set(line) for line in steps)
+    assert [line["step"] for line in found if "eval_loss" in line] == [4, 8]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert load_config(workdir / "config.gin") == trainer.config
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_stopped_and_continued_equals_never_stopped_bit_for_bit(stop, whole, tiny_config, tmp_path):
+    trainer, workdir = whole
+    bindings = ["Train.eval_every = 4"]
+    first = Trainer(load_config(tiny_config, bindings), tmp_path)
+    # The stop of a signal: the run's length, and with it the schedule, stays as it is.
+    stop_at(first, stop)
+    with pytest.raises(Preempted) as stopped:
+        first.train()
+    assert stopped.value.step == stop
+    first.close()
+    second = Trainer(load_config(tiny_config, bindings), tmp_path)
+    assert second.steps_done == stop
+    second.train()
+    second.close()
+    for a, b in zip(arrays(second.state), arrays(trainer.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert lines(tmp_path) == lines(workdir)
+
+
+def stop_at(trainer: Trainer, step: int) -> None:
+    """Sends this process SIGTERM while `step` is being dispatched."""
+    train_step = trainer._train_step
+
+    def signalling(state, batch):
+        if trainer.steps_done + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(state, batch)
+
+    trainer._train_step = signalling
+
+
+def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config, tmp_path):
+    _, workdir = whole
+    first = Trainer(load_config(tiny_config), tmp_path)
+    stop_at(first, 4)
+    with pytest.raises(Preempted):
+        first.train()
+    first.close()
+    bindings = ["Mesh.data = 1", "Mesh.fsdp = 8", "Mesh.tensor = 1", "Sharding.zero = 1"]
+    second = Trainer(load_config(tiny_config, bindings), tmp_path)
+    second.train()
+    second.close()
+    found = {line["step"]: line["loss"] for line in lines(tmp_path) if "loss" in line}
+    expected = {line["step"]: line["loss"] for line in lines(workdir) if "loss" in line}
+    assert found.keys() == expected.keys()
+    for step, loss in expected.items():
+        # Another order of float32 sums, amplified by Adam over four steps.
+        assert found[step] == pytest.approx(loss, rel=1e-4), step
+
+
+@pytest.mark.parametrize(
+    ("binding", "words"),
+    [
+        ("GPT.embed_dim = 64", "written by another model"),
+        ("GPT.num_layers = 3", "written by another model"),
+        ("Train.seed = 1", "written with Train.seed = 0, this configuration has 1"),
+        ("Train.global_batch_size = 16", "with Train.global_batch_size = 8, this configuration"),
+        ("TextData.heldout_fraction = 0.2", "the data's sha256"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(binding, words, whole, tiny_config):
+    _, workdir = whole
+    before = (workdir / "config.gin").read_text()
+    with pytest.raises(UserError, match=words):
+        Trainer(load_config(tiny_config, ["Train.eval_every = 4", binding]), workdir)
+    assert (workdir / "config.gin").read_text() == before
+
+
+def test_the_whole_run_compiles_once_and_never_moves_data_implicitly(tiny_config, caplog):
+    trainer = Trainer(load_config(tiny_config, ["Train.eval_every = 2"]))
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        trainer.train()
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    of_step = [message for message in compiled if "train_step" in message]
+    of_evaluation = [message for message in compiled if "eval_step" in message]
+    assert (len(of_step), len(of_evaluation)) == (1, 1)
+    assert trainer._train_step._cache_size() == 1
+
+
+def test_evaluation_counts_every_heldout_target_once(tiny_config):
+    """Against the losses of all held-out rows computed in one batch, padding left out."""
+    trainer = Trainer(load_config(tiny_config, ["Train.eval_batches = None"]))
+    heldout = trainer.dataset.heldout
+    assert len(heldout) % 8, "the last batch must be a partial one"
+    rows = [heldout.example(i, None) for i in range(len(heldout))]
+    pad = -len(rows) % 4
+    stacked = jax.tree.map(lambda *x: np.stack([*x, *[x[-1]] * pad]), *rows)
+    stacked.loss_mask[len(rows) :] = 0
+    with trainer.layout.active():
+        placed = jax.device_put(stacked, trainer.program.batch_shardings(stacked))
+        sums = jax.jit(trainer.program.eval_step)(trainer.state, placed)
+    values = trainer.evaluate()
+    assert values["eval_loss"] == pytest.approx(float(sums["loss"] / sums["weight"]), rel=1e-6)
+    assert values["eval_perplexity"] == pytest.approx(np.exp(values["eval_loss"]))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tiny_config, tmp_path):
+    bindings = ["Optimizer.learning_rate = 1e30", "Optimizer.clip_norm = None"]
+    trainer = Trainer(load_config(tiny_config, bindings), tmp_path)
+    with pytest.raises(NonFiniteLossError, match="step"):
+        trainer.train()
+    trainer.close()
+    assert trainer._checkpoints.steps() == []
+
+
+def test_the_pieces_work_for_people_who_look_inside(tiny_config):
+    trainer = Trainer(load_config(tiny_config))
+    stream = batches(trainer.dataset.train, global_batch_size=8, seed=0)
+    first = float(trainer.step(next(stream))["loss"])
+    for _ in range(5):
+        metrics = trainer.step(next(stream))
+    stream.close()
+    assert trainer.steps_done == int(trainer.state.step) == 6
+    assert float(metrics["loss"]) < first
+    assert dict(trainer.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert trainer.lower().compile().memory_analysis().argument_size_in_bytes > 0
+    trainer.train(steps=2)
+    assert trainer.steps_done == 8
+
+
+def test_simulated_devices_of_the_config_are_in_the_saved_one(tiny_config):
+    config = load_config(tiny_config, ["Mesh.simulated_devices = 8"])
+    assert "Mesh.simulated_devices = 8" in config.to_gin()
+    assert Trainer(config).mesh.size == 8
