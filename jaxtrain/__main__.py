@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Trains; continues from the newest checkpoint in the run's folder if there is one."""
-    console = Console()
+    console = _console()
     name, bindings = arguments.config, list(arguments.gin_bindings)
     if arguments.simulate_devices is not None:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
@@ -81,6 +81,12 @@ def train(arguments: argparse.Namespace) -> int:
                 workdir, status=status, reason=reason, step=trainer.steps_done, attempt=attempt
             )
     return DONE
+
+
+def _console() -> Console:
+    """Standard output; where it is no terminal, wide enough that tables do not fold."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def _quickstart_devices(console: Console) -> list[str]:
@@ -158,7 +164,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     if step is None:
         raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
     report.show_checkpoint(
-        Console(), checkpoints.folder / str(step), checkpoints.extra(step), checkpoints.tree(step)
+        _console(), checkpoints.folder / str(step), checkpoints.extra(step), checkpoints.tree(step)
     )
     return DONE
 
@@ -212,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     command = _add(commands, "inspect", inspect, "prints what a checkpoint holds")
     command.add_argument("--workdir", metavar="DIR", required=True)
 
-    _add(commands, "doctor", lambda _: doctor.show(Console()), "prints versions, devices, extras")
+    _add(commands, "doctor", lambda _: doctor.show(_console()), "prints versions, devices, extras")
     return parser
 
 

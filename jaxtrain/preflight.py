@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.mesh import MESH_AXES
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.settings import Config
-from jaxtrain.sharding import Layout, is_variable, logical_axes
+from jaxtrain.sharding import RULES, Layout, is_variable, logical_axes
 
 
 def check(config: Config, *, device_count: int, platform: str) -> None:
@@ -49,12 +49,12 @@ def _mesh(config: Config, device_count: int) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    model = config.train.model
+    usable = _usable_axes(config)
     for axis in MESH_AXES:
-        if sizes[axis] > 1 and axis not in model.mesh_axes:
+        if sizes[axis] > 1 and axis not in usable:
             yield (
-                f"Mesh.{axis}={sizes[axis]}: {type(model).__name__} has nothing that this axis "
-                f"could split; use Mesh.{axis}=1 and {' or '.join(model.mesh_axes)} instead"
+                f"Mesh.{axis}={sizes[axis]}: {type(config.train.model).__name__} has nothing that "
+                f"this axis could split; use Mesh.{axis}=1 and {' or '.join(usable)} instead"
             )
     if sizes["tensor"] == 1 and config.sharding.sequence_parallel:
         yield (
@@ -63,13 +63,29 @@ def _mesh(config: Config, device_count: int) -> Iterator[str]:
         )
 
 
+def _usable_axes(config: Config) -> list[str]:
+    """The mesh axes that the table gives to the batch or to a parameter of this model."""
+    logical = {"batch"}
+    for _, variable in _parameters(config.train.model):
+        logical.update(logical_axes(variable))
+    found = [part for axis in logical for part in RULES[axis] if part is not None]
+    names = {name for part in found for name in ((part,) if isinstance(part, str) else part)}
+    return [axis for axis in MESH_AXES if axis in names]
+
+
+def _parameters(model: Any) -> list[tuple[Any, Any]]:
+    """Path and abstract variable of every parameter."""
+    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    return jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable)
+
+
 def _batch(config: Config, layout: Layout) -> Iterator[str]:
     train, devices = config.train, layout.batch_devices()
     parts = devices * train.accumulation
     if train.global_batch_size % parts:
         yield (
             f"Train.global_batch_size={train.global_batch_size} does not divide over the {devices} "
-            f"devices of mesh axes ('data', 'fsdp') times Train.accumulation={train.accumulation}; "
+            f"devices of mesh axes {layout.activation(('batch',))[0]} times Train.accumulation={train.accumulation}; "
             f"the nearest multiple of {parts} is {_nearest_multiple(train.global_batch_size, parts)}"
         )
 
@@ -77,8 +93,7 @@ def _batch(config: Config, layout: Layout) -> Iterator[str]:
 def _sizes(config: Config, layout: Layout) -> Iterator[str]:
     model = config.train.model
     name, seen = type(model).__name__, set()
-    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
-    for path, variable in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable):
+    for path, variable in _parameters(model):
         axes = logical_axes(variable)
         for spec in (layout.parameter(axes), layout.moment(axes)):
             for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):

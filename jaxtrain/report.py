@@ -93,16 +93,18 @@ def show_mesh(console: Console, layout: Layout) -> None:
     kind = mesh.devices.flat[0].device_kind
     console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), ZeRO {layout.zero}")
     order = np.vectorize(lambda device: device.id)(mesh.devices)
-    table = Table(title="Device order (data, fsdp: rows; tensor: columns)", title_justify="left")
-    for name in ("data", "fsdp", "devices"):
-        table.add_column(name, justify="right" if name != "devices" else "left")
+    *outer, inner = mesh.axis_names
+    table = Table(title=f"Device order, {inner} along each row", title_justify="left")
+    for name in outer:
+        table.add_column(name, justify="right")
+    table.add_column(f"devices {inner} = 0, 1, ...")
     shown = 16
-    rows = [(d, f) for d in range(order.shape[0]) for f in range(order.shape[1])]
-    for d, f in rows[:shown]:
-        table.add_row(str(d), str(f), " ".join(map(str, order[d, f])))
-    if len(rows) > shown:
-        table.add_row("...", "...", f"{len(rows) - shown} more rows")
+    places = list(np.ndindex(order.shape[:-1]))
+    for place in places[:shown]:
+        table.add_row(*map(str, place), " ".join(map(str, order[place])))
     console.print(table)
+    if len(places) > shown:
+        console.print(f"... and {len(places) - shown} more rows")
 
 
 def show_config(console: Console, gin_text: str) -> None:

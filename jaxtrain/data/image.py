@@ -94,11 +94,11 @@ class ImageData:
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes and dtypes of a batch, for lowering a step without data."""
-        return Batch(
-            jax.ShapeDtypeStruct((global_batch_size, *self.image_shape), np.float32),
-            jax.ShapeDtypeStruct((global_batch_size,), np.int32),
-            jax.ShapeDtypeStruct((global_batch_size,), np.float32),
-        )
+        shape = (global_batch_size, *self.image_shape)
+        images: Any = jax.ShapeDtypeStruct(shape, np.float32)
+        labels: Any = jax.ShapeDtypeStruct(shape[:1], np.int32)
+        mask: Any = jax.ShapeDtypeStruct(shape[:1], np.float32)
+        return Batch(images, labels, mask)
 
     def open(self, *, seed: int) -> Dataset:
         """Finds and splits the images; only `'synthetic'` depends on `seed`.
@@ -117,7 +117,7 @@ class ImageData:
         where = ("source", "data_dir")
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         header = {"kind": "image", "class_names": class_names, **settings}
-        facts = {
+        facts: dict[str, float | int | str] = {
             "source": self.source,
             "classes": self.num_classes,
             "class_names": ", ".join(class_names),
@@ -200,7 +200,7 @@ class PreparedImages:
         image, label = self.images.read(index)
         pixels = self._pixels(transform.convert(image, self.config.channels), rng)
         inputs = transform.normalise(pixels, self.config.mean, self.config.std)
-        return Batch(inputs, np.int32(label), np.float32(1.0))
+        return Batch(inputs, np.asarray(label, np.int32), np.ones((), np.float32))
 
     def _pixels(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
         config = self.config

@@ -165,7 +165,7 @@ def decode(file: Path | io.BytesIO, name: str) -> Image.Image:
 
 
 def digits() -> ArrayImages:
-    """1,797 scanned digits, 8x8 (Alpaydin and Kaynak 1998, in scikit-learn); grey 0..16 to 0..255."""
+    """1,797 scanned digits, 8x8 (Alpaydin and Kaynak 1998, scikit-learn); 0..16 become 0..255."""
     found = _demo("sklearn.datasets", "digits").load_digits()
     pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
     return ArrayImages(pixels[..., None], found.target.astype(np.int64))

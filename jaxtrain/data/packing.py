@@ -23,11 +23,14 @@ class PackedText:
       tokens: unsigned [total]; every document with its end-of-text token, if the tokenizer has one.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
       sequence_length: T, in tokens.
+      separate: keep documents apart; otherwise a row is one text: no segment ids, positions that
+        run through, and every token's successor as its target.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     sequence_length: int
+    separate: bool = True
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.tokens) - 1) // self.sequence_length))
@@ -39,6 +42,12 @@ class PackedText:
         real = min(length, len(self.tokens) - 1 - start)
         window = np.zeros(length + 1, np.int32)
         window[: real + 1] = self.tokens[start : start + real + 1]
+
+        if not self.separate:
+            mask = (np.arange(length) < real).astype(np.float32)
+            targets = window[1:].copy()
+            window[real:] = 0
+            return Batch(window[:-1], targets, mask, None, np.arange(length, dtype=np.int32))
 
         # Only the documents that this row touches, however many the corpus has.
         first = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -60,14 +69,20 @@ class PackedText:
         return Batch(window[:-1], targets, loss_mask, segment_ids, positions)
 
 
-def pack(documents: Iterable[np.ndarray], sequence_length: int, dtype: np.dtype) -> PackedText:
+def pack(
+    documents: Iterable[np.ndarray],
+    sequence_length: int,
+    dtype: np.dtype,
+    *,
+    separate: bool = True,
+) -> PackedText:
     """The documents, none of them empty, in one stream."""
     arrays = list(documents)
     lengths = np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
     assert not len(arrays) or lengths.min() > 0, "an empty document has no place in the stream"
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     tokens = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-    return PackedText(tokens.astype(dtype, copy=False), offsets, sequence_length)
+    return PackedText(tokens.astype(dtype, copy=False), offsets, sequence_length, separate)
 
 
 def token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from jaxtrain.data.source import Examples
 # Streams drawn from one seed: grain's shuffle of epoch e with seed s is that of epoch e - 1 with
 # s + 1, so neighbouring seeds are hashed apart first.
 SHUFFLE_STREAM, AUGMENT_STREAM = 0, 1
+HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
 
 T = TypeVar("T")
 
@@ -58,7 +59,9 @@ def batches(
         made = []
         for place in (int(k) * global_batch_size + wanted).tolist():
             rng = np.random.default_rng((seed, AUGMENT_STREAM, place)) if train else None
-            made.append(examples.example(int(order[place]), rng))
+            index = order[place]
+            assert index is not None, "grain filters nothing here"
+            made.append(examples.example(int(index), rng))
         return _stack(made)
 
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
@@ -73,17 +76,20 @@ def heldout_batches(
     threads: int = 2,
     prefetch: int = 4,
 ) -> Iterator[Batch]:
-    """Every example once, in order, without augmentation.
+    """Every example once, without augmentation, in an order that is always the same.
 
-    The last batch is filled up with repetitions of the last example whose loss_mask is 0.
+    The order is shuffled, so that the first few batches, if only they are taken, are a sample of all
+    and not the first documents or classes. The last batch is filled up with repetitions of an
+    example whose loss_mask is 0.
     """
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
     count = len(examples)
+    order = np.random.default_rng(HELDOUT_ORDER).permutation(count)
 
     def make(k: int) -> Batch:
         made = []
         for place in (int(k) * global_batch_size + wanted).tolist():
-            one = examples.example(min(place, count - 1), None)
+            one = examples.example(int(order[min(place, count - 1)]), None)
             if place >= count:
                 one = Batch(
                     one.inputs,
@@ -100,9 +106,8 @@ def heldout_batches(
 
 
 def _read(dataset: grain.MapDataset, threads: int, prefetch: int) -> Iterator[Batch]:
-    options = grain.ReadOptions(
-        num_threads=threads, prefetch_buffer_size=prefetch if threads else 0
-    )
+    buffer = prefetch if threads else 0  # without threads nothing is made ahead
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
     iterator = iter(dataset.to_iter_dataset(options))
     try:
         yield from iterator
@@ -139,7 +144,8 @@ def to_device(batch: Batch, shardings: Batch, global_batch_size: int) -> Batch:
         rows = process_rows(sharding, global_batch_size)
         assert len(rows) == len(local), f"{len(local)} rows made, {len(rows)} held"
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "asked for a device of another process"
             begin, end, _ = index[0].indices(global_batch_size)
             # A device's rows are neighbours, and all of them are among this process's.
             first = int(np.searchsorted(rows, begin))

@@ -66,7 +66,7 @@ def check_heldout_fraction(name: str, fraction: float) -> None:
 
 
 def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bool) -> None:
-    """Raises UserError for a held-out split where the source has no named splits, or the same one."""
+    """Raises UserError for a held-out split where no splits are named, or that is the other one."""
     if heldout is None:
         return
     if not named:
@@ -85,7 +85,7 @@ def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray]) -> str:
     """sha256 hex of a JSON header and of the bytes of `parts`, each preceded by its length."""
     sha = hashlib.sha256(json.dumps(header, sort_keys=True).encode("utf-8"))
     for part in parts:
-        view = memoryview(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part
+        view = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
         size = view.nbytes if isinstance(view, memoryview) else len(view)
         sha.update(size.to_bytes(8, "little"))
         sha.update(view)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -35,15 +35,17 @@ class TextData:
     """Rows of tokens from text.
 
     Attributes:
-      source: a UTF-8 text file; a folder, whose text files are one document each; `'tfds:NAME'`, one
-        document a record; `'embedded'`, Python's own library and language reference; or
+      source: a UTF-8 text file; a folder, each text file in it a document; `'tfds:NAME'`, each
+        record a document; `'embedded'`, Python's own library and language reference; or
         `'synthetic'`, random tokens for benchmarks.
       sequence_length: tokens a row.
+      separate_documents: documents in one row do not see each other and positions restart; False
+        lets attention run across them, which kernels without segment ids need.
       tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
         tokenizer.json.
       end_of_text: the token of tokenizer.json that ends a document; None takes the usual names.
-      heldout_fraction: share of the documents that is held out, evenly spaced over their order. Of a
-        source that is one document, its last part, from a line's beginning.
+      heldout_fraction: share of the documents that is held out, evenly spaced over their order; of
+        a source that is one document its last part, from a line's beginning.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the TFDS split to train on.
       heldout_split: the TFDS split to evaluate on; None holds out a part of `train_split`.
@@ -53,6 +55,7 @@ class TextData:
 
     source: str = "embedded"
     sequence_length: int = 256
+    separate_documents: bool = True
     tokenizer: str = "byte"
     end_of_text: str | None = None
     heldout_fraction: float = 0.05
@@ -98,9 +101,9 @@ class TextData:
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, self.sequence_length)
-        tokens = jax.ShapeDtypeStruct(shape, np.int32)
-        mask = jax.ShapeDtypeStruct(shape, np.float32)
-        return Batch(tokens, tokens, mask, tokens, tokens)
+        tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
+        mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
+        return Batch(tokens, tokens, mask, tokens if self.separate_documents else None, tokens)
 
     def open(self, *, seed: int) -> Dataset:
         """Reads, tokenizes and splits the source; only `'synthetic'` depends on `seed`.
@@ -119,6 +122,7 @@ class TextData:
             "tokenizer": tokenizer.digest,
             "end_of_text": tokenizer.end_of_text,
             "sequence_length": self.sequence_length,
+            "separate_documents": self.separate_documents,
         }
         facts = {
             "source": self.source,
@@ -145,6 +149,12 @@ class TextData:
             head, tail = _cut_at_line(texts[0], 1.0 - self.heldout_fraction)
             return [head], [tail]
         held = is_heldout(len(texts), self.heldout_fraction)
+        if not held.any():
+            least = math.ceil(1e4 / len(texts)) / 1e4
+            raise UserError(
+                f"TextData.heldout_fraction = {self.heldout_fraction} holds out none of the "
+                f"{len(texts)} documents of TextData.source = {self.source!r}; use at least {least}"
+            )
         train = [text for text, out in zip(texts, held, strict=True) if not out]
         return train, [text for text, out in zip(texts, held, strict=True) if out]
 
@@ -161,7 +171,12 @@ class TextData:
     def _pack(
         self, split: Literal["training", "held-out"], texts: list[str], tokenizer: Tokenizer
     ) -> packing.PackedText:
-        packed = packing.pack(_ended(texts, tokenizer), self.sequence_length, tokenizer.dtype)
+        packed = packing.pack(
+            _ended(texts, tokenizer),
+            self.sequence_length,
+            tokenizer.dtype,
+            separate=self.separate_documents,
+        )
         needed = self.sequence_length + 1
         if len(packed.tokens) < needed:
             raise UserError(
@@ -182,6 +197,7 @@ class RandomTokens:
     sequence_length: int
     vocab_size: int
     seed: tuple[int, ...]
+    separate: bool
 
     def __len__(self) -> int:
         return self.rows
@@ -193,13 +209,14 @@ class RandomTokens:
         window = draw.integers(self.vocab_size, size=length + 1, dtype=np.int32)
         ones = np.ones(length, np.int32)
         mask = np.ones(length, np.float32)
-        return Batch(window[:-1], window[1:], mask, ones, np.arange(length, dtype=np.int32))
+        segment_ids = ones if self.separate else None
+        return Batch(window[:-1], window[1:], mask, segment_ids, np.arange(length, dtype=np.int32))
 
 
 def _open_synthetic(config: TextData, seed: int) -> Dataset:
     length, vocab_size = config.sequence_length, config.synthetic_vocab_size
     train, heldout = (
-        RandomTokens(rows, length, vocab_size, (seed, number))
+        RandomTokens(rows, length, vocab_size, (seed, number), config.separate_documents)
         for number, rows in enumerate(SYNTHETIC_ROWS.values())
     )
     header = {"kind": "synthetic", "vocab": vocab_size, "sequence_length": length, "seed": seed}

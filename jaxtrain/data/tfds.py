@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.errors import UserError, did_you_mean, nearest
 
 PREFIX = "tfds:"
 
@@ -23,8 +24,8 @@ def tfds_name(setting: str, source: str) -> str | None:
     name = source.removeprefix(PREFIX)
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{setting} = {source!r}: after 'tfds:' comes NAME, NAME/CONFIG or NAME/CONFIG:VERSION, "
-            "such as 'tfds:imagenet2012:5.1.0'"
+            f"{setting} = {source!r}: after 'tfds:' comes NAME, NAME/CONFIG or "
+            "NAME/CONFIG:VERSION, such as 'tfds:imagenet2012:5.1.0'"
         )
     return name
 
@@ -42,12 +43,18 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     try:
         builder = tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
-        known = did_you_mean(re.split("[/:]", name)[0], tfds.list_builders())
-        hint = known if known.startswith("; did you mean") else ""
+        # Without the community's: listing those asks the network, and wants TensorFlow.
+        known = tfds.list_builders(with_community_datasets=False)
+        if data_dir is not None and Path(data_dir).is_dir():
+            known += [folder.name for folder in Path(data_dir).iterdir()]
+        close = nearest(re.split("[/:]", name)[0], known)
+        hint = f"; did you mean 'tfds:{close}'?" if close else ""
         raise UserError(
             f"{setting} = 'tfds:{name}': neither tensorflow-datasets nor data_dir ({where}) has it"
             f"{hint}"
         ) from error
+    except AssertionError as error:  # what TFDS raises for a version that it cannot read
+        raise UserError(f"{setting} = 'tfds:{name}': {error}") from error
     argument = "" if data_dir is None else f", data_dir={data_dir!r}"
     how = (
         f'python -c "import tensorflow_datasets as tfds; tfds.builder({name!r}{argument}, '
@@ -55,7 +62,8 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     )
     if not builder.is_prepared():
         raise UserError(
-            f"{setting} = 'tfds:{name}' is not prepared in data_dir ({where}); prepare it with: {how}"
+            f"{setting} = 'tfds:{name}' is not prepared in data_dir ({where}); prepare it with: "
+            f"{how}"
         )
     if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
         raise UserError(

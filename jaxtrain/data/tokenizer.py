@@ -172,7 +172,7 @@ def _check_content(path: Path, content: bytes) -> None:
     except ValueError:  # covers text that is not UTF-8 and text that is not JSON
         tree = None
     model = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(model, dict) or "vocab" not in model:
+    if not isinstance(model, dict) or not {"type", "vocab"} <= model.keys():
         raise UserError(
             f"TextData.tokenizer = {str(path)!r} is not a Hugging Face tokenizer.json "
             "(JSON with a model and its vocab); it takes 'byte' or the path of such a file"

@@ -13,12 +13,10 @@ class Model(Protocol):
     Attributes:
       objective: a name in `loss.OBJECTIVES`: what the model is trained to do.
       settings: logical axis -> the field that gives it its size, for messages.
-      mesh_axes: the mesh axes that the model can use beyond holding one device.
     """
 
     objective: ClassVar[str]
     settings: ClassVar[dict[str, str]]
-    mesh_axes: ClassVar[tuple[str, ...]]
 
     def build(self, key: jax.Array) -> nnx.Module:
         """The module with freshly drawn parameters."""

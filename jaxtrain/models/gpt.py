@@ -61,7 +61,6 @@ class GPT:
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
         "layers": "num_layers",
     }  # fmt: skip
-    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor")
 
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:

@@ -1,0 +1,1 @@
+"""A TFDS builder of a few encoded images."""
