@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.markup import escape
 from jaxtrain import doctor, report
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.mesh import offer_cpu_devices
 from jaxtrain.metrics import previous_attempt, write_exit
 from jaxtrain.settings import QUICKSTART, Config, load_config
 from jaxtrain.train import Preempted, Trainer
@@ -92,7 +94,7 @@ def _console() -> Console:
 def _quickstart_devices(console: Console) -> list[str]:
     """Bindings for the quickstart: 8 simulated devices, or all accelerators where there are some."""
     # Only the number of CPU devices: an accelerator stays the default where there is one.
-    jax.config.update("jax_num_cpu_devices", QUICKSTART_DEVICES)
+    offer_cpu_devices(QUICKSTART_DEVICES)
     if jax.default_backend() == "cpu":
         console.print(f"No accelerator here: simulating {QUICKSTART_DEVICES} devices on the CPU")
         return [f"Mesh.simulated_devices = {QUICKSTART_DEVICES}"]
@@ -111,10 +113,12 @@ def _show_end(
             f"Held-out loss {values['eval_loss']:.4f} nats a token, against the text's unigram "
             f"entropy {facts['unigram_entropy']:.4f}"
         )
-    if trainer.dataset.tokenizer is not None:
+    tokenizer = trainer.dataset.tokenizer
+    if tokenizer is not None:
         prompt = "def "
-        context = trainer.config.train.model.context_length  # type: ignore[attr-defined] # text models have one
-        sample = trainer.generate(prompt, max_new_tokens=min(200, context - 32), temperature=0.7)
+        model: Any = trainer.config.train.model
+        room = model.context_length - len(tokenizer.encode(prompt))
+        sample = trainer.generate(prompt, max_new_tokens=min(200, room), temperature=0.7)
         console.print("A sample (temperature 0.7):")
         console.print(escape(prompt + sample), highlight=False)
     console.print(f"Loss curve: {workdir / 'loss.png'}")
@@ -157,15 +161,17 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Prints what the newest checkpoint holds, without reading its arrays."""
+    """Prints what the newest checkpoint holds; reads its arrays only to verify them."""
     workdir = _existing_run(arguments.workdir)
     checkpoints = Checkpoints(workdir, Checkpoint(), read_only=True)
     step = checkpoints.latest_step()
     if step is None:
         raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
-    report.show_checkpoint(
-        _console(), checkpoints.folder / str(step), checkpoints.extra(step), checkpoints.tree(step)
-    )
+    console, folder = _console(), checkpoints.folder / str(step)
+    report.show_checkpoint(console, folder, checkpoints.extra(step), checkpoints.tree(step))
+    if arguments.verify:
+        checkpoints.verify(step)
+        console.print("Verified: every array can be read and has the fingerprint it was saved with")
     return DONE
 
 
@@ -217,6 +223,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _add(commands, "inspect", inspect, "prints what a checkpoint holds")
     command.add_argument("--workdir", metavar="DIR", required=True)
+    command.add_argument(
+        "--verify", action="store_true", help="read every array and check it against its fingerprint"
+    )
 
     _add(commands, "doctor", lambda _: doctor.show(_console()), "prints versions, devices, extras")
     return parser

@@ -2,7 +2,9 @@
 
 A checkpoint is one folder, `workdir/checkpoints/<step>/`, complete or absent: Orbax writes into a
 temporary folder and renames it when everything is on disk. Inside lie the arrays under readable
-names (`params/layers/attention/query`) and one JSON object of the caller's (`extra`).
+names (`params/layers/attention/query`), one JSON object of the caller's (`extra`), and a
+fingerprint of each array: TensorStore has checksums for its indices but none for the arrays' own
+bytes, so that a flipped bit on the disk would come back as a wrong parameter.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -20,10 +23,11 @@ from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest
 
 FOLDER = "checkpoints"
-_STATE, _EXTRA = "state", "extra"
+_STATE, _EXTRA, _FINGERPRINTS = "state", "extra", "fingerprints"
 # What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
-# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
+# memory (jax.errors.JaxRuntimeError), is not among them.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _MAX_DIFFERENCES = 8
 
 Tree = TypeVar("Tree")
@@ -89,9 +93,6 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.folder = Path(workdir).absolute() / FOLDER
         self._read_only = read_only
-        if read_only and not self.folder.is_dir():
-            self._manager = None
-            return
         policies: list[ocp.checkpoint_managers.PreservationPolicy] = [
             ocp.checkpoint_managers.LatestN(settings.keep)
         ]
@@ -106,10 +107,11 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=options,
-            item_names=(_STATE, _EXTRA),
+            item_names=(_STATE, _EXTRA, _FINGERPRINTS),
             item_handlers={
                 _STATE: ocp.PyTreeCheckpointHandler(),
                 _EXTRA: ocp.JsonCheckpointHandler(),
+                _FINGERPRINTS: ocp.JsonCheckpointHandler(),
             },
         )
 
@@ -119,7 +121,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
-        return sorted(self._manager.all_steps()) if self._manager is not None else []
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Saves `state` and `extra` as the checkpoint of `step`.
@@ -134,7 +136,6 @@ class Checkpoints:
           state: any pytree of arrays.
           extra: JSON-able values that belong to the state: config, data position, versions.
         """
-        assert self._manager is not None, "opened read-only"
         assert not self._read_only, "opened read-only"
         if step in self.steps():
             return
@@ -142,12 +143,14 @@ class Checkpoints:
         # that the caller goes on changing does not reach the writing thread.
         extra = json.loads(json.dumps(extra))
         names, leaves, _ = _flatten(state)
+        arrays = dict(zip(names, leaves, strict=True))
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 **{
-                    _STATE: ocp.args.PyTreeSave(dict(zip(names, leaves, strict=True))),
+                    _STATE: ocp.args.PyTreeSave(arrays),
                     _EXTRA: ocp.args.JsonSave(extra),
+                    _FINGERPRINTS: ocp.args.JsonSave(_fingerprints(arrays)),
                 }
             ),
             force=True,
@@ -163,11 +166,14 @@ class Checkpoints:
 
         Raises:
           UserError: the saved tree has other leaves, shapes or dtypes: nothing is cast or reshaped.
+          ValueError: a shape does not divide over its sharding.
           CheckpointError: the files cannot be read.
         """
         names, leaves, treedef = _flatten(abstract_state)
         wanted = dict(zip(names, leaves, strict=True))
         self._refuse_differences(step, wanted, partial=partial)
+        for leaf in wanted.values():
+            leaf.sharding.shard_shape(leaf.shape)  # ValueError where it does not divide
         restore_args = {
             name: ocp.ArrayRestoreArgs(
                 sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
@@ -178,6 +184,13 @@ class Checkpoints:
             item=wanted, restore_args=restore_args, partial_restore=partial
         )
         arrays = self._read(step, _STATE, item)
+        saved = self._read(step, _FINGERPRINTS, ocp.args.JsonRestore())
+        altered = [
+            name for name, found in _fingerprints(arrays).items() if found != saved.get(name)
+        ]
+        if altered:
+            names = ", ".join(altered[:_MAX_DIFFERENCES])
+            raise _damaged(self.folder, step, f"the bytes of {names} changed")
         return jax.tree.unflatten(treedef, [arrays[name] for name in names])
 
     def extra(self, step: int) -> dict[str, Any]:
@@ -197,39 +210,37 @@ class Checkpoints:
           CheckpointError: its metadata cannot be read.
         """
         self._refuse_absent(step)
-        try:
+        with _Reading(self.folder, step):
             metadata = self._manager.item_metadata(step)[_STATE]
-            stored = {name: _stored_leaf(leaf) for name, leaf in metadata.tree.items()}
-        except _DAMAGE as error:
-            raise self._damaged(step, error) from error
-        return stored
+            return {name: _stored_leaf(leaf) for name, leaf in metadata.tree.items()}
+
+    def verify(self, step: int) -> None:
+        """Reads every array of `step`, one after the other onto one device, and checks it.
+
+        Raises:
+          UserError: there is no such checkpoint.
+          CheckpointError: something cannot be read or is not what was written.
+        """
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        for name, leaf in self.tree(step).items():
+            abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            self.restore(step, {name: abstract}, partial=True)
+        self.extra(step)
 
     def wait(self) -> None:
         """Returns when the save in progress is complete on disk; raises what went wrong with it."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
+        self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the save in progress and lets go of the folder."""
-        if self._manager is not None:
-            self._manager.close()
+        self._manager.close()
 
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, step: int, item: str, arguments: Any) -> Any:
         self._refuse_absent(step)
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))
-        except _DAMAGE as error:
-            raise self._damaged(step, error) from error
-        return restored[item]
-
-    def _damaged(self, step: int, error: BaseException) -> CheckpointError:
-        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return CheckpointError(
-            f"the checkpoint of step {step} in {self.folder / str(step)} cannot be read "
-            f"({detail}); delete that folder to go on from the one before it"
-        )
+        with _Reading(self.folder, step):
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
 
     def _refuse_absent(self, step: int) -> None:
         steps = self.steps()
@@ -271,6 +282,63 @@ def _differences(
     if not partial:
         for name in stored.keys() - wanted.keys():
             yield f"{name}: {_form(stored[name])} in the checkpoint, absent from this configuration"
+
+
+def _fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """One number for each array: the same on every mesh, another if any element changes."""
+    # One program for all arrays: a program each, all in flight, starves simulated devices' threads
+    # until their reductions wait for one another for ever.
+    found = jax.device_get(_fingerprint_all(dict(arrays)))
+    return {name: int(x) for name, x in found.items()}
+
+
+@jax.jit
+def _fingerprint_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _fingerprint(x) for name, x in arrays.items()}
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    """The elements' bits times an odd number drawn from each one's place, summed modulo 2**32.
+
+    Sums of integers do not depend on their order, so the layout does not matter; an odd factor has
+    an inverse modulo 2**32, so no change of a single element goes unseen.
+    """
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    place = jnp.uint32(0)
+    for axis, size in enumerate(bits.shape):
+        index = jnp.arange(size, dtype=jnp.uint32)
+        place = place * jnp.uint32(size) + jnp.expand_dims(index, range(1, bits.ndim - axis))
+    # 2654435769 = 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
+    return jnp.sum(bits * (place * jnp.uint32(2654435769) | jnp.uint32(1)), dtype=jnp.uint32)
+
+
+class _Reading:
+    """While a checkpoint is read: what its files raise becomes a CheckpointError.
+
+    A context manager, because Orbax raises a bare Exception for an array that it cannot read.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if type(error) is Exception or isinstance(error, _DAMAGE):
+            cause = error.__cause__ or error
+            detail = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            raise _damaged(self._folder, self._step, detail[:300]) from error
+
+
+def _damaged(folder: Path, step: int, detail: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {step} in {folder / str(step)} cannot be read ({detail}); "
+        "where its files are damaged, delete that folder to go on from the one before it"
+    )
 
 
 def _form(leaf: jax.ShapeDtypeStruct | StoredLeaf) -> str:

@@ -1,5 +1,6 @@
 """Mesh axes and their order, the devices they are laid over, and simulated devices."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -85,22 +86,26 @@ def _devices(count: int) -> str:
     return "devices" if count != 1 else "device"
 
 
+def offer_cpu_devices(count: int) -> None:
+    """Splits the CPU into `count` devices; where JAX has opened its backend already, nothing."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def simulate_devices(count: int) -> None:
     """Makes JAX run on `count` simulated CPU devices; call before anything opens the backend.
 
     Raises:
       UserError: JAX already runs on other devices in this process.
     """
-    try:
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        if jax.device_count() != count or jax.default_backend() != "cpu":
-            raise UserError(
-                f"Mesh.simulated_devices={count}, but JAX already runs on {jax.device_count()} "
-                f"{jax.default_backend()} {_devices(jax.device_count())} in this process; "
-                "start a new one"
-            ) from error
+    offer_cpu_devices(count)
+    if jax.device_count() != count or jax.default_backend() != "cpu":
+        raise UserError(
+            f"Mesh.simulated_devices={count}, but JAX already runs on {jax.device_count()} "
+            f"{jax.default_backend()} {_devices(jax.device_count())} in this process; start a new one"
+        )
 
 
 def make_mesh(settings: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:

@@ -242,9 +242,12 @@ class _Files:
         self._references = dict(references)
         drop_lines_past(self._metrics, first_step)
         self._stream = self._metrics.open("a", encoding="utf-8")
-        # TensorBoard hides the events of an earlier attempt from purge_step on.
+        # TensorBoard hides the events of an earlier attempt from purge_step on. The suffix, because
+        # files are named by the second: two attempts within one would write over each other.
         self._events = SummaryWriter(
-            str(workdir / TENSORBOARD_FOLDER), purge_step=first_step + 1 if first_step else 0
+            str(workdir / TENSORBOARD_FOLDER),
+            purge_step=first_step + 1 if first_step else 0,
+            filename_suffix=f".{time.time_ns()}",
         )
         # One thread: drawing takes some tenths of a second, which the next steps need not wait for.
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="loss.png")

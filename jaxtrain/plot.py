@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 # Told apart by line style and lightness, so that a greyscale print and colour-blind eyes can read
 # the picture: light thin training curve, black evaluation points, dashed references.
-_TRAIN = {"color": "#5b9bd5", "linewidth": 1.2}
-_EVAL = {"color": "black", "linewidth": 1.2, "marker": "o", "markersize": 4}
+_TRAIN: dict[str, Any] = {"color": "#5b9bd5", "linewidth": 1.2}
+_EVAL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "marker": "o", "markersize": 4}
 _REFERENCE_STYLES = ("--", ":", "-.")
 
 

@@ -62,7 +62,7 @@ def quantity(number: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{letter}"
-    return f"{number:.3g}"
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def clock(seconds: float) -> str:

@@ -1,11 +1,13 @@
 """TrainState, init, train_step and eval_step: pure functions, made once for a run."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -226,10 +228,23 @@ class Program:
     def _graphdef(self) -> Any:
         return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
 
-    def eval_step(self, state: TrainState, batch: Batch) -> Sums:
-        """Sums over a held-out batch: `loss`, `weight` and the objective's own."""
+    def eval_step(self, state: TrainState, batch: Batch, total: Sums) -> Sums:
+        """`total` plus a held-out batch's sums: `loss`, `weight` and the objective's own.
+
+        The total passes through every batch, so that one batch runs after the other: programs that
+        do not depend on each other starve simulated devices of threads while they wait in reductions.
+        """
         weights = to_compute(state.params, self.precision.compute)
-        return self._objective(weights, state.statistics, batch, train=False)[0]
+        sums, _ = self._objective(weights, state.statistics, batch, train=False)
+        return jax.tree.map(jnp.add, total, sums)
+
+    def no_sums(self, state: TrainState, batch: Batch) -> Sums:
+        """Zeros in the form of `eval_step`'s sums, on every device."""
+        objective = functools.partial(self._objective, train=False)
+        with self.layout.active():
+            shapes, _ = jax.eval_shape(objective, state.params, state.statistics, batch)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.device_put(zeros, self.layout.named(P()))
 
     def model(self, state: TrainState) -> Any:
         """The module with the state's parameters in the compute dtype."""

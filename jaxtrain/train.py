@@ -185,14 +185,15 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """`eval_loss` and the task's metric over the held-out examples, each counted once."""
         rows = self._eval_rows()
-        sums: list[Sums] = []
+        batch = self.config.train.data.abstract_batch(rows)
+        sums = self.program.no_sums(self.state, batch)
         source = heldout_batches(self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows))
         with self.layout.active(), Prefetcher(source, self._place(rows)) as stream:
             for number, batch in enumerate(stream, start=1):
-                sums.append(self._eval_step(self.state, batch))
+                sums = self._eval_step(self.state, batch, sums)
                 if number == self.config.train.eval_batches:
                     break
-        total = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+        total = {name: float(value) for name, value in jax.device_get(sums).items()}
         values = {"eval_loss": total["loss"] / total["weight"]}
         if "correct" in total:
             values["eval_accuracy"] = total["correct"] / total["weight"]

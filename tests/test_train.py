@@ -148,7 +148,8 @@ def test_evaluation_counts_every_heldout_target_once(tiny_config):
     stacked.loss_mask[len(rows) :] = 0
     with trainer.layout.active():
         placed = jax.device_put(stacked, trainer.program.batch_shardings(stacked))
-        sums = jax.jit(trainer.program.eval_step)(trainer.state, placed)
+        zeros = trainer.program.no_sums(trainer.state, placed)
+        sums = jax.jit(trainer.program.eval_step)(trainer.state, placed, zeros)
     values = trainer.evaluate()
     assert values["eval_loss"] == pytest.approx(float(sums["loss"] / sums["weight"]), rel=1e-6)
     assert values["eval_perplexity"] == pytest.approx(np.exp(values["eval_loss"]))

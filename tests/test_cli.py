@@ -1,0 +1,202 @@
+"""The command line as a user would try it: files, output, exit statuses and refusals."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain.__main__ import main
+from jaxtrain.settings import load_config
+
+TINY = ["-b", "Train.steps = 4", "-b", "Train.eval_every = 2"]
+
+
+def start(*arguments: str, **keywords) -> subprocess.Popen:
+    """The program in a process of its own, without this one's JAX settings."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **keywords,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tiny_config, tmp_path_factory):
+    """A finished run's folder."""
+    workdir = tmp_path_factory.mktemp("cli")
+    assert main(["train", str(tiny_config), "--workdir", str(workdir), *TINY]) == 0
+    return workdir
+
+
+def test_train_prints_what_a_run_shows(tiny_config, tmp_path, capsys):
+    assert main(["train", str(tiny_config), "--workdir", str(tmp_path), *TINY]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "Train.steps = 4",
+        "Mesh: data=2 x fsdp=2 x tensor=2 over 8 cpu",
+        "Device order",
+        "logical axes",
+        "layers, embed, mlp",
+        "bytes per device",
+        "step 4/4",
+        "tokens/s",
+        "eta",
+        "unigram entropy",
+        "A sample",
+        "To go on: jaxtrain train",
+    ):
+        assert words in out, words
+    assert "\x1b[" not in out  # plain where it is no terminal
+    exit_file = json.loads((tmp_path / "exit.json").read_text())
+    assert exit_file == {
+        "status": "done",
+        "reason": "trained to step 4",
+        "step": 4,
+        "attempt": 1,
+    }
+
+
+def test_the_command_printed_at_the_end_goes_on(run, tiny_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["train", str(tiny_config), *TINY])
+    printed = re.search(r"To go on: jaxtrain (.*)", capsys.readouterr().out)
+    assert main(shlex.split(printed.group(1))) == 0
+    out = capsys.readouterr().out
+    assert "Going on from the checkpoint of step 4" in out
+    assert "step 8/8" in out
+    workdir = tmp_path / "runs" / "tiny"
+    steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "loss" in line] == list(range(1, 9))
+    assert json.loads((workdir / "exit.json").read_text())["attempt"] == 2
+
+
+def test_a_finished_run_says_so(run, tiny_config, capsys):
+    assert main(["train", str(tiny_config), "--workdir", str(run), *TINY]) == 0
+    assert "trained to step 4 already; raise Train.steps" in capsys.readouterr().out
+
+
+def test_eval_prints_one_json_line_equal_to_the_run_s(run, capsys):
+    assert main(["eval", "--workdir", str(run)]) == 0
+    out = capsys.readouterr().out
+    values = json.loads(out)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert out.count("\n") == 1
+    assert values == last
+
+
+def test_generate_prints_the_prompt_and_what_follows(run, capsys):
+    arguments = ["generate", "--workdir", str(run), "--prompt", "return", "--max-new-tokens", "8"]
+    assert main([*arguments, "--temperature", "0"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("return")
+    assert main([*arguments, "--temperature", "0", "--top-k", "5", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_inspect_shows_what_a_checkpoint_holds(run, capsys):
+    assert main(["inspect", "--workdir", str(run)]) == 0
+    out = capsys.readouterr().out
+    words = ["Checkpoint of step 4", "jax ", "GPT.num_layers = 2", "params/layers/up", "2 x 32 x 128"]
+    assert [word for word in words if word not in out] == []
+
+
+def test_inspect_verify_finds_a_flipped_bit(run, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert main(["inspect", "--workdir", str(copy), "--verify"]) == 0
+    assert "Verified: every array" in capsys.readouterr().out
+    data = max(copy.glob("checkpoints/4/state/**/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert main(["inspect", "--workdir", str(copy), "--verify"]) == 1
+    assert "step 4" in capsys.readouterr().err
+
+
+def test_doctor_prints_versions_devices_and_extras(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("jaxtrain", "optax", "8 cpu", "cuda13", "libtpu"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "gpt_quikstart"], "did you mean 'gpt_quickstart'?"),
+        (["train", "CONFIG", "-b", "GPT.num_layer = 2"], "did you mean 'num_layers'?"),
+        (["train", "CONFIG", "-b", "Mesh.fsdp = 3"], "the product 12 does not equal the 8 devices"),
+        (["train", "CONFIG", "-b", "TextData.source = '/nowhere/x.txt'"], "no such file"),
+        (["train", "CONFIG", "-b", "Llama.num_layers = 2"], "nothing in this configuration uses"),
+        (["eval", "--workdir", "RUNN"], "no run there"),
+        (["generate", "--workdir", "RUN", "--prompt", ""], "--prompt is empty"),
+        (["generate", "--workdir", "RUN", "--prompt", "x", "--top-p", "2"], "--top-p 2.0"),
+        (["inspect", "--workdir", "RUNN"], "no run there"),
+    ],
+)
+def test_mistakes_exit_with_2_and_one_message(arguments, words, run, tiny_config, tmp_path, capsys):
+    names = {"CONFIG": str(tiny_config), "RUN": str(run), "RUNN": str(run) + "n"}
+    arguments = [names.get(argument, argument) for argument in arguments]
+    if arguments[0] == "train":
+        arguments += ["--workdir", str(tmp_path / "new")]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.startswith("jaxtrain: ")
+    assert "Traceback" not in captured.err
+    assert not (tmp_path / "new").exists()  # nothing half written
+
+
+def test_an_unknown_command_exits_with_2():
+    with pytest.raises(SystemExit) as caught:
+        main(["trian"])
+    assert caught.value.code == 2
+
+
+def test_a_signal_saves_exits_with_75_and_the_same_command_goes_on(tiny_config, tmp_path):
+    arguments = ["train", str(tiny_config), "--workdir", str(tmp_path), "--simulate-devices", "8",
+                 "-b", "Train.steps = 100000", "-b", "Train.log_every = 1"]  # fmt: skip
+    process = start(*arguments)
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    assert process.wait(60) == 75, process.stderr.read()
+    saved = json.loads((tmp_path / "exit.json").read_text())
+    assert saved["status"] == "preempted"
+    assert "SIGTERM" in saved["reason"]
+    assert (tmp_path / "checkpoints" / str(saved["step"])).is_dir()
+    again = start(*arguments)
+    for line in again.stdout:
+        if "Going on from" in line:
+            assert f"step {saved['step']}" in line
+            break
+    else:
+        pytest.fail(again.stderr.read())
+    again.kill()
+    again.wait()
+
+
+def test_without_a_config_it_trains_the_quickstart_on_simulated_devices(tmp_path):
+    bindings = ["Train.steps = 2", "Schedule.warmup_steps = 1", "Train.eval_batches = 1",
+                "GPT.num_layers = 1", "TextData.source = 'tiny.txt'"]  # fmt: skip
+    (tmp_path / "tiny.txt").write_text("import this\n" * 2000)
+    words = [word for binding in bindings for word in ("-b", binding)]
+    environment = {key: value for key, value in os.environ.items() if "XLA" not in key}
+    process = start("train", *words, cwd=tmp_path, env=environment)
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert "simulating 8 devices" in out
+    assert "fsdp=4 x tensor=2 over 8 cpu" in out
+    saved = load_config(tmp_path / "runs" / "gpt_quickstart" / "config.gin")
+    assert saved.mesh.simulated_devices == 8
+    assert time.time() - (tmp_path / "runs/gpt_quickstart/loss.png").stat().st_mtime < 300

@@ -1,0 +1,129 @@
+"""Generation: the cache changes nothing, sampling draws from the right distribution."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout, make_program
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.attention import Mask
+from jaxtrain.errors import UserError
+from jaxtrain.generate import Sampling, generate, sample
+from jaxtrain.models.gpt import GPT
+from jaxtrain.models.llama import Llama
+
+SIZES = {
+    "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),
+    "llama": Llama(
+        vocab_size=32,
+        num_layers=2,
+        embed_dim=16,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=24,
+        context_length=24,
+    ),
+}
+PROMPT = [3, 1, 4, 1, 5]
+GREEDY = Sampling(temperature=0.0)
+
+
+def sharper(state):
+    """The state with larger weights: a fresh model's likeliest tokens are nearly tied."""
+    return dataclasses.replace(state, params=jax.tree.map(lambda x: 8 * x, state.params))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
+    sizes = SIZES[name]
+    program = make_program(sizes, make_layout())
+    state = sharper(program.create(seed=0))
+    found = generate(
+        program, sizes, state, PROMPT, max_new_tokens=10, sampling=GREEDY, seed=0
+    )
+    model, text = program.model(state), list(PROMPT)
+    # One padded shape for every length: causality keeps the padding out.
+    def last_logits(tokens, length):
+        positions = jnp.arange(24)[None]
+        h, _ = model.hidden(tokens[None], positions, Mask(), program.execution)
+        return model.logits(h)[0, length - 1]
+
+    run = jax.jit(last_logits)
+    with program.layout.active():
+        for _ in range(10):
+            padded = np.zeros(24, np.int32)
+            padded[: len(text)] = text
+            text.append(int(run(padded, len(text)).argmax()))
+    assert found == text[len(PROMPT) :]
+    assert len(set(found)) > 2
+
+
+def test_generation_on_a_mesh_equals_one_device():
+    sizes = SIZES["llama"]
+    sampling = Sampling(temperature=0.9, top_k=10)
+    texts = []
+    for layout in (make_layout(), make_layout(3, data=2, fsdp=2, tensor=2)):
+        layout = dataclasses.replace(layout, split_batch=False)
+        program = make_program(sizes, layout)
+        state = program.create(seed=0)
+        texts.append(
+            generate(program, sizes, state, PROMPT, max_new_tokens=12, sampling=sampling, seed=3)
+        )
+    assert texts[0] == texts[1]
+
+
+LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))[[2, 0, 3, 1]]
+TRUE = np.array([0.15, 0.5, 0.1, 0.25])
+
+
+def frequencies(sampling: Sampling) -> np.ndarray:
+    draws = 20_000
+    rows = jnp.broadcast_to(LOGITS, (draws, 4))
+    return np.bincount(sample(rows, jax.random.key(0), sampling), minlength=4) / draws
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), TRUE),
+        (Sampling(temperature=0.5), TRUE**2 / (TRUE**2).sum()),
+        (Sampling(top_k=2), np.array([0, 0.5, 0, 0.25]) / 0.75),
+        (Sampling(top_p=0.6), np.array([0, 0.5, 0, 0.25]) / 0.75),
+        (Sampling(top_p=0.5), np.array([0, 1.0, 0, 0])),
+        (Sampling(top_k=3, top_p=0.99), np.array([0.15, 0.5, 0, 0.25]) / 0.9),
+        (Sampling(temperature=0.0), np.array([0, 1.0, 0, 0])),
+        (Sampling(top_k=99), TRUE),
+    ],
+)
+def test_draws_follow_the_distribution(sampling, expected):
+    found = frequencies(sampling)
+    # Four standard deviations of a frequency over 20,000 draws; what is cut off never appears.
+    deviation = np.sqrt(expected * (1 - expected) / 20_000)
+    assert (np.abs(found - expected) <= 4 * deviation + 1e-12).all(), found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"temperature": -1.0}, "--temperature -1.0: use 0"),
+        ({"top_k": 0}, "--top-k 0: use at least 1"),
+        ({"top_p": 1.5}, "--top-p 1.5: use a probability"),
+    ],
+)
+def test_impossible_sampling_is_refused(arguments, words):
+    with pytest.raises(UserError, match=words):
+        Sampling(**arguments)
+
+
+def test_the_trainer_generates_text_and_refuses_what_does_not_fit(tiny_config):
+    trainer = Trainer(load_config(tiny_config))
+    text = trainer.generate("def ", max_new_tokens=12, temperature=0.0)
+    assert isinstance(text, str)
+    assert text == trainer.generate("def ", max_new_tokens=12, temperature=0.0, seed=5)
+    with pytest.raises(UserError, match=r"prompt of 4 tokens is more than GPT.context_length=32; "):
+        trainer.generate("def ", max_new_tokens=29)
+    with pytest.raises(UserError, match="--prompt is empty"):
+        trainer.generate("", max_new_tokens=2)
