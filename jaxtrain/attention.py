@@ -307,6 +307,7 @@ def _tpu_on_one_device(
     if mask.segment_ids_BT is None:
         out_BNTH = jax.vmap(kernel)(*by_head)
     else:
+        assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
         segments = splash.SegmentIds(q=mask.segment_ids_BT, kv=mask.segment_ids_BS)
         out_BNTH = jax.vmap(kernel)(*by_head, segments)
     return jnp.swapaxes(out_BNTH, 1, 2)

@@ -219,7 +219,10 @@ class Cache:
 
 
 def extend_cache(
-    k_BTKH: jax.Array, v_BTKH: jax.Array, layer_cache: tuple[jax.Array, jax.Array], start: jax.Array
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    layer_cache: tuple[jax.Array, jax.Array],
+    start: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer's cached keys and values with the new ones written from place `start` on."""
     keys, values = layer_cache

@@ -1,0 +1,238 @@
+"""Llama: rotary positions, grouped-query attention, SwiGLU, RMSNorm, tied or untied embeddings.
+
+Sources: Touvron et al. 2023 (arXiv 2302.13971), Grattafiori et al. 2024 (arXiv 2407.21783).
+Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim, F mlp, V vocab.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.attention import Mask
+from jaxtrain.config import configurable
+from jaxtrain.errors import UserError
+from jaxtrain.layers import (
+    Cache,
+    Execution,
+    constant,
+    contract,
+    embed,
+    extend_cache,
+    normal,
+    param,
+    rms_norm,
+    rotate,
+    stack,
+)
+from jaxtrain.sharding import shard
+
+RESIDUAL = ("batch", "residual_length", "embed")
+HIDDEN = ("batch", "length", "embed")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama:
+    """Sizes of a Llama; the defaults are Llama 3 8B.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads; embed_dim / num_heads is the head_dim.
+      num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
+        (grouped-query attention, arXiv 2305.13245).
+      mlp_dim: width inside the SwiGLU (arXiv 2002.05202).
+      context_length: the longest sequence, in tokens.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: by how much Llama 3.1 and later slow the frequencies whose wavelength is longer
+        than rope_original_context_length; 1 leaves all as they are.
+      rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
+        rope_original_context_length / low are slowed in full, shorter than / high not at all.
+      rope_original_context_length: the context that rope_scaling extends, in tokens.
+      sliding_window: tokens a query sees back, itself included (Mistral, arXiv 2310.06825); None
+        is all of them.
+      norm_eps: epsilon of the RMS norms.
+      tie_embeddings: the token embedding is the output matrix too.
+    """
+
+    vocab_size: int = 128256
+    num_layers: int = 32
+    embed_dim: int = 4096
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    mlp_dim: int = 14336
+    context_length: int = 8192
+    rope_theta: float = 500000.0
+    rope_scaling: float = 1.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 4.0
+    rope_original_context_length: int = 8192
+    sliding_window: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    objective: ClassVar[str] = "next_token"
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
+        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        # The halves of a head are rotated against each other, so head_dim is even.
+        if self.embed_dim % (2 * self.num_heads):
+            pair = 2 * self.num_heads
+            raise UserError(
+                f"Llama.embed_dim={self.embed_dim} does not divide by twice Llama.num_heads="
+                f"{self.num_heads}; the nearest embed_dim is "
+                f"{max(round(self.embed_dim / pair), 1) * pair}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            divisors = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
+            nearest = min(divisors, key=lambda k: abs(k - self.num_kv_heads))
+            raise UserError(
+                f"Llama.num_kv_heads={self.num_kv_heads} does not divide Llama.num_heads="
+                f"{self.num_heads}; the nearest num_kv_heads is {nearest}"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UserError(
+                f"Llama.sliding_window={self.sliding_window}; use None or at least 1 token"
+            )
+        if self.rope_scaling < 1:
+            raise UserError(f"Llama.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")
+        if not self.rope_low_frequency_factor < self.rope_high_frequency_factor:
+            raise UserError(
+                f"Llama.rope_low_frequency_factor={self.rope_low_frequency_factor} is not below "
+                f"Llama.rope_high_frequency_factor={self.rope_high_frequency_factor}; "
+                "Llama 3.1 has 1.0 and 4.0"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    def build(self, key: jax.Array) -> "LlamaModel":
+        """The module with freshly drawn parameters."""
+        return LlamaModel(self, key)
+
+    def frequencies(self) -> jax.Array:
+        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        half = self.head_dim // 2
+        plain = self.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
+        # How many turns fit into the original context decides how much of the scaling applies.
+        turns = self.rope_original_context_length * plain / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return kept * plain + (1.0 - kept) * plain / self.rope_scaling
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.embed_dim
+        mlp = 3 * self.embed_dim * self.mlp_dim
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N + 12 L D (mean number of keys a query sees).
+
+        Source: arXiv 2204.02311, appendix B, halved for causal attention. Grouped-query attention
+        does the products of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
+        all of them are T / 2.
+        """
+        T = sequence_length
+        seen = T if self.sliding_window is None else min(self.sliding_window, T)
+        keys = seen * (1 - seen / (2 * T))
+        return 6 * self.matmul_parameters() + 12 * self.num_layers * self.embed_dim * keys
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, sizes: Llama, key: jax.Array) -> None:
+        D, F, H = sizes.embed_dim, sizes.mlp_dim, sizes.head_dim
+        N, K = sizes.num_heads, sizes.num_kv_heads
+        key_query, key_key, key_value, key_out, key_gate, key_up, key_down = jax.random.split(
+            key, 7
+        )
+        # Residual projections start smaller, so that the stream's variance does not grow with L.
+        into_residual = normal(0.02 / math.sqrt(2 * sizes.num_layers))
+        kv_axes = ("embed", "kv_heads", "head_dim")
+        self.attention_norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.query = param(key_query, (D, N, H), ("embed", "heads", "head_dim"), normal(0.02))
+        self.key = param(key_key, (D, K, H), kv_axes, normal(0.02))
+        self.value = param(key_value, (D, K, H), kv_axes, normal(0.02))
+        self.out = param(key_out, (N, H, D), ("heads", "head_dim", "embed"), into_residual)
+        self.mlp_norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.gate = param(key_gate, (D, F), ("embed", "mlp"), normal(0.02))
+        self.up = param(key_up, (D, F), ("embed", "mlp"), normal(0.02))
+        self.down = param(key_down, (F, D), ("mlp", "embed"), into_residual)
+        self.sizes = sizes
+
+    def __call__(self, x_BTD, positions_BT, mask, execution, cache=None, start=0):  # noqa: ANN001, ANN204
+        frequencies, epsilon = self.sizes.frequencies(), self.sizes.norm_eps
+        with jax.named_scope("attention"):
+            h_BTD = shard(rms_norm(x_BTD, self.attention_norm_scale, epsilon=epsilon), HIDDEN)
+            q_BTNH = contract("BTD,DNH->BTNH", h_BTD, self.query)
+            k_BTKH = contract("BTD,DKH->BTKH", h_BTD, self.key)
+            v_BTKH = contract("BTD,DKH->BTKH", h_BTD, self.value)
+            q_BTNH = rotate(q_BTNH, positions_BT, frequencies)
+            k_BTKH = rotate(k_BTKH, positions_BT, frequencies)
+            if cache is not None:
+                k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
+            a_BTNH = execution.attention(q_BTNH, k_BTKH, v_BTKH, mask)
+            x_BTD += contract("BTNH,NHD->BTD", a_BTNH, self.out, RESIDUAL)
+        with jax.named_scope("mlp"):
+            h_BTD = shard(rms_norm(x_BTD, self.mlp_norm_scale, epsilon=epsilon), HIDDEN)
+            gate_BTF = jax.nn.silu(contract("BTD,DF->BTF", h_BTD, self.gate))
+            h_BTF = gate_BTF * contract("BTD,DF->BTF", h_BTD, self.up)
+            x_BTD += contract("BTF,FD->BTD", h_BTF, self.down, RESIDUAL)
+        return x_BTD, cache
+
+
+class LlamaModel(nnx.Module):
+    """Tokens to hidden states to logits."""
+
+    def __init__(self, sizes: Llama, key: jax.Array) -> None:
+        key_tokens, key_output, key_layers = jax.random.split(key, 3)
+        V, D = sizes.vocab_size, sizes.embed_dim
+        self.token_embedding = param(key_tokens, (V, D), ("vocab", "embed"), normal(0.02))
+        self.layers = stack(lambda k: Block(sizes, k), sizes.num_layers, key_layers)
+        self.norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        if not sizes.tie_embeddings:
+            self.output = param(key_output, (V, D), ("vocab", "embed"), normal(0.02))
+        self.sizes = sizes
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """The normed residual stream [B, T, D] after the last block, and the extended cache."""
+        mask = dataclasses.replace(mask, window=self.sizes.sliding_window)
+        with jax.named_scope("embedding"):
+            x_BTD = shard(embed(tokens_BT, self.token_embedding), RESIDUAL)
+        start = 0 if cache is None else cache.length
+
+        def run_layer(layer, x_BTD, layer_cache):  # noqa: ANN001, ANN202
+            return layer(x_BTD, positions_BT, mask, execution, layer_cache, start)
+
+        layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
+        x_BTD, caches = execution.over_layers(run_layer, x_BTD, self.layers, layer_caches)
+        if cache is not None:
+            keys, values = caches
+            cache = Cache(keys, values, cache.length + tokens_BT.shape[1])
+        x_BTD = rms_norm(x_BTD, self.norm_scale, epsilon=self.sizes.norm_eps)
+        return shard(x_BTD, HIDDEN), cache
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of hidden states."""
+        output = self.token_embedding if self.sizes.tie_embeddings else self.output
+        return contract("BTD,VD->BTV", x_BTD, output)

@@ -1,0 +1,333 @@
+"""Attention kernels equal the reference, the reference equals PyTorch, the rest is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout
+
+from jaxtrain import attention as attention_module
+from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention, refuse
+from jaxtrain.errors import UserError
+from jaxtrain.mesh import Mesh, make_mesh
+from jaxtrain.sharding import Layout
+
+B, H = 2, 16
+# name: causal, window, documents, query heads, kv heads
+CASES = {
+    "full": (False, None, False, 4, 4),
+    "causal": (True, None, False, 4, 4),
+    "causal-grouped": (True, None, False, 4, 2),
+    "one-kv-head": (True, None, False, 4, 1),
+    "window": (True, 5, False, 4, 2),
+    "window-both-ways": (False, 5, False, 4, 2),
+    "documents": (True, None, True, 4, 2),
+    "documents-not-causal": (False, None, True, 4, 4),
+    "everything": (True, 7, True, 4, 2),
+}
+
+
+def inputs(T: int, N: int, K: int, *, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Queries, keys, values and what the output is weighed with to make a scalar."""
+    rng = np.random.default_rng(seed)
+    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)
+    return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
+
+
+def documents(T: int) -> np.ndarray:
+    """Segment ids of rows that are cut at different places; the second row ends in padding."""
+    ids = np.ones((B, T), np.int32)
+    ids[0, T // 3 :] = 2
+    ids[1, T // 2 :] = 2
+    ids[1, -T // 5 :] = 0
+    return ids
+
+
+def make_mask(name: str, T: int) -> Mask:
+    causal, window, packed, _, _ = CASES[name]
+    ids = jnp.asarray(documents(T)) if packed else None
+    return Mask(causal=causal, window=window, segment_ids_BT=ids, segment_ids_BS=ids)
+
+
+def seen(name: str, T: int) -> np.ndarray:
+    """What the settings mean, one pair of places at a time: booleans [B, T, T]."""
+    causal, window, packed, _, _ = CASES[name]
+    ids, out = documents(T), np.zeros((B, T, T), bool)
+    for b in range(B):
+        for t in range(T):
+            for s in range(T):
+                out[b, t, s] = (
+                    (not causal or s <= t)
+                    and (window is None or t - s < window)
+                    and (not packed or ids[b, t] == ids[b, s])
+                )
+    return out
+
+
+def value_and_grads(run, q, k, v, weights):  # noqa: ANN001, ANN201
+    """The output, and the gradients of its weighted sum."""
+
+    def loss(q, k, v):  # noqa: ANN001, ANN202
+        out = run(q, k, v)
+        return (out * weights).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    return out, *grads
+
+
+def assert_equal(found, expected, *, atol: float = 1e-5) -> None:  # noqa: ANN001
+    for name, a, b in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol, err_msg=name)
+
+
+@functools.cache
+def reference(name: str, T: int) -> tuple[jax.Array, ...]:
+    """Output and gradients of the reference for inputs(T) of a case."""
+    *_, N, K = CASES[name]
+    return value_and_grads(
+        lambda q, k, v: attention(q, k, v, make_mask(name, T), kernel="reference"),
+        *inputs(T, N, K),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_equals_torch(name: str) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    T, (*_, N, K) = 20, CASES[name]
+    *qkv, weights = inputs(T, N, K)
+    q, k, v = leaves = [torch.tensor(x, requires_grad=True) for x in qkv]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=torch.tensor(seen(name, T))[:, None],
+        enable_gqa=True,
+    ).transpose(1, 2)
+    (out * torch.tensor(weights)).sum().backward()
+    assert_equal(reference(name, T), [out.detach().numpy(), *(x.grad.numpy() for x in leaves)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xla_equals_reference(name: str) -> None:
+    T, (*_, N, K) = 20, CASES[name]
+    mask = make_mask(name, T)
+    found = value_and_grads(
+        lambda q, k, v: attention(q, k, v, mask, kernel="xla"), *inputs(T, N, K)
+    )
+    assert_equal(found, reference(name, T))
+
+
+# 384 keys are three tiles of 128: some fully seen, some partly, some skipped.
+@pytest.mark.parametrize("name", ["full", "causal-grouped", "window-both-ways", "everything"])
+def test_tpu_kernel_equals_reference(name: str) -> None:
+    T = 384
+    causal, window, packed, N, K = CASES[name]
+    mask, arrays = make_mask(name, T), inputs(T, N // 2, max(K // 2, 1))
+    mask = dataclasses.replace(mask, window=window and 20 * window)
+    found = value_and_grads(
+        lambda q, k, v: attention_module._tpu(q, k, v, mask, interpret=True), *arrays
+    )
+    expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "xla", "tpu"])
+def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str) -> None:
+    T = 128 if kernel == "tpu" else 20
+    arrays = inputs(T, 4, 2)
+    mask = make_mask("everything", T)
+    expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
+    layout = make_layout(fsdp=2, tensor=2)
+    run = functools.partial(attention, kernel=kernel)
+    if kernel == "tpu":
+        run = functools.partial(attention_module._tpu, interpret=True)
+
+    def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
+        return jax.device_put(x, layout.named(layout.activation(axes)))
+
+    ids = put(documents(T), SEGMENTS)
+    mask = dataclasses.replace(mask, segment_ids_BT=ids, segment_ids_BS=ids)
+    placed = [put(x, a) for x, a in zip(arrays, (QUERIES, KEYS, KEYS, QUERIES), strict=True)]
+    with layout.active():
+        found = value_and_grads(lambda q, k, v: run(q, k, v, mask), *placed)
+    assert_equal(found, expected)
+    assert found[0].sharding.spec == layout.activation(QUERIES)
+    assert found[2].sharding.spec == layout.activation(KEYS)
+
+
+@pytest.mark.parametrize("name", ["full", "causal-grouped", "window"])
+@pytest.mark.parametrize("meshed", [False, True])
+def test_cudnn_is_asked_for_the_same_mathematics(
+    name: str, meshed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # JAX documents one meaning of these arguments for both implementations, so XLA's result for the
+    # arguments that we give cuDNN shows that they say what our mask says.
+    T, (*_, N, K) = 20, CASES[name]
+    q, k, v, weights = inputs(T, N, K)
+    mask, asked, original = make_mask(name, T), [], jax.nn.dot_product_attention
+
+    def stand_in(*qkv, implementation, **settings):  # noqa: ANN002, ANN003, ANN202
+        asked.append((implementation, qkv[0].shape, qkv[1].shape, sorted(settings)))
+        return original(*qkv, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    if not meshed:
+        found = value_and_grads(
+            lambda q, k, v: attention_module._cudnn(q, k, v, mask), q, k, v, weights
+        )
+    else:
+        layout = make_layout(fsdp=2, tensor=2)
+        with layout.active():
+            q, k, v = (
+                jax.device_put(x, layout.named(layout.activation(axes)))
+                for x, axes in ((q, QUERIES), (k, KEYS), (v, KEYS))
+            )
+            found = value_and_grads(
+                lambda q, k, v: attention_module._cudnn(q, k, v, mask), q, k, v, weights
+            )
+    assert_equal(found, reference(name, T))
+    parts = 2 if meshed else 1
+    shapes = (B // parts, T, N // parts, H), (B // parts, T, K // parts, H)
+    assert asked == [("cudnn", *shapes, ["is_causal", "local_window_size"])]
+
+
+def test_float16_is_computed_on_the_cpu_by_the_reference() -> None:
+    *qkv, _ = inputs(20, 4, 2)
+    mask = make_mask("everything", 20)
+    expected = attention(*qkv, mask)
+    found = attention(*(x.astype(np.float16) for x in qkv), mask)
+    assert found.dtype == jnp.float16
+    # Inputs and output are rounded to 11 bits, the rest is float32.
+    np.testing.assert_allclose(found, expected, atol=4 * 2.0**-11 * np.abs(qkv[2]).max())
+
+
+def test_queries_that_start_in_a_cache_see_what_came_before() -> None:
+    T, S, start = 3, 20, 11
+    q, k, v, _ = inputs(S, 4, 2)
+    mask = Mask(window=6)
+    whole = attention(q, k, v, mask)
+    for kernel in ("reference", "xla"):
+        later = dataclasses.replace(mask, query_start=jnp.int32(start))
+        part = attention(q[:, start : start + T], k, v, later, kernel=kernel)
+        np.testing.assert_allclose(part, whole[:, start : start + T], atol=1e-6)
+
+
+GOOD = {
+    "platform": "gpu", "dtype": "bfloat16", "causal": True, "window": None, "segment_ids": False,
+    "cached": False, "head_dim": 64, "T": 1024, "S": 1024,
+}  # fmt: skip
+REFUSALS = {
+    "xla-float16-on-cpu": (
+        "xla", {"platform": "cpu", "dtype": "float16"},
+        ["cannot multiply float16 on the CPU; the nearest kernel that can is 'reference'"],
+    ),
+    "cudnn-without-gpu": (
+        "cudnn", {"platform": "tpu"},
+        ["runs on NVIDIA GPUs, not on 'tpu'; the nearest kernel that can is 'tpu'"],
+    ),
+    "cudnn-float32": (
+        "cudnn", {"dtype": "float32"},
+        ["computes in bfloat16 or float16, not in float32; the nearest kernel that can is 'xla'"],
+    ),
+    "cudnn-segment-ids": (
+        "cudnn", {"segment_ids": True},
+        ["has no segment ids, so it cannot keep packed documents apart; the nearest kernel that "
+         "can is 'xla'"],
+    ),
+    "cudnn-window": (
+        "cudnn", {"causal": False, "window": 9},
+        ["has a window (here 9) for causal attention only; the nearest kernel that can is 'xla'"],
+    ),
+    "cudnn-cache": (
+        "cudnn", {"cached": True},
+        ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
+         "'xla'"],
+    ),
+    "cudnn-head-dim": (
+        "cudnn", {"head_dim": 132},
+        ["takes a head_dim that is a multiple of 8 up to 128, not 132; the nearest kernel that can "
+         "is 'xla'"],
+    ),
+    "tpu-without-tpu": (
+        "tpu", {}, ["runs on TPUs, not on 'gpu'; the nearest kernel that can is 'cudnn'"],
+    ),
+    "tpu-float16": (
+        "tpu", {"platform": "tpu", "dtype": "float16"},
+        ["computes in bfloat16 or float32, not in float16; the nearest kernel that can is 'xla'"],
+    ),
+    "tpu-lengths": (
+        "tpu", {"platform": "tpu", "T": 1000, "S": 1001},
+        ["takes a multiple of 128 queries, not 1000; the nearest kernel that can is 'xla'",
+         "takes a multiple of 128 keys, not 1001; the nearest kernel that can is 'xla'"],
+    ),
+    "tpu-cache": (
+        "tpu", {"platform": "tpu", "cached": True},
+        ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
+         "'xla'"],
+    ),
+    "all-of-them": (
+        "cudnn", {"platform": "cpu", "dtype": "float16", "segment_ids": True, "head_dim": 12},
+        ["runs on NVIDIA GPUs, not on 'cpu'; the nearest kernel that can is 'reference'",
+         "has no segment ids, so it cannot keep packed documents apart; the nearest kernel that "
+         "can is 'reference'",
+         "takes a head_dim that is a multiple of 8 up to 128, not 12; the nearest kernel that can "
+         "is 'reference'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    kernel, changes, sentences = REFUSALS[name]
+    expected = [f"Attention.kernel={kernel!r} {sentence}" for sentence in sentences]
+    assert refuse(kernel, **{**GOOD, **changes}) == expected
+
+
+def test_what_kernels_can_do_is_not_refused() -> None:
+    everything = {"window": 9, "segment_ids": True, "cached": True, "head_dim": 20, "T": 7}
+    assert refuse("reference", **{**GOOD, **everything, "dtype": "float16"}) == []
+    assert refuse("xla", **{**GOOD, **everything}) == []
+    assert refuse("cudnn", **{**GOOD, "window": 9, "T": 1000, "S": 1000}) == []
+    assert refuse("tpu", **{**GOOD, "platform": "tpu", "window": 9, "segment_ids": True}) == []
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "tpu"])
+def test_attention_refuses_while_tracing(kernel: str) -> None:
+    *qkv, _ = inputs(20, 4, 2)
+    with pytest.raises(UserError, match=f"Attention.kernel='{kernel}' .* not on 'cpu'") as error:
+        jax.eval_shape(
+            lambda *qkv: attention(*qkv, make_mask("everything", 20), kernel=kernel), *qkv
+        )
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tpu_kernel_compiles_for_tpus_that_are_not_there(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the libtpu package")
+    from jax.experimental import topologies
+
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    layout = Layout(make_mesh(Mesh(data=1, fsdp=2, tensor=2), devices))
+
+    def shape(sizes: tuple[int, ...], dtype: str, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        sharding = layout.named(layout.activation(axes))
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=sharding)
+
+    def loss(q, k, v, ids):  # noqa: ANN001, ANN202
+        mask = Mask(window=300, segment_ids_BT=ids, segment_ids_BS=ids)
+        return attention(q, k, v, mask, kernel="tpu").astype(jnp.float32).sum()
+
+    keys = shape((4, 512, 4, 64), dtype, KEYS)
+    with layout.active():
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(
+            shape((4, 512, 8, 64), dtype, QUERIES), keys, keys, shape((4, 512), "int32", SEGMENTS)
+        )
+        program = lowered.compile().as_text()
+    # The forward kernel, and one backward kernel each for the queries and for keys and values.
+    assert program.count('custom_call_target="tpu_custom_call"') == 3
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert f" {collective}" not in program
