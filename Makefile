@@ -26,7 +26,7 @@ smoke: $(VENV)/installed-smoke
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format .

@@ -92,7 +92,7 @@ def _console() -> Console:
 
 
 def _quickstart_devices(console: Console) -> list[str]:
-    """Bindings for the quickstart: 8 simulated devices, or all accelerators where there are some."""
+    """Bindings for the quickstart: 8 simulated devices, or all accelerators there are."""
     # Only the number of CPU devices: an accelerator stays the default where there is one.
     offer_cpu_devices(QUICKSTART_DEVICES)
     if jax.default_backend() == "cpu":
@@ -102,9 +102,7 @@ def _quickstart_devices(console: Console) -> list[str]:
     return ["Mesh.fsdp = -1", "Mesh.tensor = 1"]
 
 
-def _show_end(
-    console: Console, trainer: Trainer, values: dict[str, float], workdir: Path
-) -> None:
+def _show_end(console: Console, trainer: Trainer, values: dict[str, float], workdir: Path) -> None:
     facts = trainer.dataset.facts
     words = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
     console.print(f"Held out: {words}")
@@ -124,9 +122,7 @@ def _show_end(
     console.print(f"Loss curve: {workdir / 'loss.png'}")
 
 
-def _command(
-    arguments: argparse.Namespace, name: str, workdir: Path, config: Config
-) -> str:
+def _command(arguments: argparse.Namespace, name: str, workdir: Path, config: Config) -> str:
     """The command that trains this run for as many steps again."""
     words = ["jaxtrain", "train", name, "--workdir", str(workdir)]
     for binding in arguments.gin_bindings:
@@ -194,12 +190,17 @@ def _existing_run(workdir: str) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxtrain", description="Trains models over device meshes.")
+    parser = argparse.ArgumentParser(
+        prog="jaxtrain", description="Trains models over device meshes."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = _add(commands, "train", train, "trains, or continues from the newest checkpoint")
     command.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="a .gin file or a shipped config; the quickstart"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a .gin file or a shipped config; the quickstart",
     )
     command.add_argument("--workdir", metavar="DIR", help="the run's folder; runs/CONFIG")
     command.add_argument(
@@ -207,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config_options(command)
 
-    command = _add(commands, "eval", evaluate, "evaluates the newest checkpoint, prints one JSON line")
+    command = _add(
+        commands, "eval", evaluate, "evaluates the newest checkpoint, prints one JSON line"
+    )
     command.add_argument("--workdir", metavar="DIR", required=True)
     _add_config_options(command)
 
@@ -217,14 +220,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
     command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
     command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    command.add_argument("--top-p", type=float, metavar="P", help="only the likeliest P of the mass")
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
+    )
     command.add_argument("--seed", type=int, default=0, metavar="S")
     _add_config_options(command)
 
     command = _add(commands, "inspect", inspect, "prints what a checkpoint holds")
     command.add_argument("--workdir", metavar="DIR", required=True)
     command.add_argument(
-        "--verify", action="store_true", help="read every array and check it against its fingerprint"
+        "--verify",
+        action="store_true",
+        help="read every array and check it against its fingerprint",
     )
 
     _add(commands, "doctor", lambda _: doctor.show(_console()), "prints versions, devices, extras")

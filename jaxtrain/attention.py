@@ -6,7 +6,7 @@ Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -304,12 +304,13 @@ def _tpu_on_one_device(
     # The kernel leaves the scale to its caller.
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
     by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BSKH, v_BSKH)]
+    batched: Any = jax.vmap(kernel)  # its type says that residuals may come out too
     if mask.segment_ids_BT is None:
-        out_BNTH = jax.vmap(kernel)(*by_head)
+        out_BNTH = batched(*by_head)
     else:
         assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
         segments = splash.SegmentIds(q=mask.segment_ids_BT, kv=mask.segment_ids_BS)
-        out_BNTH = jax.vmap(kernel)(*by_head, segments)
+        out_BNTH = batched(*by_head, segments)
     return jnp.swapaxes(out_BNTH, 1, 2)
 
 

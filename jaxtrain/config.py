@@ -51,10 +51,11 @@ class Macro:
 
 
 class _Delegate(config_parser.ParserDelegate):
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
+    # Typed loosely in gin: it says Any by saying nothing.
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         return Reference(scoped_configurable_name, evaluate)
 
-    def macro(self, macro_name: str) -> Macro:
+    def macro(self, macro_name: str) -> Any:
         return Macro(macro_name)
 
 
@@ -198,7 +199,8 @@ class _Bindings:
     def refuse_unused(self) -> None:
         """Raises for the bindings that nothing read."""
         unused = [
-            f"{binding.origin}: {name}.{field} is set, but nothing in this configuration uses {name}"
+            f"{binding.origin}: {name}.{field} is set, but nothing in this configuration "
+            f"uses {name}"
             for (name, field), binding in self.fields.items()
             if (name, field) not in self.used_fields
         ]

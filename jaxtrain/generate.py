@@ -41,7 +41,7 @@ class Sampling:
 
 
 def sample(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """One token a row, int32 [B], drawn from softmax(logits / temperature) within top-k and top-p."""
+    """A token a row, int32 [B], drawn from softmax(logits / temperature) within top-k and top-p."""
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).astype(jnp.int32)
@@ -52,7 +52,7 @@ def sample(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Arra
     if sampling.top_k is not None:
         keep_BV &= jnp.arange(ranked_BV.shape[-1]) < sampling.top_k
     if sampling.top_p is not None:
-        # A token stays while what stands before it has not reached top_p yet: the first always does.
+        # A token stays while what stands before it has not reached top_p: the first always does.
         probability_BV = jax.nn.softmax(jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
         keep_BV &= jnp.cumsum(probability_BV, axis=-1) - probability_BV < sampling.top_p
     choice_B = jax.random.categorical(key, jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
@@ -91,8 +91,8 @@ def generate(
     if max_new_tokens > room:
         name = type(sizes).__name__
         raise UserError(
-            f"--max-new-tokens {max_new_tokens} after a prompt of {len(prompt)} tokens is more than "
-            f"{name}.context_length={sizes.context_length}; use at most {max(room, 0)}"
+            f"--max-new-tokens {max_new_tokens} after a prompt of {len(prompt)} tokens is more "
+            f"than {name}.context_length={sizes.context_length}; use at most {max(room, 0)}"
         )
     # Cached decoding always runs the reference kernel: one query a step is no work for the others.
     execution = dataclasses.replace(program.execution, kernel="reference", remat="none")

@@ -1,6 +1,7 @@
 """What models are made of: named parameters, stacked layers, contractions, norms and RoPE.
 
-Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim, F mlp, V vocab, L layers.
+Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim, F mlp, V vocab,
+L layers.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ class Mesh:
 
     Attributes:
       data: devices that hold whole replicas of the state (or, with fsdp, of its shards: HSDP).
-      fsdp: devices that share the state as `Sharding.zero` says; the batch is split over data x fsdp.
+      fsdp: devices that share the state as `Sharding.zero` says; data x fsdp split the batch.
       tensor: devices that share each matrix product (Megatron tensor parallelism).
       simulated_devices: run on this many simulated CPU devices; 0 uses the devices that are there.
     """
@@ -104,7 +104,8 @@ def simulate_devices(count: int) -> None:
     if jax.device_count() != count or jax.default_backend() != "cpu":
         raise UserError(
             f"Mesh.simulated_devices={count}, but JAX already runs on {jax.device_count()} "
-            f"{jax.default_backend()} {_devices(jax.device_count())} in this process; start a new one"
+            f"{jax.default_backend()} {_devices(jax.device_count())} in this process; "
+            "start a new one"
         )
 
 

@@ -22,7 +22,8 @@ class Precision:
       params: the dtype of the master parameters and of the optimizer's moments.
       compute: the dtype of matrix products and of the activations between them.
       loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
-        underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good steps).
+        underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
+        steps).
     """
 
     params: Literal["float32", "bfloat16"] = "float32"

@@ -83,10 +83,11 @@ def _batch(config: Config, layout: Layout) -> Iterator[str]:
     train, devices = config.train, layout.batch_devices()
     parts = devices * train.accumulation
     if train.global_batch_size % parts:
+        nearest = _nearest_multiple(train.global_batch_size, parts)
         yield (
             f"Train.global_batch_size={train.global_batch_size} does not divide over the {devices} "
-            f"devices of mesh axes {layout.activation(('batch',))[0]} times Train.accumulation={train.accumulation}; "
-            f"the nearest multiple of {parts} is {_nearest_multiple(train.global_batch_size, parts)}"
+            f"devices of mesh axes {layout.activation(('batch',))[0]} times "
+            f"Train.accumulation={train.accumulation}; the nearest multiple of {parts} is {nearest}"
         )
 
 

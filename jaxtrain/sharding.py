@@ -127,6 +127,7 @@ class Layout:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this the layout (and the mesh) that `shard` and `gather` use while tracing."""
+        assert isinstance(self.mesh, jax.sharding.Mesh), "an abstract mesh has no devices"
         token = _LAYOUT.set(self)
         try:
             with jax.set_mesh(self.mesh):
@@ -166,7 +167,7 @@ def _spec(axes: tuple[str, ...], parts: list[MeshAxes]) -> P:
 
 
 def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The activation `x`, laid out as the meaning of its dimensions says; as it is without a mesh."""
+    """The activation `x`, laid out as its dimensions' meaning says; without a mesh, as it is."""
     layout = _LAYOUT.get()
     if layout is None:
         return x

@@ -16,7 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.layers import Execution, Statistic
 from jaxtrain.loss import OBJECTIVES, Loss, Sums
 from jaxtrain.precision import Precision, to_compute
-from jaxtrain.sharding import GradientSlice, Layout, is_variable, logical_axes, reshard, shardings
+from jaxtrain.sharding import GradientSlice, Layout, is_variable, reshard, shardings
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +99,14 @@ class Program:
     def state_shardings(self, state: TrainState) -> TrainState:
         """A NamedSharding for every array of a state."""
         layout = self.layout
-        return TrainState(
-            step=layout.named(P()),
-            params=shardings(state.params, layout.parameter, layout),
-            opt_state=shardings(state.opt_state, layout.moment, layout),
-            statistics=shardings(state.statistics, layout.weight, layout),
-            loss_scale=layout.named(P()),
-        )
+        of: dict[str, Any] = {
+            "step": layout.named(P()),
+            "params": shardings(state.params, layout.parameter, layout),
+            "opt_state": shardings(state.opt_state, layout.moment, layout),
+            "statistics": shardings(state.statistics, layout.weight, layout),
+            "loss_scale": layout.named(P()),
+        }
+        return TrainState(**of)
 
     def create(self, seed: int) -> TrainState:
         """A fresh state, created in place: no device ever holds more than its shards."""
@@ -120,7 +121,7 @@ class Program:
 
     # -- the step --------------------------------------------------------------------------------
 
-    def jit_train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
+    def jit_train_step(self) -> jax.stages.Wrapped:
         """train_step compiled, the state donated; call it with the layout active.
 
         The state goes out exactly as it came in, so one compilation serves the whole run.
@@ -146,19 +147,21 @@ class Program:
         grads = reshard(grads, layout.moment, layout)
         params = reshard(state.params, layout.moment, layout)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params: Any = optax.apply_updates(params, updates)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
-        new = TrainState(
+        new = dataclasses.replace(
+            state,
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
             statistics=statistics,
-            loss_scale=state.loss_scale,
         )
         if self.precision.loss_scale == "dynamic":
             new, metrics = self._skip_overflow(state, new, metrics)
-        return dataclasses.replace(new, params=reshard(new.params, layout.parameter, layout)), metrics
+        return dataclasses.replace(
+            new, params=reshard(new.params, layout.parameter, layout)
+        ), metrics
 
     def _skip_overflow(
         self, old: TrainState, new: TrainState, metrics: Sums
@@ -169,9 +172,7 @@ class Program:
         grown = good_steps + 1 >= GOOD_STEPS_TO_DOUBLE
         after_good = jnp.stack([jnp.where(grown, scale * 2, scale), (good_steps + 1) * ~grown])
         after_bad = jnp.stack([scale / 2, jnp.zeros_like(scale)])
-        old = dataclasses.replace(
-            old, params=reshard(old.params, self.layout.moment, self.layout)
-        )
+        old = dataclasses.replace(old, params=reshard(old.params, self.layout.moment, self.layout))
         kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
         kept = dataclasses.replace(
             kept, step=new.step, loss_scale=jnp.where(good, after_good, after_bad)
@@ -231,8 +232,9 @@ class Program:
     def eval_step(self, state: TrainState, batch: Batch, total: Sums) -> Sums:
         """`total` plus a held-out batch's sums: `loss`, `weight` and the objective's own.
 
-        The total passes through every batch, so that one batch runs after the other: programs that
-        do not depend on each other starve simulated devices of threads while they wait in reductions.
+        The total passes through every batch, so that one batch runs after the other: programs
+        that do not depend on each other starve simulated devices of threads while they wait in
+        reductions.
         """
         weights = to_compute(state.params, self.precision.compute)
         sums, _ = self._objective(weights, state.statistics, batch, train=False)

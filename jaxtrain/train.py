@@ -104,18 +104,14 @@ class Trainer:
         self.config, self.console = config, console or quiet()
         self.workdir = None if workdir is None else Path(workdir)
         self.mesh = make_mesh(config.mesh)
-        self.layout = Layout(
-            self.mesh, config.sharding.zero, config.sharding.sequence_parallel
-        )
+        self.layout = Layout(self.mesh, config.sharding.zero, config.sharding.sequence_parallel)
         self.program = make_program(config, self.layout)
         self.dataset = config.train.data.open(seed=config.train.seed)
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.eval_step)
         self._checkpoints: Checkpoints | None = None
         if self.workdir is not None:
-            self._checkpoints = Checkpoints(
-                self.workdir, config.checkpoint, read_only=read_only
-            )
+            self._checkpoints = Checkpoints(self.workdir, config.checkpoint, read_only=read_only)
         self.state = self._restore_or_create()
         self.steps_done = int(self.state.step)
         if self.workdir is not None and not read_only and jax.process_index() == 0:
@@ -187,7 +183,9 @@ class Trainer:
         rows = self._eval_rows()
         batch = self.config.train.data.abstract_batch(rows)
         sums = self.program.no_sums(self.state, batch)
-        source = heldout_batches(self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows))
+        source = heldout_batches(
+            self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows)
+        )
         with self.layout.active(), Prefetcher(source, self._place(rows)) as stream:
             for number, batch in enumerate(stream, start=1):
                 sums = self._eval_step(self.state, batch, sums)
@@ -219,8 +217,8 @@ class Trainer:
         tokenizer = self.dataset.tokenizer
         if tokenizer is None:
             raise UserError(
-                f"generate: Train.data=@{type(self.config.train.data).__name__}() has no tokenizer; "
-                "only models trained on text generate"
+                f"generate: Train.data=@{type(self.config.train.data).__name__}() has no "
+                "tokenizer; only models trained on text generate"
             )
         sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         layout = dataclasses.replace(self.layout, split_batch=False, sequence_parallel=False)

@@ -105,7 +105,13 @@ def test_generate_prints_the_prompt_and_what_follows(run, capsys):
 def test_inspect_shows_what_a_checkpoint_holds(run, capsys):
     assert main(["inspect", "--workdir", str(run)]) == 0
     out = capsys.readouterr().out
-    words = ["Checkpoint of step 4", "jax ", "GPT.num_layers = 2", "params/layers/up", "2 x 32 x 128"]
+    words = [
+        "Checkpoint of step 4",
+        "jax ",
+        "GPT.num_layers = 2",
+        "params/layers/up",
+        "2 x 32 x 128",
+    ]
     assert [word for word in words if word not in out] == []
 
 

@@ -1,4 +1,4 @@
-"""gin files into dataclasses: what is read, what is refused, and the sentence it is refused with."""
+"""gin files into dataclasses: what is read, what is refused, and with what sentence."""
 
 import dataclasses
 from pathlib import Path

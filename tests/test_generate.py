@@ -41,10 +41,9 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     sizes = SIZES[name]
     program = make_program(sizes, make_layout())
     state = sharper(program.create(seed=0))
-    found = generate(
-        program, sizes, state, PROMPT, max_new_tokens=10, sampling=GREEDY, seed=0
-    )
+    found = generate(program, sizes, state, PROMPT, max_new_tokens=10, sampling=GREEDY, seed=0)
     model, text = program.model(state), list(PROMPT)
+
     # One padded shape for every length: causality keeps the padding out.
     def last_logits(tokens, length):
         positions = jnp.arange(24)[None]

@@ -94,7 +94,9 @@ def test_a_model_refuses_the_other_kind_of_data(tmp_path):
         "Train.global_batch_size = 8\nImageData.source = 'digits'\n"
     )
     message = refused(name=str(file))
-    assert "Train.model=@GPT() learns from text, but Train.data=@ImageData() gives images" in message
+    assert (
+        "Train.model=@GPT() learns from text, but Train.data=@ImageData() gives images" in message
+    )
 
 
 def test_images_that_do_not_fit_the_model_are_refused():

@@ -130,7 +130,9 @@ def test_the_whole_run_compiles_once_and_never_moves_data_implicitly(tiny_config
     trainer = Trainer(load_config(tiny_config, ["Train.eval_every = 2"]))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         trainer.train()
-    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    compiled = [
+        r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()
+    ]
     of_step = [message for message in compiled if "train_step" in message]
     of_evaluation = [message for message in compiled if "eval_step" in message]
     assert (len(of_step), len(of_evaluation)) == (1, 1)

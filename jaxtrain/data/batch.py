@@ -1,11 +1,12 @@
 """The one batch that every data source yields and every model reads."""
 
 import dataclasses
+from typing import Any
 
 import jax
-import numpy as np
 
-Array = jax.Array | np.ndarray
+# jax.Array on devices, numpy.ndarray on the host; trees of shapes or shardings have the same form.
+Array = Any
 
 
 @jax.tree_util.register_dataclass

@@ -78,8 +78,8 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """Every example once, without augmentation, in an order that is always the same.
 
-    The order is shuffled, so that the first few batches, if only they are taken, are a sample of all
-    and not the first documents or classes. The last batch is filled up with repetitions of an
+    The order is shuffled, so that the first few batches, if only they are taken, are a sample of
+    all and not the first documents or classes. The last batch is filled up with repetitions of an
     example whose loss_mask is 0.
     """
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)

@@ -9,7 +9,6 @@ import math
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.attention import Mask
@@ -64,9 +63,10 @@ class GPT:
 
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:
+            nearest = max(round(self.embed_dim / self.num_heads), 1) * self.num_heads
             raise UserError(
                 f"GPT.embed_dim={self.embed_dim} does not divide by GPT.num_heads={self.num_heads};"
-                f" the nearest embed_dim is {round(self.embed_dim / self.num_heads) * self.num_heads}"
+                f" the nearest embed_dim is {nearest}"
             )
 
     @property
@@ -88,7 +88,7 @@ class GPT:
         return self.num_layers * 12 * self.embed_dim**2 + self.vocab_size * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token, causal attention: 6 N + 6 L T D (arXiv 2204.02311, appendix B)."""
+        """Training FLOPs a token, attention causal: 6 N + 6 L T D (arXiv 2204.02311, app. B)."""
         attention = 6 * self.num_layers * sequence_length * self.embed_dim
         return 6 * self.matmul_parameters() + attention
 
@@ -130,7 +130,9 @@ class Block(nnx.Module):
             a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)
             x_BTD += add_bias(contract("BTNH,NHD->BTD", a_BTNH, self.out, RESIDUAL), self.out_bias)
         with jax.named_scope("mlp"):
-            h_BTD = layer_norm(x_BTD, self.mlp_norm_scale, self.mlp_norm_bias, epsilon=self.norm_eps)
+            h_BTD = layer_norm(
+                x_BTD, self.mlp_norm_scale, self.mlp_norm_bias, epsilon=self.norm_eps
+            )
             h_BTD = shard(h_BTD, HIDDEN)
             h_BTF = jax.nn.gelu(add_bias(contract("BTD,DF->BTF", h_BTD, self.up), self.up_bias))
             x_BTD += add_bias(contract("BTF,FD->BTD", h_BTF, self.down, RESIDUAL), self.down_bias)
@@ -171,7 +173,8 @@ class GPTModel(nnx.Module):
         layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
         x_BTD, caches = execution.over_layers(run_layer, x_BTD, self.layers, layer_caches)
         if cache is not None:
-            cache = Cache(*caches, cache.length + tokens_BT.shape[1])
+            keys_LBSKH, values_LBSKH = caches
+            cache = Cache(keys_LBSKH, values_LBSKH, cache.length + tokens_BT.shape[1])
         x_BTD = layer_norm(x_BTD, self.norm_scale, self.norm_bias, epsilon=self.norm_eps)
         return shard(x_BTD, HIDDEN), cache
 
