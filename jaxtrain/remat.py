@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.config import configurable
+from jaxtrain.sharding import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
 
@@ -19,12 +20,17 @@ class Remat:
     """What the backward pass keeps of each layer's forward pass.
 
     Attributes:
-      policy: 'none' keeps everything; 'dots' keeps the results of matrix products with weights and
-        recomputes the rest; 'full' keeps each layer's input only (arXiv 1604.06174); 'offload'
-        keeps each layer's input too, but in host memory.
+      policy: 'none' keeps everything but weights gathered over fsdp; 'dots' keeps the results of
+        matrix products with weights and recomputes the rest; 'full' keeps each layer's input only
+        (arXiv 1604.06174); 'offload' keeps each layer's input too, but in host memory.
     """
 
     policy: Literal["none", "dots", "full", "offload"] = "none"
+
+
+def _all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Also not what a reshard gives: it is the same gathered weight before it got its name."""
+    return primitive.name != "reshard" and parameters.get("name") != GATHERED
 
 
 def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Callable[..., Any]:
@@ -35,9 +41,10 @@ def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Calla
       policy: one of `Remat.policy`.
       prevent_cse: False inside a scan, whose loop body already keeps XLA from merging the passes.
     """
-    if policy == "none":
+    if policy == "none" and not gathers_weights():
         return layer
     saved = {
+        "none": _all_but_gathered_weights,
         "dots": _policies.dots_with_no_batch_dims_saveable,
         "full": _policies.nothing_saveable,
         "offload": _policies.save_and_offload_only_these_names(

@@ -12,11 +12,16 @@ from typing import Literal
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import configurable
 from jaxtrain.errors import did_you_mean
+
+# The name of weights that were gathered: remat policies gather them again in the backward pass
+# instead of keeping them, or every layer's whole weights would be alive at once.
+GATHERED = "gathered"
 
 # NNX would otherwise shard variables by itself while a module is being built.
 nnx.use_eager_sharding(False)
@@ -29,6 +34,9 @@ RULES: dict[str, tuple[MeshAxes, MeshAxes]] = {
     "length": (None, None),
     "residual_length": (None, None),  # "tensor" under sequence parallelism: see Layout
     "embed": ("fsdp", None),
+    # Norm scales and biases along embed: replicated, since a collective for each of them costs more
+    # latency than its few kilobytes save.
+    "vector": (None, None),
     "mlp": ("tensor", "tensor"),
     "heads": ("tensor", "tensor"),
     "kv_heads": ("tensor", "tensor"),
@@ -182,6 +190,12 @@ def activation_spec(axes: tuple[str, ...]) -> P | None:
     return None if layout is None else layout.activation(axes)
 
 
+def gathers_weights() -> bool:
+    """Whether weights are gathered over fsdp while they are used (ZeRO 3 on several devices)."""
+    layout = _LAYOUT.get()
+    return layout is not None and layout.zero == 3 and layout.mesh.shape["fsdp"] > 1
+
+
 def gather(parameter: nnx.Param) -> jax.Array:
     """The value of a parameter in the layout it is computed with: whole along fsdp.
 
@@ -196,7 +210,11 @@ def gather(parameter: nnx.Param) -> jax.Array:
         axes = axes[-value.weight.ndim :]
         return _with_sliced_gradient(layout.gradient(axes), value.weight, value.slice)
     # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
-    return jax.sharding.reshard(value, layout.weight(axes[-value.ndim :]))
+    axes = axes[-value.ndim :]
+    gathered = jax.sharding.reshard(value, layout.weight(axes))
+    if layout.parameter(axes) == layout.weight(axes):
+        return gathered
+    return checkpoint_name(gathered, GATHERED)
 
 
 def _with_sliced_gradient(spec: P, weight: jax.Array, slice_: jax.Array) -> jax.Array:

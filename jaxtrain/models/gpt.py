@@ -101,19 +101,19 @@ class Block(nnx.Module):
         key_qkv, key_out, key_up, key_down = jax.random.split(key, 4)
         # Residual projections start smaller, so that the stream's variance does not grow with L.
         into_residual = normal(0.02 / math.sqrt(2 * sizes.num_layers))
-        self.attention_norm_scale = param(key, (D,), ("embed",), constant(1.0))
-        self.attention_norm_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.attention_norm_scale = param(key, (D,), ("vector",), constant(1.0))
+        self.attention_norm_bias = param(key, (D,), ("vector",), constant(0.0))
         qkv_axes = ("qkv", "embed", "heads", "head_dim")
         self.qkv = param(key_qkv, (3, D, N, H), qkv_axes, normal(0.02))
         self.qkv_bias = param(key, (3, N, H), ("qkv", "heads", "head_dim"), constant(0.0))
         self.out = param(key_out, (N, H, D), ("heads", "head_dim", "embed"), into_residual)
-        self.out_bias = param(key, (D,), ("embed",), constant(0.0))
-        self.mlp_norm_scale = param(key, (D,), ("embed",), constant(1.0))
-        self.mlp_norm_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.out_bias = param(key, (D,), ("vector",), constant(0.0))
+        self.mlp_norm_scale = param(key, (D,), ("vector",), constant(1.0))
+        self.mlp_norm_bias = param(key, (D,), ("vector",), constant(0.0))
         self.up = param(key_up, (D, F), ("embed", "mlp"), normal(0.02))
         self.up_bias = param(key, (F,), ("mlp",), constant(0.0))
         self.down = param(key_down, (F, D), ("mlp", "embed"), into_residual)
-        self.down_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.down_bias = param(key, (D,), ("vector",), constant(0.0))
         self.norm_eps = sizes.norm_eps
 
     def __call__(self, x_BTD, mask, execution, cache=None, start=0):  # noqa: ANN001, ANN204
@@ -148,8 +148,8 @@ class GPTModel(nnx.Module):
         self.token_embedding = param(key_tokens, (V, D), ("vocab", "embed"), normal(0.02))
         self.position_embedding = param(key_positions, (C, D), ("length", "embed"), normal(0.01))
         self.layers = stack(lambda k: Block(sizes, k), sizes.num_layers, key_layers)
-        self.norm_scale = param(key, (D,), ("embed",), constant(1.0))
-        self.norm_bias = param(key, (D,), ("embed",), constant(0.0))
+        self.norm_scale = param(key, (D,), ("vector",), constant(1.0))
+        self.norm_bias = param(key, (D,), ("vector",), constant(0.0))
         self.norm_eps = sizes.norm_eps
 
     def hidden(

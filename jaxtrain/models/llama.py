@@ -162,12 +162,12 @@ class Block(nnx.Module):
         # Residual projections start smaller, so that the stream's variance does not grow with L.
         into_residual = normal(0.02 / math.sqrt(2 * sizes.num_layers))
         kv_axes = ("embed", "kv_heads", "head_dim")
-        self.attention_norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.attention_norm_scale = param(key, (D,), ("vector",), constant(1.0))
         self.query = param(key_query, (D, N, H), ("embed", "heads", "head_dim"), normal(0.02))
         self.key = param(key_key, (D, K, H), kv_axes, normal(0.02))
         self.value = param(key_value, (D, K, H), kv_axes, normal(0.02))
         self.out = param(key_out, (N, H, D), ("heads", "head_dim", "embed"), into_residual)
-        self.mlp_norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.mlp_norm_scale = param(key, (D,), ("vector",), constant(1.0))
         self.gate = param(key_gate, (D, F), ("embed", "mlp"), normal(0.02))
         self.up = param(key_up, (D, F), ("embed", "mlp"), normal(0.02))
         self.down = param(key_down, (F, D), ("mlp", "embed"), into_residual)
@@ -202,7 +202,7 @@ class LlamaModel(nnx.Module):
         V, D = sizes.vocab_size, sizes.embed_dim
         self.token_embedding = param(key_tokens, (V, D), ("vocab", "embed"), normal(0.02))
         self.layers = stack(lambda k: Block(sizes, k), sizes.num_layers, key_layers)
-        self.norm_scale = param(key, (D,), ("embed",), constant(1.0))
+        self.norm_scale = param(key, (D,), ("vector",), constant(1.0))
         if not sizes.tie_embeddings:
             self.output = param(key_output, (V, D), ("vocab", "embed"), normal(0.02))
         self.sizes = sizes
