@@ -93,9 +93,7 @@ def next_token(
     if settings.chunk_size is None:
         total = losses(h_BTD, batch.targets, batch.loss_mask)
     else:
-        total = _over_chunks(
-            losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask
-        )
+        total = _over_chunks(losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask)
     return {"loss": total, "weight": batch.loss_mask.sum()}, statistics
 
 

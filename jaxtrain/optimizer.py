@@ -41,6 +41,11 @@ class Optimizer:
             raise UserError(f"Optimizer.learning_rate={self.learning_rate}; use a number above 0")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"Optimizer.clip_norm={self.clip_norm}; use None or a number above 0")
+        if self.weight_decay < 0:
+            raise UserError(f"Optimizer.weight_decay={self.weight_decay}; use 0 or more")
+        for name in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"Optimizer.{name}={getattr(self, name)}; use 0 to below 1")
 
 
 @configurable
@@ -67,6 +72,8 @@ class Schedule:
                 f"Schedule.warmup_steps={self.warmup_steps}, Schedule.decay_steps="
                 f"{self.decay_steps}; use 0 or more"
             )
+        if not 0 <= self.final_fraction <= 1:
+            raise UserError(f"Schedule.final_fraction={self.final_fraction}; use 0 to 1")
         if (self.name == "wsd") != (self.decay_steps > 0):
             raise UserError(
                 f"Schedule.name={self.name!r} with Schedule.decay_steps={self.decay_steps}: "
@@ -88,8 +95,8 @@ def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule
     warmup, final = settings.warmup_steps, settings.final_fraction * peak
     if warmup + settings.decay_steps > steps:
         raise UserError(
-            f"Schedule.warmup_steps={warmup} + Schedule.decay_steps={settings.decay_steps} are more "
-            f"than Train.steps={steps}"
+            f"Schedule.warmup_steps={warmup} + Schedule.decay_steps={settings.decay_steps} are "
+            f"more than Train.steps={steps}"
         )
     rest = max(steps - warmup, 1)
     if settings.name == "constant":

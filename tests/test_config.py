@@ -4,12 +4,16 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import jax
 import pytest
+from flax import nnx
 
 from jaxtrain import config
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
+from jaxtrain.preflight import abstract_layout
 from jaxtrain.settings import Config, configs_folder, load_config
+from jaxtrain.sharding import is_variable, logical_axes
 
 SHIPPED = sorted(path.stem for path in configs_folder().glob("*.gin"))
 
@@ -158,3 +162,26 @@ def test_an_unknown_config_names_the_nearest():
         load_config("gpt_quikstart")
     with pytest.raises(UserError, match=r"config 'none\.gin': no such file"):
         load_config("none.gin")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_are_headed_by_command_hardware_and_result(name):
+    text = (configs_folder() / f"{name}.gin").read_text()
+    head = text[: text.index("\nTrain.")]
+    for word in (f"jaxtrain train {name}", "Hardware:", "Expected:"):
+        assert word in head, word
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_build_abstractly(name):
+    """Every parameter's shape and layout from sizes alone, on a mesh of eight abstract devices."""
+    loaded = load_config(name)
+    model = loaded.train.model
+    layout = abstract_layout(loaded, 8)
+    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
+        value = variable.get_value()
+        sharding = layout.named(layout.parameter(logical_axes(variable)))
+        assert sharding.shard_shape(value.shape)  # raises where a size does not divide
+    batch = loaded.train.data.abstract_batch(loaded.train.global_batch_size)
+    assert len(batch.inputs.shape) == (2 if model.objective == "next_token" else 4)

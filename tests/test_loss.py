@@ -1,0 +1,201 @@
+"""Losses equal PyTorch and closed forms; chunked equals whole, a sharded vocabulary a whole one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+from jax.extend.core import jaxprs_in_params
+
+from jaxtrain.attention import Mask
+from jaxtrain.data.batch import Batch
+from jaxtrain.errors import UserError
+from jaxtrain.layers import Execution
+from jaxtrain.loss import Loss, cross_entropy, label, next_token
+from jaxtrain.models.gpt import GPT
+from jaxtrain.models.llama import Llama
+
+RNG = np.random.default_rng(0)
+LOGITS = (4 * RNG.normal(size=(3, 5, 11))).astype(np.float32)
+TARGETS = RNG.integers(0, 11, (3, 5)).astype(np.int32)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cross_entropy_equals_torch(label_smoothing, dtype):
+    torch = pytest.importorskip("torch")
+    logits = jnp.asarray(LOGITS, dtype)
+
+    def mean(logits):
+        return cross_entropy(logits, TARGETS, label_smoothing=label_smoothing).mean()
+
+    value, gradient = jax.value_and_grad(mean)(logits)
+    # PyTorch gets the same bfloat16 numbers, in float32: our loss does not compute in bfloat16.
+    theirs = torch.tensor(np.asarray(logits.astype(jnp.float32)), requires_grad=True)
+    expected = torch.nn.functional.cross_entropy(
+        theirs.flatten(0, 1),
+        torch.tensor(TARGETS).flatten().long(),
+        label_smoothing=label_smoothing,
+    )
+    expected.backward()
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-6)
+    rounding = 1e-6 if dtype == "float32" else 2**-8  # of the gradient to bfloat16, relative
+    np.testing.assert_allclose(
+        gradient.astype(jnp.float32), theirs.grad.numpy(), rtol=rounding, atol=1e-7
+    )
+
+
+def test_cross_entropy_of_huge_logits_is_finite():
+    logits = np.array([[3e4, -3e4, 0.0]], np.float32)
+    np.testing.assert_array_equal(cross_entropy(logits, np.array([0], np.int32)), [0.0])
+    np.testing.assert_array_equal(cross_entropy(logits, np.array([1], np.int32)), [6e4])
+
+
+def test_z_loss_is_the_squared_log_partition():
+    log_partition = np.log(np.exp(LOGITS.astype(np.float64)).sum(-1))
+    plain = cross_entropy(LOGITS, TARGETS)
+    with_z = cross_entropy(LOGITS, TARGETS, z_weight=0.01)
+    np.testing.assert_allclose(with_z - plain, 0.01 * log_partition**2, rtol=1e-4, atol=1e-6)
+
+
+class FixedLogits:
+    """A classifier that says the same whatever it sees."""
+
+    def __init__(self, logits_BC):
+        self.logits_BC = logits_BC
+
+    def __call__(self, images, statistics, *, train):
+        return self.logits_BC, statistics
+
+
+def test_label_sums_over_the_images_that_count():
+    logits = jnp.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 9.0]])
+    mask = np.array([1, 1, 1, 0], np.float32)
+    batch = Batch(np.zeros((4, 1, 1, 1)), np.array([0, 1, 1, 1], np.int32), mask)
+    sums, _ = label(FixedLogits(logits), None, batch, Execution(), Loss(), train=True)
+    right, wrong = np.log(1 + np.exp(-2.0)), np.log(1 + np.exp(2.0))
+    assert sums["weight"] == 3
+    assert sums["correct"] == 2
+    np.testing.assert_allclose(sums["loss"], 2 * right + wrong, rtol=1e-6)
+
+
+def test_smoothing_and_z_loss_are_for_training_only():
+    logits = jnp.asarray(LOGITS[0])
+    batch = Batch(np.zeros((5, 1, 1, 1)), TARGETS[0], np.ones(5, np.float32))
+    settings = Loss(z_weight=0.1, label_smoothing=0.1)
+    model = FixedLogits(logits)
+    plain = label(model, None, batch, Execution(), Loss(), train=True)[0]["loss"]
+    trained = label(model, None, batch, Execution(), settings, train=True)[0]["loss"]
+    evaluated = label(model, None, batch, Execution(), settings, train=False)[0]["loss"]
+    assert evaluated == plain
+    assert abs(trained - plain) > 0.1
+
+
+# -- language models -------------------------------------------------------------------------------
+
+MODEL = GPT(vocab_size=96, num_layers=1, embed_dim=32, num_heads=4, context_length=12)
+ROWS, LENGTH = 8, 12
+# The upper half of the vocabulary never occurs.
+BATCH = text_batch(rows=ROWS, length=LENGTH, vocab_size=48)
+
+
+def test_next_token_sums_losses_and_weights_over_unmasked_targets():
+    model = MODEL.build(jax.random.key(0))
+    execution = Execution(kernel="reference")
+
+    @jax.jit
+    def run(model, batch):
+        mask = Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
+        hidden, _ = model.hidden(batch.inputs, batch.positions, mask, execution)
+        return next_token(model, None, batch, execution, Loss(), train=True), model.logits(hidden)
+
+    (sums, statistics), logits = run(model, BATCH)
+    logits = np.asarray(logits, np.float64)
+    log_softmax = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(log_softmax, BATCH.targets[..., None], -1)[..., 0]
+    np.testing.assert_allclose(sums["loss"], -(picked * BATCH.loss_mask).sum(), rtol=1e-6)
+    assert sums["weight"] == BATCH.loss_mask.sum()
+    assert statistics is None
+
+
+def gradients_on(layout, settings: Loss, model=MODEL):
+    program = make_program(model, layout, loss=settings)
+    state = program.create(0)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    with layout.active():
+        gradients, metrics, _ = jax.jit(program._gradients)(state, batch)
+    return jax.tree.map(np.asarray, gradients), float(metrics["loss"])
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return gradients_on(make_layout(), Loss(z_weight=1e-3, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 12])
+def test_chunked_equals_whole(whole, chunk_size):
+    settings = Loss(chunk_size=chunk_size, z_weight=1e-3, label_smoothing=0.1)
+    gradients, loss = gradients_on(make_layout(), settings)
+    np.testing.assert_allclose(loss, whole[1], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), gradients, whole[0]
+    )
+
+
+def all_values(jaxpr):
+    """Every value that a jaxpr computes, those of its inner jaxprs too."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval for variable in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from all_values(inner)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_a_chunk_size_keeps_whole_logits_from_existing(chunk_size):
+    layout = make_layout()
+    program = make_program(MODEL, layout, loss=Loss(chunk_size=chunk_size))
+    with layout.active():
+        jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
+    V = MODEL.vocab_size
+    logits = [v for v in all_values(jaxpr.jaxpr) if v.shape[-1:] == (V,)]
+    largest = max(v.size for v in logits)
+    assert largest == ROWS * (chunk_size or LENGTH) * V
+
+
+def test_a_vocabulary_sharded_eight_ways_equals_a_whole_one():
+    # Untied: with a tied table the softmax gives every row a gradient.
+    model = Llama(
+        vocab_size=96,
+        num_layers=1,
+        embed_dim=32,
+        num_heads=8,
+        num_kv_heads=8,
+        mlp_dim=16,
+        context_length=LENGTH,
+        tie_embeddings=False,
+    )
+    settings = Loss(z_weight=1e-3, label_smoothing=0.1)
+    expected, expected_loss = gradients_on(make_layout(), settings, model)
+    gradients, loss = gradients_on(make_layout(tensor=8), settings, model)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), gradients, expected
+    )
+    table_VD = gradients["token_embedding"].get_value()
+    assert (np.abs(table_VD[48:]) == 0).all()
+    seen = np.unique(BATCH.inputs[:, :-1][BATCH.loss_mask[:, :-1] > 0])
+    assert (np.abs(table_VD[seen]).max(-1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"chunk_size": 0}, "Loss.chunk_size=0; use None or at least 1"),
+        ({"label_smoothing": 1.0}, "Loss.label_smoothing=1.0; use 0 to below 1"),
+    ],
+)
+def test_refusals(changes, sentence):
+    with pytest.raises(UserError) as refusal:
+        Loss(**changes)
+    assert str(refusal.value) == sentence

@@ -1,0 +1,249 @@
+"""AdamW, SGD, clipping and every schedule equal PyTorch; Lion equals its published rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.models.gpt import GPT
+from jaxtrain.models.resnet import ResNet
+from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedule
+
+STEPS = 20
+# name -> (shape, what the dimensions mean, whether it is decayed)
+PARAMETERS = {
+    "weight": ((4, 6), ("embed", "mlp"), True),
+    "stacked_weight": ((2, 4, 6), ("layers", "embed", "mlp"), True),
+    "kernel": ((3, 3, 2, 4), ("height", "width", "channels_in", "channels"), True),
+    "bias": ((6,), ("mlp",), False),
+    "stacked_scale": ((2, 4), ("layers", "embed"), False),
+}
+RNG = np.random.default_rng(0)
+INITIAL = {n: RNG.normal(size=s).astype(np.float32) for n, (s, _, _) in PARAMETERS.items()}
+# Norms from 0.1 to 100: some are clipped to 1 and some are not.
+GRADIENTS = [
+    {
+        name: (10.0 ** RNG.uniform(-2, 1) * RNG.normal(size=shape)).astype(np.float32)
+        for name, (shape, _, _) in PARAMETERS.items()
+    }
+    for _ in range(STEPS)
+]
+
+
+def state_of(values) -> nnx.State:
+    """The values as parameters with named axes."""
+    return nnx.State(
+        {name: nnx.Param(jnp.asarray(v), axes=PARAMETERS[name][1]) for name, v in values.items()}
+    )
+
+
+def ours(settings: Optimizer, schedule):
+    """The parameters after each of the steps."""
+    optimizer = make_optimizer(settings, schedule)
+    params = state_of(INITIAL)
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, opt_state, gradients):
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for gradients in GRADIENTS:
+        params, opt_state = step(params, opt_state, state_of(gradients))
+        yield {name: np.asarray(params[name].get_value()) for name in PARAMETERS}
+
+
+def theirs(make, schedule=None, clip_norm=None):
+    """The same from PyTorch; `make` builds an optimizer from parameter groups."""
+    torch = pytest.importorskip("torch")
+    params = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in INITIAL.items()}
+    decayed = [params[name] for name, (_, _, decay) in PARAMETERS.items() if decay]
+    others = [params[name] for name, (_, _, decay) in PARAMETERS.items() if not decay]
+    optimizer = make(torch.optim, decayed, others)
+    for step, gradients in enumerate(GRADIENTS):
+        for name, gradient in gradients.items():
+            params[name].grad = torch.tensor(gradient)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
+        if schedule is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = float(schedule(step))
+        optimizer.step()
+        yield {name: p.detach().numpy().copy() for name, p in params.items()}
+
+
+def assert_same_path(ours, theirs, rtol=1e-5):
+    count = 0
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for name in PARAMETERS:
+            np.testing.assert_allclose(
+                a[name], b[name], rtol=rtol, atol=1e-6, err_msg=f"{name}, step {step}"
+            )
+        count += 1
+    assert count == STEPS
+
+
+def adamw(optim, decayed, others):
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+
+
+def sgd(optim, decayed, others):
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return optim.SGD(groups, lr=1e-2, momentum=0.8, nesterov=True, weight_decay=0.3)
+
+
+ADAMW = {"name": "adamw", "b1": 0.8, "b2": 0.9, "epsilon": 1e-6}
+SGD = {"name": "sgd", "momentum": 0.8}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize(("settings", "make"), [(ADAMW, adamw), (SGD, sgd)], ids=["adamw", "sgd"])
+def test_update_rules_and_clipping_equal_torch(settings, make, clip_norm):
+    settings = Optimizer(**settings, learning_rate=1e-2, weight_decay=0.3, clip_norm=clip_norm)
+    assert_same_path(
+        ours(settings, optax.constant_schedule(1e-2)), theirs(make, clip_norm=clip_norm)
+    )
+
+
+def test_a_scheduled_clipped_run_equals_torch():
+    schedule = make_schedule(Schedule(name="cosine", warmup_steps=5), 1e-2, STEPS)
+    settings = Optimizer(**ADAMW, learning_rate=1e-2, weight_decay=0.3, clip_norm=1.0)
+    assert_same_path(ours(settings, schedule), theirs(adamw, schedule, clip_norm=1.0))
+
+
+def test_lion_equals_its_published_rule():
+    """Algorithm 2 of arXiv 2302.06675."""
+    b1, b2, rate, decay = 0.9, 0.95, 1e-2, 0.3
+
+    def published():
+        params = {name: value.astype(np.float64) for name, value in INITIAL.items()}
+        momentum = {name: np.zeros_like(value) for name, value in params.items()}
+        for gradients in GRADIENTS:
+            for name, gradient in gradients.items():
+                direction = np.sign(b1 * momentum[name] + (1 - b1) * gradient)
+                if PARAMETERS[name][2]:
+                    direction = direction + decay * params[name]
+                params[name] = params[name] - rate * direction
+                momentum[name] = b2 * momentum[name] + (1 - b2) * gradient
+            yield dict(params)
+
+    settings = Optimizer(
+        name="lion", learning_rate=rate, weight_decay=decay, clip_norm=None, b1=b1, b2=b2
+    )
+    assert_same_path(ours(settings, optax.constant_schedule(rate)), published())
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (GPT(vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, context_length=4), 6),
+        (ResNet(depth=20, num_classes=10, channels=1, width=8), 22),
+    ],
+    ids=["gpt", "resnet"],
+)
+def test_exactly_the_weights_of_products_and_lookups_decay(model, sizes):
+    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    params = jax.tree.map(lambda shape: jnp.ones(shape.shape), shapes)
+    optimizer = make_optimizer(
+        Optimizer(name="sgd", weight_decay=1.0, clip_norm=None), optax.constant_schedule(1.0)
+    )
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    decayed = 0
+    for path, update in nnx.to_flat_state(updates):
+        moved = bool((update.get_value() != 0).all())
+        decayed += moved
+        is_weight = not any(word in str(path[-1]) for word in ("bias", "scale"))
+        assert moved == is_weight, path
+    # Not vacuous: GPT's two tables, qkv, out, up, down; ResNet's 21 kernels and the head.
+    assert decayed == sizes
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+PEAK, FINAL = 0.3, 0.1
+
+
+def torch_schedule(name: str, warmup: int, decay: int):
+    """The learning rate of every step, from PyTorch's schedulers in sequence."""
+    torch = pytest.importorskip("torch")
+    schedulers = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    rest = STEPS - warmup
+    parts, ends = [], []
+    if warmup:
+        parts.append(schedulers.LambdaLR(optimizer, lambda step: step / warmup))
+        ends.append(warmup)
+    if name == "cosine":
+        parts.append(schedulers.CosineAnnealingLR(optimizer, T_max=rest, eta_min=FINAL * PEAK))
+    elif name == "linear":
+        parts.append(schedulers.LinearLR(optimizer, 1.0, FINAL, total_iters=rest))
+    else:
+        parts.append(schedulers.ConstantLR(optimizer, factor=1.0))
+    if name == "wsd":
+        parts.append(schedulers.LinearLR(optimizer, 1.0, FINAL, total_iters=decay))
+        ends.append(STEPS - decay)
+    scheduler = schedulers.SequentialLR(optimizer, parts, ends)
+    rates = []
+    for _ in range(STEPS + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+def test_schedules_equal_torch(name, warmup):
+    decay = 6 if name == "wsd" else 0
+    settings = Schedule(name=name, warmup_steps=warmup, final_fraction=FINAL, decay_steps=decay)
+    schedule = make_schedule(settings, PEAK, STEPS)
+    rates = [float(schedule(step)) for step in range(STEPS + 1)]
+    np.testing.assert_allclose(rates, torch_schedule(name, warmup, decay), rtol=2e-6, atol=1e-8)
+    ends_at = PEAK if name == "constant" else PEAK * FINAL
+    assert rates[STEPS] == pytest.approx(ends_at, rel=1e-6)
+    assert max(rates) == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: Optimizer(learning_rate=0.0),
+            "Optimizer.learning_rate=0.0; use a number above 0",
+        ),
+        (
+            lambda: Optimizer(clip_norm=-1.0),
+            "Optimizer.clip_norm=-1.0; use None or a number above 0",
+        ),
+        (lambda: Optimizer(weight_decay=-0.1), "Optimizer.weight_decay=-0.1; use 0 or more"),
+        (lambda: Optimizer(b2=1.0), "Optimizer.b2=1.0; use 0 to below 1"),
+        (
+            lambda: Schedule(warmup_steps=-1),
+            "Schedule.warmup_steps=-1, Schedule.decay_steps=0; use 0 or more",
+        ),
+        (lambda: Schedule(final_fraction=2.0), "Schedule.final_fraction=2.0; use 0 to 1"),
+        (
+            lambda: Schedule(name="wsd"),
+            "Schedule.name='wsd' with Schedule.decay_steps=0: 'wsd' wants decay_steps above 0, "
+            "the others 0",
+        ),
+        (
+            lambda: Schedule(name="cosine", decay_steps=5),
+            "Schedule.name='cosine' with Schedule.decay_steps=5: 'wsd' wants decay_steps above 0, "
+            "the others 0",
+        ),
+        (
+            lambda: make_schedule(Schedule(name="wsd", warmup_steps=8, decay_steps=4), PEAK, 10),
+            "Schedule.warmup_steps=8 + Schedule.decay_steps=4 are more than Train.steps=10",
+        ),
+    ],
+)
+def test_refusals(make, sentence):
+    with pytest.raises(UserError) as refusal:
+        make()
+    assert str(refusal.value) == sentence
