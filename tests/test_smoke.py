@@ -1,4 +1,4 @@
-"""A few steps of each kind of model through the command line, and a resume: runs on every version."""
+"""A few steps of each kind of model through the command line, on every supported version."""
 
 import json
 
