@@ -41,8 +41,13 @@ class Precision:
 
 
 def is_matrix(variable) -> bool:  # noqa: ANN001 - an NNX variable
-    """Whether a parameter has at least two dimensions besides the stacked layers."""
-    return sum(axis != "layers" for axis in logical_axes(variable)) >= 2
+    """Whether a parameter is the weight of a product or a lookup, not a scale or a bias.
+
+    It then has at least two dimensions besides those that only stack weights; the heads' two
+    dimensions count once, since together they are one side of the product.
+    """
+    stacked = ("layers", "qkv", "head_dim")
+    return sum(axis not in stacked for axis in logical_axes(variable)) >= 2
 
 
 def to_compute(params, dtype: str):  # noqa: ANN001, ANN201

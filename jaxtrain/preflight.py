@@ -7,10 +7,13 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType
 
-from jaxtrain.attention import refuse
+from jaxtrain.attention import Attention, refuse
 from jaxtrain.errors import UserError
+from jaxtrain.layers import Scan
+from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES
 from jaxtrain.optimizer import make_schedule
+from jaxtrain.remat import Remat
 from jaxtrain.settings import Config
 from jaxtrain.sharding import RULES, Layout, is_variable, logical_axes
 
@@ -190,8 +193,21 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
 
 
 def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:
-    del config
     name, channels = type(model).__name__, batch.inputs.shape[-1]
+    # Settings of a loop over equal layers, of attention and of a sequence: nothing here reads them.
+    unread = [
+        ("Remat.policy", config.remat.policy, Remat().policy),
+        (
+            "Scan.layers_per_iteration",
+            config.scan.layers_per_iteration,
+            Scan().layers_per_iteration,
+        ),
+        ("Attention.kernel", config.attention.kernel, Attention().kernel),
+        ("Loss.chunk_size", config.loss.chunk_size, Loss().chunk_size),
+    ]
+    for setting, value, default in unread:
+        if value != default:
+            yield f"{setting}={value!r} does nothing for {name}; leave it at {default!r}"
     if channels != model.channels:
         yield (
             f"{name}.channels={model.channels}, but the images of {type(data).__name__} have "

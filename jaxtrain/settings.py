@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import Checkpoint
 from jaxtrain.config import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
@@ -38,6 +39,15 @@ class Data(Protocol):
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes of a batch, without reading anything."""
+        ...
+
+
+@runtime_checkable
+class TextSource(Protocol):
+    """What generation needs of a data source's settings: the tokenizer without the text."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
         ...
 
 

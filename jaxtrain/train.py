@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform
@@ -20,13 +21,14 @@ from jaxtrain import preflight, report
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
+from jaxtrain.data.source import Dataset
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import make_mesh, simulate_devices
 from jaxtrain.metrics import MetricsLog, peak_flops
 from jaxtrain.optimizer import make_optimizer, make_schedule
-from jaxtrain.settings import Config
+from jaxtrain.settings import Config, TextSource
 from jaxtrain.sharding import Layout
 from jaxtrain.step import Program, TrainState
 
@@ -75,7 +77,6 @@ class Trainer:
       program: the pure functions: init, train_step, eval_step.
       state: the current TrainState.
       steps_done: optimizer steps it has taken, known without asking the device.
-      dataset: the opened data.
       workdir: the run's folder; None keeps everything in memory.
     """
 
@@ -106,9 +107,12 @@ class Trainer:
         self.mesh = make_mesh(config.mesh)
         self.layout = Layout(self.mesh, config.sharding.zero, config.sharding.sequence_parallel)
         self.program = make_program(config, self.layout)
-        self.dataset = config.train.data.open(seed=config.train.seed)
+        self._read_only = read_only
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.eval_step)
+        if not read_only:
+            # Before anything is written: a source that cannot be read leaves no trace.
+            _ = self.dataset
         self._checkpoints: Checkpoints | None = None
         if self.workdir is not None:
             self._checkpoints = Checkpoints(self.workdir, config.checkpoint, read_only=read_only)
@@ -116,6 +120,11 @@ class Trainer:
         self.steps_done = int(self.state.step)
         if self.workdir is not None and not read_only and jax.process_index() == 0:
             write_text(self.workdir / "config.gin", config.to_gin())
+
+    @functools.cached_property
+    def dataset(self) -> Dataset:
+        """The opened data: at the start of training, or when it is first asked for."""
+        return self.config.train.data.open(seed=self.config.train.seed)
 
     # -- the pieces ------------------------------------------------------------------------------
 
@@ -214,12 +223,13 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or the text does not fit into its context.
         """
-        tokenizer = self.dataset.tokenizer
-        if tokenizer is None:
+        data = self.config.train.data
+        if not isinstance(data, TextSource):
             raise UserError(
-                f"generate: Train.data=@{type(self.config.train.data).__name__}() has no "
-                "tokenizer; only models trained on text generate"
+                f"generate: Train.data=@{type(data).__name__}() has no tokenizer; only models "
+                "trained on text generate"
             )
+        tokenizer = data.open_tokenizer()
         sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         layout = dataclasses.replace(self.layout, split_batch=False, sequence_parallel=False)
         tokens = generation.generate(
@@ -253,7 +263,8 @@ class Trainer:
         step = None if self._checkpoints is None else self._checkpoints.latest_step()
         if self._checkpoints is None or step is None:
             return self.program.create(self.config.train.seed)
-        self._refuse_other_run(self._checkpoints.extra(step), step)
+        if not self._read_only:
+            self._refuse_other_run(self._checkpoints.extra(step), step)
         return self._checkpoints.restore(step, self.program.abstract_state())
 
     def _refuse_other_run(self, extra: dict[str, Any], step: int) -> None:

@@ -93,6 +93,23 @@ def test_eval_prints_one_json_line_equal_to_the_run_s(run, capsys):
     assert values == last
 
 
+def test_eval_takes_other_text(run, tmp_path, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text("sum = x + y\n" * 400)
+    binding = f"TextData.source = {str(other)!r}"
+    assert main(["eval", "--workdir", str(run), "-b", binding]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["step"] == 4
+    assert values != json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_generate_reads_no_text(run, tmp_path, capsys):
+    binding = f"TextData.source = {str(tmp_path / 'gone')!r}"
+    arguments = ["--workdir", str(run), "--prompt", "x", "--max-new-tokens", "2", "-b", binding]
+    assert main(["generate", *arguments]) == 0
+    assert capsys.readouterr().out.startswith("x")
+
+
 def test_generate_prints_the_prompt_and_what_follows(run, capsys):
     arguments = ["generate", "--workdir", str(run), "--prompt", "return", "--max-new-tokens", "8"]
     assert main([*arguments, "--temperature", "0"]) == 0

@@ -87,6 +87,17 @@ def test_a_cnn_refuses_the_tensor_axis():
     assert "Mesh.tensor=2: ResNet has nothing that this axis could split" in message
 
 
+@pytest.mark.parametrize(
+    "binding",
+    ["Remat.policy = 'full'", "Scan.layers_per_iteration = 2", "Attention.kernel = 'reference'",
+     "Loss.chunk_size = 4"],
+)  # fmt: skip
+def test_a_cnn_refuses_settings_that_would_do_nothing(binding):
+    setting = binding.split(" ")[0]
+    assert f"{setting}=" in refused(binding, name="resnet_mnist5k")
+    assert "does nothing for ResNet" in refused(binding, name="resnet_mnist5k")
+
+
 def test_a_model_refuses_the_other_kind_of_data(tmp_path):
     file = tmp_path / "run.gin"
     file.write_text(

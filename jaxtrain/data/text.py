@@ -91,8 +91,12 @@ class TextData:
         """The tokenizer, without reading any text.
 
         Raises:
-          UserError: no such file, or it is no tokenizer.json.
+          UserError: no such file, it is no tokenizer.json, or the tokens are random.
         """
+        if self.source == "synthetic":
+            raise UserError(
+                "TextData.source = 'synthetic' has no tokenizer: random tokens stand for no text"
+            )
         path = None
         if self.tokenizer != "byte":
             path = existing_path("TextData.tokenizer", self.tokenizer, words=("byte",))
