@@ -37,7 +37,7 @@ def test_the_quickstart_passes():
         ),
         (
             ["Train.accumulation = 3"],
-            ["Train.global_batch_size=32", "Train.accumulation=3", "multiple of 12 is 36"],
+            ["Train.global_batch_size=16", "Train.accumulation=3", "multiple of 12 is 12"],
         ),
         (
             ["TextData.sequence_length = 512"],
