@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -111,12 +110,9 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, float], work
             f"Held-out loss {values['eval_loss']:.4f} nats a token, against the text's unigram "
             f"entropy {facts['unigram_entropy']:.4f}"
         )
-    tokenizer = trainer.dataset.tokenizer
-    if tokenizer is not None:
+    if trainer.dataset.tokenizer is not None:
         prompt = "def "
-        model: Any = trainer.config.train.model
-        room = model.context_length - len(tokenizer.encode(prompt))
-        sample = trainer.generate(prompt, max_new_tokens=min(200, room), temperature=0.7)
+        sample = trainer.generate(prompt, temperature=0.7)
         console.print("A sample (temperature 0.7):")
         console.print(escape(prompt + sample), highlight=False)
     console.print(f"Loss curve: {workdir / 'loss.png'}")
@@ -217,7 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     command = _add(commands, "generate", generate, "prints a sample from a trained language model")
     command.add_argument("--workdir", metavar="DIR", required=True)
     command.add_argument("--prompt", metavar="TEXT", required=True)
-    command.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
+    command.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
+    )
     command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
     command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
     command.add_argument(

@@ -212,13 +212,13 @@ class Trainer:
         self,
         prompt: str,
         *,
-        max_new_tokens: int = 100,
+        max_new_tokens: int | None = None,
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
     ) -> str:
-        """What a trained language model writes after `prompt`.
+        """What a trained language model writes after `prompt`; None: as far as 100 tokens fit.
 
         Raises:
           UserError: the model is no language model, or the text does not fit into its context.
@@ -232,11 +232,15 @@ class Trainer:
         tokenizer = data.open_tokenizer()
         sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         layout = dataclasses.replace(self.layout, split_batch=False, sequence_parallel=False)
+        prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
+        model: Any = self.config.train.model
+        if max_new_tokens is None:
+            max_new_tokens = max(min(100, model.context_length - len(prompt_tokens)), 1)
         tokens = generation.generate(
             dataclasses.replace(self.program, layout=layout),
-            self.config.train.model,
+            model,
             self.state,
-            [int(token) for token in tokenizer.encode(prompt)],
+            prompt_tokens,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed,

@@ -63,7 +63,7 @@ def test_the_recipe_of_a_model(copy):
         "attention_only",
         "--simulate-devices",
         "8",
-        *bindings("TextData.source = 'notes.txt'", "Train.steps = 30"),
+        *bindings("TextData.source = 'notes.txt'"),
     )
     assert "layers/qkv" in out
     assert "A sample" in out
