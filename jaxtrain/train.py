@@ -26,7 +26,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import make_mesh, simulate_devices
-from jaxtrain.metrics import MetricsLog, peak_flops
+from jaxtrain.metrics import MetricsLog, peak_flops, write_atomically
 from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.settings import Config, TextSource
 from jaxtrain.sharding import Layout
@@ -119,7 +119,7 @@ class Trainer:
         self.state = self._restore_or_create()
         self.steps_done = int(self.state.step)
         if self.workdir is not None and not read_only and jax.process_index() == 0:
-            write_text(self.workdir / "config.gin", config.to_gin())
+            write_atomically(self.workdir / "config.gin", config.to_gin().encode())
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -368,14 +368,6 @@ def versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _every(period: int, step: int) -> bool:
