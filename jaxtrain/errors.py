@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this", and the nearest-name hint it carries."""
+"""The one exception that means "the user can fix this", and the nearest valid choices."""
 
 import difflib
 from collections.abc import Iterable
@@ -25,3 +25,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close is not None:
         return f"; did you mean {close!r}?"
     return f"; known: {', '.join(known)}"
+
+
+def nearest_divisor(count: int, wanted: int) -> int:
+    """The divisor of `count` closest to `wanted`."""
+    return min((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - wanted))
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """The multiple of `of` closest to `value`, at least one time."""
+    return max(round(value / of), 1) * of

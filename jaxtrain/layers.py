@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.sharding import activation_spec, gather, is_variable, logical_axes
 
@@ -71,7 +71,7 @@ class Execution:
         if count % block:
             raise UserError(
                 f"Scan.layers_per_iteration={block} does not divide num_layers={count}; "
-                f"use {_nearest_divisor(count, block)} (or 0 to unroll all)"
+                f"use {nearest_divisor(count, block)} (or 0 to unroll all)"
             )
 
         def named(layer: Any, x: jax.Array, extra: Any) -> Any:
@@ -103,10 +103,6 @@ class Execution:
         if block > 1:
             outs = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), outs)
         return x, outs
-
-
-def _nearest_divisor(count: int, wanted: int) -> int:
-    return min((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - wanted))
 
 
 def param(

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from jaxtrain.attention import Attention, refuse
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES
@@ -86,7 +86,7 @@ def _batch(config: Config, layout: Layout) -> Iterator[str]:
     train, devices = config.train, layout.batch_devices()
     parts = devices * train.accumulation
     if train.global_batch_size % parts:
-        nearest = _nearest_multiple(train.global_batch_size, parts)
+        nearest = nearest_multiple(train.global_batch_size, parts)
         yield (
             f"Train.global_batch_size={train.global_batch_size} does not divide over the {devices} "
             f"devices of mesh axes {layout.activation(('batch',))[0]} times "
@@ -110,7 +110,7 @@ def _sizes(config: Config, layout: Layout) -> Iterator[str]:
     if length and layout.sequence_parallel and length % tensor:
         yield (
             f"TextData.sequence_length={length} does not divide over Mesh.tensor={tensor} "
-            f"(Sharding.sequence_parallel); the nearest is {_nearest_multiple(length, tensor)}"
+            f"(Sharding.sequence_parallel); the nearest is {nearest_multiple(length, tensor)}"
         )
 
 
@@ -127,7 +127,7 @@ def _does_not_divide(
         )
     value = getattr(model, setting)
     of = "" if value == size else f" ({axis}={size} of {where})"
-    fits = f"the nearest multiple is {_nearest_multiple(value, over)}" if value == size else ""
+    fits = f"the nearest multiple is {nearest_multiple(value, over)}" if value == size else ""
     smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
     way_out = "; ".join(part for part in (fits, f"or set Mesh.{part}={smaller}") if part)
     return f"{name}.{setting}={value}{of} does not divide over Mesh.{part}={over}; {way_out}"
@@ -164,16 +164,13 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
         )
     chunk = config.loss.chunk_size
     if chunk is not None and length % chunk:
-        divisors = [d for d in range(1, length + 1) if length % d == 0]
-        nearest = min(divisors, key=lambda d: abs(d - chunk))
         yield (
             f"Loss.chunk_size={chunk} does not divide TextData.sequence_length={length}; "
-            f"the nearest is {nearest}"
+            f"the nearest is {nearest_divisor(length, chunk)}"
         )
     block = config.scan.layers_per_iteration
     if block and model.num_layers % block:
-        divisors = [d for d in range(1, model.num_layers + 1) if model.num_layers % d == 0]
-        nearest = min(divisors, key=lambda d: abs(d - block))
+        nearest = nearest_divisor(model.num_layers, block)
         yield (
             f"Scan.layers_per_iteration={block} does not divide {name}.num_layers="
             f"{model.num_layers}; the nearest is {nearest} (0 unrolls all)"
@@ -225,7 +222,3 @@ def _schedule(config: Config) -> Iterator[str]:
         make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
     except UserError as error:
         yield str(error)
-
-
-def _nearest_multiple(value: int, of: int) -> int:
-    return max(round(value / of), 1) * of

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest_multiple
 from jaxtrain.layers import (
     Cache,
     Execution,
@@ -63,7 +63,7 @@ class GPT:
 
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:
-            nearest = max(round(self.embed_dim / self.num_heads), 1) * self.num_heads
+            nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(
                 f"GPT.embed_dim={self.embed_dim} does not divide by GPT.num_heads={self.num_heads};"
                 f" the nearest embed_dim is {nearest}"
