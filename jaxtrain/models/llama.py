@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.layers import (
     Cache,
     Execution,
@@ -90,11 +90,10 @@ class Llama:
             raise UserError(
                 f"Llama.embed_dim={self.embed_dim} does not divide by twice Llama.num_heads="
                 f"{self.num_heads}; the nearest embed_dim is "
-                f"{max(round(self.embed_dim / pair), 1) * pair}"
+                f"{nearest_multiple(self.embed_dim, pair)}"
             )
         if self.num_heads % self.num_kv_heads:
-            divisors = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
-            nearest = min(divisors, key=lambda k: abs(k - self.num_kv_heads))
+            nearest = nearest_divisor(self.num_heads, self.num_kv_heads)
             raise UserError(
                 f"Llama.num_kv_heads={self.num_kv_heads} does not divide Llama.num_heads="
                 f"{self.num_heads}; the nearest num_kv_heads is {nearest}"
