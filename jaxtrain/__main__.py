@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,7 +121,10 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, float], work
 
 def _command(arguments: argparse.Namespace, name: str, workdir: Path, config: Config) -> str:
     """The command that trains this run for as many steps again."""
-    words = ["jaxtrain", "train", name, "--workdir", str(workdir)]
+    # `make` does not put the environment's programs on the PATH.
+    on_path = shutil.which("jaxtrain") is not None
+    program = ["jaxtrain"] if on_path else [sys.executable, "-m", "jaxtrain"]
+    words = [*program, "train", name, "--workdir", str(workdir)]
     for binding in arguments.gin_bindings:
         if not binding.replace(" ", "").startswith("Train.steps="):
             words += ["-b", binding]

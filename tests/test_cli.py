@@ -52,7 +52,7 @@ def test_train_prints_what_a_run_shows(tiny_config, tmp_path, capsys):
         "eta",
         "unigram entropy",
         "A sample",
-        "To go on: jaxtrain train",
+        "jaxtrain train",
     ):
         assert words in out, words
     assert "\x1b[" not in out  # plain where it is no terminal
@@ -68,7 +68,7 @@ def test_train_prints_what_a_run_shows(tiny_config, tmp_path, capsys):
 def test_the_command_printed_at_the_end_goes_on(run, tiny_config, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["train", str(tiny_config), *TINY])
-    printed = re.search(r"To go on: jaxtrain (.*)", capsys.readouterr().out)
+    printed = re.search(r"To go on: .*jaxtrain (train .*)", capsys.readouterr().out)
     assert main(shlex.split(printed.group(1))) == 0
     out = capsys.readouterr().out
     assert "Going on from the checkpoint of step 4" in out
