@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import activation_spec, shard
+from jaxtrain.sharding import activation_spec, on_each_device, shard
 
 Kernel = Literal["reference", "xla", "cudnn", "tpu"]
 
@@ -343,10 +343,7 @@ def _on_each_device(
     if queries is None:
         return kernel(q_BTNH, k_BSKH, v_BSKH, mask)
     segments = jax.tree.map(lambda _: activation_spec(SEGMENTS), mask)
-    # Replication cannot be followed through a kernel; every output is declared by its spec.
-    run = jax.shard_map(
-        kernel, in_specs=(queries, keys, keys, segments), out_specs=queries, check_vma=False
-    )
+    run = on_each_device(kernel, (queries, keys, keys, segments), queries)
     mask = jax.tree.map(lambda ids: shard(ids, SEGMENTS), mask)
     return run(shard(q_BTNH, QUERIES), shard(k_BSKH, KEYS), shard(v_BSKH, KEYS), mask)
 

@@ -15,6 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.layers import Cache, Execution
 from jaxtrain.sharding import shard
 from jaxtrain.step import Program, TrainState
+from jaxtrain.transformer import hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,6 @@ def next_logits(
     B, T = tokens_BT.shape
     positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
     mask = Mask(query_start=cache.length)
-    h_BTD, cache = model.hidden(tokens_BT, positions_BT, mask, execution, cache)
+    h_BTD, cache, _ = hidden(model, tokens_BT, positions_BT, mask, execution, cache)
     logits_BV = model.logits(h_BTD[:, -1:])[:, 0]
     return shard(logits_BV, ("batch", "classes")).astype(jnp.float32), cache

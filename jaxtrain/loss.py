@@ -14,10 +14,12 @@ import jax.numpy as jnp
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
+from jaxtrain.context import along_context
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
 from jaxtrain.sharding import shard
+from jaxtrain.transformer import Transformer, hidden
 
 Sums = dict[str, jax.Array]
 
@@ -76,9 +78,29 @@ def cross_entropy(
 def next_token(
     model: Any, statistics: Any, batch: Batch, execution: Execution, settings: Loss, *, train: bool
 ) -> tuple[Sums, Any]:
-    """Sums of a language model's losses over a batch: `loss` and `weight` (targets that count)."""
-    mask = Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
-    h_BTD, _ = model.hidden(batch.inputs, batch.positions, mask, execution)
+    """Sums of a language model's losses over a batch: `loss` and `weight` (targets that count),
+    and the layers' auxiliary sums."""
+    batch = spread(batch)
+    h_BTD, _, auxiliary = hidden(
+        model, batch.inputs, batch.positions, document_mask(batch), execution
+    )
+    return {**token_losses(model, h_BTD, batch, settings, train=train), **auxiliary}, statistics
+
+
+def spread(batch: Batch) -> Batch:
+    """A batch of text laid out over the mesh as activations are: rows, and places over context."""
+    return jax.tree.map(along_context, batch)
+
+
+def document_mask(batch: Batch) -> Mask:
+    """The causal mask that keeps a batch's documents apart."""
+    return Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
+
+
+def token_losses(
+    model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+) -> Sums:
+    """The sums `loss` and `weight` of finished hidden states: output matrix and cross entropy."""
 
     def losses(h_BTD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         with jax.named_scope("loss"):
@@ -94,15 +116,16 @@ def next_token(
         total = losses(h_BTD, batch.targets, batch.loss_mask)
     else:
         total = _over_chunks(losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask)
-    return {"loss": total, "weight": batch.loss_mask.sum()}, statistics
+    return {"loss": total, "weight": batch.loss_mask.sum()}
 
 
 def _over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
     """The sum of losses(chunk of each array), chunks along dimension 1, one alive at a time."""
 
     def chunked(x: jax.Array) -> jax.Array:
+        # Every (T / size)-th place: runs of places would move between the devices of a sequence.
         B, T = x.shape[:2]
-        return jnp.moveaxis(x.reshape(B, T // size, size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(B, size, T // size, *x.shape[2:]), 2, 0)
 
     def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         # Recomputed in the backward pass, or the scan would keep every chunk's logits.

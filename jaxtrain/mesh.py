@@ -10,9 +10,9 @@ from jax.sharding import AxisType
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
 
-# Outermost (slowest links) first. Pipe would stand before data; expert and context between fsdp
-# and tensor: an axis is added by naming it here, in Mesh, and in the tables of sharding.py.
-MESH_AXES = ("data", "fsdp", "tensor")
+# Outermost (slowest links) first: an axis is added by naming it here, in Mesh, and in the tables of
+# sharding.py.
+MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 
 @configurable
@@ -21,14 +21,20 @@ class Mesh:
     """Sizes of the mesh axes; at most one is -1 (what is left); the product is the device count.
 
     Attributes:
+      pipe: stages that each hold a run of the layers (pipeline parallelism).
       data: devices that hold whole replicas of the state (or, with fsdp, of its shards: HSDP).
-      fsdp: devices that share the state as `Sharding.zero` says; data x fsdp split the batch.
+      fsdp: devices that share the state as `Sharding.zero` says.
+      expert: devices that share the experts of a mixture; data x fsdp x expert split the batch.
+      context: devices that share each sequence (ring attention or Ulysses).
       tensor: devices that share each matrix product (Megatron tensor parallelism).
       simulated_devices: run on this many simulated CPU devices; 0 uses the devices that are there.
     """
 
+    pipe: int = 1
     data: int = 1
     fsdp: int = -1
+    expert: int = 1
+    context: int = 1
     tensor: int = 1
     simulated_devices: int = 0
 
@@ -53,7 +59,8 @@ class Mesh:
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         fixed = math.prod(size for size in sizes.values() if size != -1)
-        written = ", ".join(f"Mesh.{axis}={size}" for axis, size in sizes.items())
+        written = ", ".join(f"Mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+        written = written or "every Mesh axis=1"
         free = [axis for axis, size in sizes.items() if size == -1]
         if free and device_count % fixed == 0:
             sizes[free[0]] = device_count // fixed

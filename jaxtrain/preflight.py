@@ -15,7 +15,7 @@ from jaxtrain.mesh import MESH_AXES
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.remat import Remat
 from jaxtrain.settings import Config
-from jaxtrain.sharding import RULES, Layout, is_variable, logical_axes
+from jaxtrain.sharding import RULES, Layout, MeshAxes, is_variable, logical_axes, parts_of
 
 
 def check(config: Config, *, device_count: int, platform: str) -> None:
@@ -68,11 +68,13 @@ def _mesh(config: Config, device_count: int) -> Iterator[str]:
 
 def _usable_axes(config: Config) -> list[str]:
     """The mesh axes that the table gives to the batch or to a parameter of this model."""
-    logical = {"batch"}
-    for _, variable in _parameters(config.train.model):
-        logical.update(logical_axes(variable))
-    found = [part for axis in logical for part in RULES[axis] if part is not None]
-    names = {name for part in found for name in ((part,) if isinstance(part, str) else part)}
+    logical = {
+        axis for _, variable in _parameters(config.train.model) for axis in logical_axes(variable)
+    }
+    names = {name for axis in logical for part in RULES[axis] for name in parts_of(part)}
+    names |= {"data", "fsdp"}
+    if config.train.model.objective == "next_token":
+        names.add("context")
     return [axis for axis in MESH_AXES if axis in names]
 
 
@@ -101,8 +103,8 @@ def _sizes(config: Config, layout: Layout) -> Iterator[str]:
         axes = logical_axes(variable)
         for spec in (layout.parameter(axes), layout.moment(axes)):
             for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):
-                if part is None or size % layout.mesh.shape[part] == 0 or (axis, part) in seen:
-                    continue
+                if axis == "layers" or size % layout.size(part) == 0 or (axis, part) in seen:
+                    continue  # layers that do not divide are spread over the stages unevenly
                 seen.add((axis, part))
                 yield _does_not_divide(model, name, axis, size, part, layout, path)
     length = getattr(config.train.data, "sequence_length", None)
@@ -115,22 +117,23 @@ def _sizes(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _does_not_divide(
-    model: Any, name: str, axis: str, size: int, part: str, layout: Layout, path: Any
+    model: Any, name: str, axis: str, size: int, part: MeshAxes, layout: Layout, path: Any
 ) -> str:
-    over = layout.mesh.shape[part]
+    over = layout.size(part)
+    mesh_axes = " x ".join(f"Mesh.{name}" for name in parts_of(part))
     where = jax.tree_util.keystr(path, simple=True, separator="/")
     setting = model.settings.get(axis)
     if setting is None:
         return (
-            f"{name}: {where} has {axis}={size}, which does not divide over Mesh.{part}={over}; "
-            f"use a Mesh.{part} that divides {size}"
+            f"{name}: {where} has {axis}={size}, which does not divide over {mesh_axes}={over}; "
+            f"use a {mesh_axes} that divides {size}"
         )
     value = getattr(model, setting)
     of = "" if value == size else f" ({axis}={size} of {where})"
     fits = f"the nearest multiple is {nearest_multiple(value, over)}" if value == size else ""
     smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
-    way_out = "; ".join(part for part in (fits, f"or set Mesh.{part}={smaller}") if part)
-    return f"{name}.{setting}={value}{of} does not divide over Mesh.{part}={over}; {way_out}"
+    way_out = "; ".join(part for part in (fits, f"or set {mesh_axes}={smaller}") if part)
+    return f"{name}.{setting}={value}{of} does not divide over {mesh_axes}={over}; {way_out}"
 
 
 def _model_and_data(config: Config, platform: str) -> Iterator[str]:

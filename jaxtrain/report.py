@@ -89,7 +89,8 @@ def show_mesh(console: Console, layout: Layout) -> None:
     """Prints the mesh's axes and the order of its devices."""
     mesh = layout.mesh
     assert isinstance(mesh, jax.sharding.Mesh)
-    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    axes = axes or "one device"
     kind = mesh.devices.flat[0].device_kind
     console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), ZeRO {layout.zero}")
     order = np.vectorize(lambda device: device.id)(mesh.devices)

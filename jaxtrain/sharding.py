@@ -7,8 +7,9 @@ split over. Nothing else in the package names a mesh axis for an array.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -30,10 +31,14 @@ MeshAxes = str | tuple[str, ...] | None
 
 #   logical axis        parameters  activations
 RULES: dict[str, tuple[MeshAxes, MeshAxes]] = {
-    "batch": (None, ("data", "fsdp")),
-    "length": (None, None),
-    "residual_length": (None, None),  # "tensor" under sequence parallelism: see Layout
+    "batch": (None, ("data", "fsdp", "expert")),
+    "length": (None, "context"),
+    "residual_length": (None, "context"),  # and "tensor" under sequence parallelism: see Layout
     "embed": ("fsdp", None),
+    # Along embed too, of what stands before the first layer and after the last: every stage of a
+    # pipeline keeps a part, and all of it is gathered once a step.
+    "vocab_embed": (("pipe", "fsdp"), None),
+    "place": (None, None),
     # Norm scales and biases along embed: replicated, since a collective for each of them costs more
     # latency than its few kilobytes save.
     "vector": (None, None),
@@ -42,7 +47,8 @@ RULES: dict[str, tuple[MeshAxes, MeshAxes]] = {
     "kv_heads": ("tensor", "tensor"),
     "head_dim": (None, None),
     "vocab": ("tensor", "tensor"),
-    "layers": (None, None),
+    "experts": ("expert", "expert"),
+    "layers": ("pipe", None),
     "qkv": (None, None),
     "height": (None, None),
     "width": (None, None),
@@ -90,22 +96,29 @@ class Layout:
       mesh: the device mesh, or an abstract one.
       zero: the ZeRO stage.
       sequence_parallel: whether the residual stream is sharded over `tensor`.
-      split_batch: whether activations are split over the batch; generation turns this off.
+      split_batch: whether activations are split over the batch and along the sequence; generation
+        turns this off.
+      manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
+        them: no spec mentions these.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     zero: int = 3
     sequence_parallel: bool = False
     split_batch: bool = True
+    manual: frozenset[str] = frozenset()
 
     def activation(self, axes: tuple[str, ...]) -> P:
         """The spec of an activation."""
-        parts = [self._activation_axis(axis) for axis in axes]
-        return _spec(axes, parts)
+        return self._spec(axes, [self._activation_axis(axis) for axis in axes])
 
     def weight(self, axes: tuple[str, ...]) -> P:
-        """The spec of a parameter while it is computed with: gathered over fsdp."""
-        return _spec(axes, [None if part == "fsdp" else part for part in _parameter(axes)])
+        """The spec of a parameter while it is computed with: gathered over fsdp.
+
+        Layers stay on their stage; what stands around them is gathered over pipe too.
+        """
+        gathered = {axis: ("fsdp",) if axis == "layers" else ("fsdp", "pipe") for axis in axes}
+        return self._spec(axes, [_without(_rule(axis)[PARAMETER], gathered[axis]) for axis in axes])
 
     def parameter(self, axes: tuple[str, ...]) -> P:
         """The spec of a parameter at rest."""
@@ -121,12 +134,11 @@ class Layout:
 
     def batch_devices(self) -> int:
         """Over how many devices the batch is split."""
-        spec = self.activation(("batch",))[0]
-        names = () if spec is None else (spec,) if isinstance(spec, str) else spec
-        size = 1
-        for name in names:
-            size *= self.mesh.shape[name]
-        return size
+        return self.size(self.activation(("batch",))[0])
+
+    def size(self, part: MeshAxes) -> int:
+        """Over how many devices a dimension with this part of a spec is split."""
+        return math.prod(self.mesh.shape[name] for name in parts_of(part))
 
     def named(self, spec: P) -> NamedSharding:
         """The sharding of this mesh with this spec."""
@@ -136,22 +148,45 @@ class Layout:
     def active(self) -> Iterator[None]:
         """Makes this the layout (and the mesh) that `shard` and `gather` use while tracing."""
         assert isinstance(self.mesh, jax.sharding.Mesh), "an abstract mesh has no devices"
+        with jax.set_mesh(self.mesh), self.current():
+            yield
+
+    @contextlib.contextmanager
+    def inside(self, *axes: str) -> Iterator["Layout"]:
+        """The layout for code inside a `jax.shard_map` over these axes."""
+        layout = dataclasses.replace(self, manual=self.manual | set(axes))
+        with layout.current():
+            yield layout
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes this the layout where the mesh is set already."""
         token = _LAYOUT.set(self)
         try:
-            with jax.set_mesh(self.mesh):
-                yield
+            yield
         finally:
             _LAYOUT.reset(token)
 
     def _from_stage(self, stage: int, axes: tuple[str, ...]) -> P:
-        return _spec(axes, _parameter(axes)) if self.zero >= stage else self.weight(axes)
+        kept = [_rule(axis)[PARAMETER] for axis in axes]
+        if self.zero < stage:
+            kept = [_without(part, ("fsdp",)) for part in kept]
+        return self._spec(axes, kept)
 
     def _activation_axis(self, axis: str) -> MeshAxes:
-        if axis == "residual_length" and self.sequence_parallel:
-            return "tensor"
-        if axis == "batch" and not self.split_batch:
+        part = _rule(axis)[ACTIVATION]
+        if axis in ("batch", "length", "residual_length") and not self.split_batch:
             return None
-        return _rule(axis)[ACTIVATION]
+        if axis == "residual_length" and self.sequence_parallel:
+            return (*parts_of(part), "tensor")
+        return part
+
+    def _spec(self, axes: tuple[str, ...], parts: list[MeshAxes]) -> P:
+        used = [name for part in parts for name in parts_of(part)]
+        if len(set(used)) != len(used):
+            raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
+        unseen = self.manual | {name for name, size in self.mesh.shape.items() if size == 1}
+        return P(*(_without(part, unseen) for part in parts))
 
 
 _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
@@ -163,15 +198,14 @@ def _rule(axis: str) -> tuple[MeshAxes, MeshAxes]:
     return RULES[axis]
 
 
-def _parameter(axes: tuple[str, ...]) -> list[MeshAxes]:
-    return [_rule(axis)[PARAMETER] for axis in axes]
+def parts_of(part: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes that one dimension of a spec names."""
+    return () if part is None else (part,) if isinstance(part, str) else part
 
 
-def _spec(axes: tuple[str, ...], parts: list[MeshAxes]) -> P:
-    used = [name for part in parts if part for name in ((part,) if isinstance(part, str) else part)]
-    if len(set(used)) != len(used):
-        raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
-    return P(*parts)
+def _without(part: MeshAxes, dropped: Collection[str]) -> MeshAxes:
+    kept = tuple(name for name in parts_of(part) if name not in dropped)
+    return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
 def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -182,6 +216,31 @@ def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if x.ndim != len(axes):
         raise ValueError(f"an array of shape {x.shape} has {len(axes)} axis names: {axes}")
     return jax.sharding.reshard(x, layout.activation(axes))
+
+
+def current_layout() -> Layout | None:
+    """The layout of the code being traced; None without a mesh."""
+    return _LAYOUT.get()
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`function` run by every device on its own shards, under the current layout.
+
+    Replication cannot be followed through a kernel or a hand-written collective, so every result
+    is taken for what `out_specs` declares; tests compare it with one device.
+    """
+    layout = _LAYOUT.get()
+    assert layout is not None, "no layout is active"
+    # Inside a pipeline stage the axis pipe is taken already.
+    free = set(layout.mesh.axis_names) - layout.manual
+
+    def run(*shards: Any) -> Any:
+        with layout.inside(*free):
+            return function(*shards)
+
+    return jax.shard_map(
+        run, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )
 
 
 def activation_spec(axes: tuple[str, ...]) -> P | None:

@@ -39,6 +39,9 @@ class TrainState:
     loss_scale: jax.Array
 
 
+# What the mean of a sum is called in the metrics, where not by the sum's own name.
+_METRIC_NAMES = {"correct": "accuracy", "auxiliary": "auxiliary_loss"}
+
 # Dynamic loss scaling (arXiv 1710.03740, section 3.2).
 FIRST_LOSS_SCALE, GOOD_STEPS_TO_DOUBLE = 2.0**15, 1000
 
@@ -190,7 +193,8 @@ class Program:
         def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
             params = _with_slices(weights, slices) if self.layout.zero == 2 else slices
             sums, statistics = self._objective(params, statistics, micro, train=True)
-            return sums["loss"] * (scale / count), (sums, statistics)
+            objective = sums["loss"] + sums.get("auxiliary", 0.0)
+            return objective * (scale / count), (sums, statistics)
 
         # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
         layout = self.layout
@@ -268,10 +272,8 @@ def split_microbatches(batch: Batch, count: int) -> Batch:
 
 def _means(sums: Sums) -> Sums:
     count = jnp.maximum(sums["weight"], 1.0)
-    metrics = {"loss": sums["loss"] / count}
-    if "correct" in sums:
-        metrics["accuracy"] = sums["correct"] / count
-    return metrics
+    means = {name: value / count for name, value in sums.items() if name != "weight"}
+    return {_METRIC_NAMES.get(name, name): value for name, value in means.items()}
 
 
 def _with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:

@@ -1,6 +1,7 @@
 """Eight simulated devices for every test, and the small runs that several tests share."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def text_batch(*, rows: int, length: int, vocab_size: int, seed: int = 0) -> Bat
 
 def make_layout(zero: int = 3, *, sequence_parallel: bool = False, **sizes: int) -> Layout:
     """A layout on the first devices: make_layout(2, fsdp=4, tensor=2)."""
-    mesh = Mesh(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes})
-    count = mesh.data * mesh.fsdp * mesh.tensor
+    mesh = Mesh(**{"fsdp": 1, **sizes})
+    count = math.prod(sizes.values())
     return Layout(make_mesh(mesh, jax.devices()[:count]), zero, sequence_parallel)
 
 

@@ -14,6 +14,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generate import Sampling, generate, sample
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.transformer import hidden
 
 SIZES = {
     "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),
@@ -47,7 +48,7 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     # One padded shape for every length: causality keeps the padding out.
     def last_logits(tokens, length):
         positions = jnp.arange(24)[None]
-        h, _ = model.hidden(tokens[None], positions, Mask(), program.execution)
+        h, _, _ = hidden(model, tokens[None], positions, Mask(), program.execution)
         return model.logits(h)[0, length - 1]
 
     run = jax.jit(last_logits)

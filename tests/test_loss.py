@@ -14,6 +14,7 @@ from jaxtrain.layers import Execution
 from jaxtrain.loss import Loss, cross_entropy, label, next_token
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.transformer import hidden
 
 RNG = np.random.default_rng(0)
 LOGITS = (4 * RNG.normal(size=(3, 5, 11))).astype(np.float32)
@@ -107,8 +108,8 @@ def test_next_token_sums_losses_and_weights_over_unmasked_targets():
     @jax.jit
     def run(model, batch):
         mask = Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
-        hidden, _ = model.hidden(batch.inputs, batch.positions, mask, execution)
-        return next_token(model, None, batch, execution, Loss(), train=True), model.logits(hidden)
+        h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, execution)
+        return next_token(model, None, batch, execution, Loss(), train=True), model.logits(h_BTD)
 
     (sums, statistics), logits = run(model, BATCH)
     logits = np.asarray(logits, np.float64)

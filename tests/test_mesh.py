@@ -10,8 +10,10 @@ from jaxtrain.mesh import MESH_AXES, Mesh, make_mesh, simulate_devices
 
 
 def test_the_free_axis_takes_what_is_left():
-    assert Mesh(data=2, fsdp=-1, tensor=2).sizes(32) == {"data": 2, "fsdp": 8, "tensor": 2}
-    assert Mesh(data=-1, fsdp=1).sizes(5) == {"data": 5, "fsdp": 1, "tensor": 1}
+    ones = dict.fromkeys(MESH_AXES, 1)
+    found = Mesh(data=2, fsdp=-1, tensor=2).sizes(32)
+    assert found == {**ones, "data": 2, "fsdp": 8, "tensor": 2}
+    assert Mesh(data=-1, fsdp=1).sizes(5) == {**ones, "data": 5}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, some_tokens, split
 
+from jaxtrain import transformer
 from jaxtrain.attention import Mask
 from jaxtrain.layers import Cache, Execution
 from jaxtrain.precision import to_compute
@@ -19,14 +20,14 @@ from jaxtrain.sharding import is_variable
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def hidden(name, execution, params, tokens, positions, mask, cache=None):  # noqa: ANN001, ANN201
     model = nnx.merge(split(name)[0], params)
-    return model.hidden(tokens, positions, mask, execution, cache)
+    return transformer.hidden(model, tokens, positions, mask, execution, cache)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(name, params, tokens, positions, segment_ids):  # noqa: ANN001, ANN201
     mask = Mask(segment_ids_BT=segment_ids, segment_ids_BS=segment_ids)
     model = nnx.merge(split(name)[0], params)
-    return model.logits(model.hidden(tokens, positions, mask, Execution())[0])
+    return model.logits(transformer.hidden(model, tokens, positions, mask, Execution())[0])
 
 
 # -- the same as transformers ---------------------------------------------------------------------
@@ -151,7 +152,7 @@ def test_a_place_sees_itself_and_what_came_before(name: str) -> None:
         model = nnx.merge(structure, params)
         model.token_embedding = model.token_embedding.replace(table)
         # Every token stands once: row s of the table is the embedding at place s.
-        h_BTD, _ = model.hidden(places(1, T), places(1, T), Mask(), Execution())
+        h_BTD, _, _ = transformer.hidden(model, places(1, T), places(1, T), Mask(), Execution())
         return h_BTD[0] @ weights
 
     table = params["token_embedding"].get_value()

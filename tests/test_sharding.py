@@ -33,9 +33,11 @@ def test_zero_stages_shard_what_the_paper_says(zero, parameter, gradient, moment
 
 def test_activations_and_sequence_parallelism():
     axes = ("batch", "residual_length", "embed")
-    assert make_layout(3, fsdp=2, tensor=2).activation(axes) == P(("data", "fsdp"), None, None)
+    assert make_layout(3, data=2, fsdp=2, tensor=2).activation(axes) == P(
+        ("data", "fsdp"), None, None
+    )
     layout = make_layout(3, sequence_parallel=True, fsdp=2, tensor=2)
-    assert layout.activation(axes) == P(("data", "fsdp"), "tensor", None)
+    assert layout.activation(axes) == P("fsdp", "tensor", None)
     assert layout.batch_devices() == 2
 
 
@@ -67,7 +69,7 @@ def test_gather_transposes_to_a_sharded_gradient():
 
     with layout.active():
         gradient = jax.jit(jax.grad(loss))(param)
-    assert gradient.get_value().sharding.spec == P("fsdp", "tensor")
+    assert gradient.get_value().sharding.spec == P("fsdp", None)
     np.testing.assert_array_equal(gradient.get_value(), 2 * weight)
     assert logical_axes(gradient) == MATRIX
 

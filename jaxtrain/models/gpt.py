@@ -15,7 +15,6 @@ from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_multiple
 from jaxtrain.layers import (
-    Cache,
     Execution,
     add_bias,
     constant,
@@ -28,6 +27,7 @@ from jaxtrain.layers import (
     stack,
 )
 from jaxtrain.sharding import gather, shard
+from jaxtrain.transformer import Auxiliary
 
 RESIDUAL = ("batch", "residual_length", "embed")
 HIDDEN = ("batch", "length", "embed")
@@ -145,38 +145,40 @@ class GPTModel(nnx.Module):
     def __init__(self, sizes: GPT, key: jax.Array) -> None:
         key_tokens, key_positions, key_layers = jax.random.split(key, 3)
         V, D, C = sizes.vocab_size, sizes.embed_dim, sizes.context_length
-        self.token_embedding = param(key_tokens, (V, D), ("vocab", "embed"), normal(0.02))
-        self.position_embedding = param(key_positions, (C, D), ("length", "embed"), normal(0.01))
+        self.token_embedding = param(key_tokens, (V, D), ("vocab", "vocab_embed"), normal(0.02))
+        self.position_embedding = param(
+            key_positions, (C, D), ("place", "vocab_embed"), normal(0.01)
+        )
         self.layers = stack(lambda k: Block(sizes, k), sizes.num_layers, key_layers)
         self.norm_scale = param(key, (D,), ("vector",), constant(1.0))
         self.norm_bias = param(key, (D,), ("vector",), constant(0.0))
         self.norm_eps = sizes.norm_eps
 
-    def hidden(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        mask: Mask,
-        execution: Execution,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """The normed residual stream [B, T, D] after the last block, and the extended cache."""
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream [B, T, D] that goes into the first layer."""
         with jax.named_scope("embedding"):
             x_BTD = embed(tokens_BT, self.token_embedding)
             x_BTD += embed(positions_BT, self.position_embedding)
-            x_BTD = shard(x_BTD, RESIDUAL)
-        start = 0 if cache is None else cache.length
+            return shard(x_BTD, RESIDUAL)
 
-        def run_layer(layer, x_BTD, layer_cache):  # noqa: ANN001, ANN202
-            return layer(x_BTD, mask, execution, layer_cache, start)
+    def run_layer(
+        self,
+        layer: Block,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: tuple[jax.Array, jax.Array] | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, Auxiliary]:
+        """One layer; positions went in with the embedding."""
+        del positions_BT
+        return (*layer(x_BTD, mask, execution, cache, start), {})
 
-        layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
-        x_BTD, caches = execution.over_layers(run_layer, x_BTD, self.layers, layer_caches)
-        if cache is not None:
-            keys_LBSKH, values_LBSKH = caches
-            cache = Cache(keys_LBSKH, values_LBSKH, cache.length + tokens_BT.shape[1])
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed residual stream after the last layer."""
         x_BTD = layer_norm(x_BTD, self.norm_scale, self.norm_bias, epsilon=self.norm_eps)
-        return shard(x_BTD, HIDDEN), cache
+        return shard(x_BTD, HIDDEN)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] of hidden states, with the token embedding as the output matrix."""

@@ -16,7 +16,6 @@ from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.layers import (
-    Cache,
     Execution,
     constant,
     contract,
@@ -29,6 +28,7 @@ from jaxtrain.layers import (
     stack,
 )
 from jaxtrain.sharding import shard
+from jaxtrain.transformer import Auxiliary
 
 RESIDUAL = ("batch", "residual_length", "embed")
 HIDDEN = ("batch", "length", "embed")
@@ -199,37 +199,37 @@ class LlamaModel(nnx.Module):
     def __init__(self, sizes: Llama, key: jax.Array) -> None:
         key_tokens, key_output, key_layers = jax.random.split(key, 3)
         V, D = sizes.vocab_size, sizes.embed_dim
-        self.token_embedding = param(key_tokens, (V, D), ("vocab", "embed"), normal(0.02))
+        self.token_embedding = param(key_tokens, (V, D), ("vocab", "vocab_embed"), normal(0.02))
         self.layers = stack(lambda k: Block(sizes, k), sizes.num_layers, key_layers)
         self.norm_scale = param(key, (D,), ("vector",), constant(1.0))
         if not sizes.tie_embeddings:
-            self.output = param(key_output, (V, D), ("vocab", "embed"), normal(0.02))
+            self.output = param(key_output, (V, D), ("vocab", "vocab_embed"), normal(0.02))
         self.sizes = sizes
 
-    def hidden(
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream [B, T, D] that goes into the first layer."""
+        del positions_BT  # each layer rotates by them
+        with jax.named_scope("embedding"):
+            return shard(embed(tokens_BT, self.token_embedding), RESIDUAL)
+
+    def run_layer(
         self,
-        tokens_BT: jax.Array,
+        layer: Block,
+        x_BTD: jax.Array,
         positions_BT: jax.Array,
         mask: Mask,
         execution: Execution,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """The normed residual stream [B, T, D] after the last block, and the extended cache."""
+        cache: tuple[jax.Array, jax.Array] | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, Auxiliary]:
+        """One layer."""
         mask = dataclasses.replace(mask, window=self.sizes.sliding_window)
-        with jax.named_scope("embedding"):
-            x_BTD = shard(embed(tokens_BT, self.token_embedding), RESIDUAL)
-        start = 0 if cache is None else cache.length
+        return (*layer(x_BTD, positions_BT, mask, execution, cache, start), {})
 
-        def run_layer(layer, x_BTD, layer_cache):  # noqa: ANN001, ANN202
-            return layer(x_BTD, positions_BT, mask, execution, layer_cache, start)
-
-        layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
-        x_BTD, caches = execution.over_layers(run_layer, x_BTD, self.layers, layer_caches)
-        if cache is not None:
-            keys, values = caches
-            cache = Cache(keys, values, cache.length + tokens_BT.shape[1])
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed residual stream after the last layer."""
         x_BTD = rms_norm(x_BTD, self.norm_scale, epsilon=self.sizes.norm_eps)
-        return shard(x_BTD, HIDDEN), cache
+        return shard(x_BTD, HIDDEN)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] of hidden states."""

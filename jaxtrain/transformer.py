@@ -1,0 +1,76 @@
+"""What every transformer has in common: embed, run the layers, finish; and the parts of each.
+
+Letters: B batch, T length, D embed, V vocab, L layers.
+"""
+
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.attention import Mask
+from jaxtrain.layers import Cache, Execution
+
+# Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
+# "auxiliary" is added to the loss, the others become metrics.
+Auxiliary = dict[str, jax.Array]
+
+
+class Transformer(Protocol):
+    """A language model in the parts that a loop, a pipeline and generation put together.
+
+    Attributes:
+      layers: the blocks, from `jaxtrain.layers.stack`.
+    """
+
+    layers: Any
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream [B, T, D] that goes into the first layer."""
+        ...
+
+    def run_layer(
+        self,
+        layer: Any,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: tuple[jax.Array, jax.Array] | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, Auxiliary]:
+        """One layer: the new residual stream, the extended cache, the auxiliary sums."""
+        ...
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed residual stream after the last layer."""
+        ...
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of finished hidden states."""
+        ...
+
+
+def hidden(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    mask: Mask,
+    execution: Execution,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None, Auxiliary]:
+    """Finished hidden states [B, T, D], the extended cache, and the layers' auxiliary sums."""
+    x_BTD = model.embed(tokens_BT, positions_BT)
+    start = 0 if cache is None else cache.length
+
+    def run_layer(layer: Any, x_BTD: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
+        x_BTD, layer_cache, auxiliary = model.run_layer(
+            layer, x_BTD, positions_BT, mask, execution, layer_cache, start
+        )
+        return x_BTD, (layer_cache, auxiliary)
+
+    layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
+    x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, layer_caches)
+    if cache is not None:
+        keys_LBSKH, values_LBSKH = caches
+        cache = Cache(keys_LBSKH, values_LBSKH, cache.length + tokens_BT.shape[1])
+    return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)
