@@ -1,7 +1,7 @@
 """Llama: rotary positions, grouped-query attention, SwiGLU, RMSNorm, tied or untied embeddings.
 
 Sources: Touvron et al. 2023 (arXiv 2302.13971), Grattafiori et al. 2024 (arXiv 2407.21783).
-Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim, F mlp, V vocab.
+Letters: B batch, T length, D embed, F mlp, V vocab.
 """
 
 import dataclasses
@@ -9,23 +9,26 @@ import math
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.layers import (
     Execution,
     constant,
     contract,
     embed,
-    extend_cache,
     normal,
     param,
     rms_norm,
-    rotate,
     stack,
+)
+from jaxtrain.self_attention import (
+    check,
+    projection_parameters,
+    projections,
+    score_flops_per_token,
+    self_attention,
 )
 from jaxtrain.sharding import shard
 from jaxtrain.transformer import Auxiliary
@@ -84,32 +87,7 @@ class Llama:
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        # The halves of a head are rotated against each other, so head_dim is even.
-        if self.embed_dim % (2 * self.num_heads):
-            pair = 2 * self.num_heads
-            raise UserError(
-                f"Llama.embed_dim={self.embed_dim} does not divide by twice Llama.num_heads="
-                f"{self.num_heads}; the nearest embed_dim is "
-                f"{nearest_multiple(self.embed_dim, pair)}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            nearest = nearest_divisor(self.num_heads, self.num_kv_heads)
-            raise UserError(
-                f"Llama.num_kv_heads={self.num_kv_heads} does not divide Llama.num_heads="
-                f"{self.num_heads}; the nearest num_kv_heads is {nearest}"
-            )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise UserError(
-                f"Llama.sliding_window={self.sliding_window}; use None or at least 1 token"
-            )
-        if self.rope_scaling < 1:
-            raise UserError(f"Llama.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")
-        if not self.rope_low_frequency_factor < self.rope_high_frequency_factor:
-            raise UserError(
-                f"Llama.rope_low_frequency_factor={self.rope_low_frequency_factor} is not below "
-                f"Llama.rope_high_frequency_factor={self.rope_high_frequency_factor}; "
-                "Llama 3.1 has 1.0 and 4.0"
-            )
+        check(self)
 
     @property
     def head_dim(self) -> int:
@@ -120,52 +98,29 @@ class Llama:
         """The module with freshly drawn parameters."""
         return LlamaModel(self, key)
 
-    def frequencies(self) -> jax.Array:
-        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
-        half = self.head_dim // 2
-        plain = self.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
-        # How many turns fit into the original context decides how much of the scaling applies.
-        turns = self.rope_original_context_length * plain / (2 * math.pi)
-        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-        return kept * plain + (1.0 - kept) * plain / self.rope_scaling
-
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.embed_dim
-        mlp = 3 * self.embed_dim * self.mlp_dim
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.embed_dim
+        layer = projection_parameters(self) + 3 * self.embed_dim * self.mlp_dim
+        return self.num_layers * layer + self.vocab_size * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token: 6 N + 12 L D (mean number of keys a query sees).
-
-        Source: arXiv 2204.02311, appendix B, halved for causal attention. Grouped-query attention
-        does the products of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
-        all of them are T / 2.
-        """
-        T = sequence_length
-        seen = T if self.sliding_window is None else min(self.sliding_window, T)
-        keys = seen * (1 - seen / (2 * T))
-        return 6 * self.matmul_parameters() + 12 * self.num_layers * self.embed_dim * keys
+        """Training FLOPs a token: 6 N and the attention scores (arXiv 2204.02311, appendix B)."""
+        return 6 * self.matmul_parameters() + score_flops_per_token(self, sequence_length)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, sizes: Llama, key: jax.Array) -> None:
-        D, F, H = sizes.embed_dim, sizes.mlp_dim, sizes.head_dim
-        N, K = sizes.num_heads, sizes.num_kv_heads
+        D, F = sizes.embed_dim, sizes.mlp_dim
         key_query, key_key, key_value, key_out, key_gate, key_up, key_down = jax.random.split(
             key, 7
         )
         # Residual projections start smaller, so that the stream's variance does not grow with L.
         into_residual = normal(0.02 / math.sqrt(2 * sizes.num_layers))
-        kv_axes = ("embed", "kv_heads", "head_dim")
         self.attention_norm_scale = param(key, (D,), ("vector",), constant(1.0))
-        self.query = param(key_query, (D, N, H), ("embed", "heads", "head_dim"), normal(0.02))
-        self.key = param(key_key, (D, K, H), kv_axes, normal(0.02))
-        self.value = param(key_value, (D, K, H), kv_axes, normal(0.02))
-        self.out = param(key_out, (N, H, D), ("heads", "head_dim", "embed"), into_residual)
+        keys = (key_query, key_key, key_value, key_out)
+        self.query, self.key, self.value, self.out = projections(keys, sizes, into_residual)
         self.mlp_norm_scale = param(key, (D,), ("vector",), constant(1.0))
         self.gate = param(key_gate, (D, F), ("embed", "mlp"), normal(0.02))
         self.up = param(key_up, (D, F), ("embed", "mlp"), normal(0.02))
@@ -173,18 +128,14 @@ class Block(nnx.Module):
         self.sizes = sizes
 
     def __call__(self, x_BTD, positions_BT, mask, execution, cache=None, start=0):  # noqa: ANN001, ANN204
-        frequencies, epsilon = self.sizes.frequencies(), self.sizes.norm_eps
+        epsilon = self.sizes.norm_eps
         with jax.named_scope("attention"):
             h_BTD = shard(rms_norm(x_BTD, self.attention_norm_scale, epsilon=epsilon), HIDDEN)
-            q_BTNH = contract("BTD,DNH->BTNH", h_BTD, self.query)
-            k_BTKH = contract("BTD,DKH->BTKH", h_BTD, self.key)
-            v_BTKH = contract("BTD,DKH->BTKH", h_BTD, self.value)
-            q_BTNH = rotate(q_BTNH, positions_BT, frequencies)
-            k_BTKH = rotate(k_BTKH, positions_BT, frequencies)
-            if cache is not None:
-                k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
-            a_BTNH = execution.attention(q_BTNH, k_BTKH, v_BTKH, mask)
-            x_BTD += contract("BTNH,NHD->BTD", a_BTNH, self.out, RESIDUAL)
+            a_BTD, cache = self_attention(
+                self, self.sizes, h_BTD, positions_BT, mask, execution,
+                out=RESIDUAL, cache=cache, start=start,
+            )  # fmt: skip
+            x_BTD += a_BTD
         with jax.named_scope("mlp"):
             h_BTD = shard(rms_norm(x_BTD, self.mlp_norm_scale, epsilon=epsilon), HIDDEN)
             gate_BTF = jax.nn.silu(contract("BTD,DF->BTF", h_BTD, self.gate))

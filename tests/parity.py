@@ -1,0 +1,64 @@
+"""What the proofs of parallelism share: one step's losses and gradients, and their comparison."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+# Sums of at most a few thousand float32 products in another order.
+TOLERANCE = 2e-6
+
+
+def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with the gradients it was given as the first part of its state."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradients, _state, _params=None: (gradients, gradients),
+    )
+    return optax.chain(keep, optimizer)
+
+
+def evaluate(program, batch):
+    """Initial parameters, loss and gradients of the first step, and the state after two steps.
+
+    Parameters and gradients come with their layers in the model's order.
+    """
+    program = dataclasses.replace(program, optimizer=keep_gradients(program.optimizer))
+    order = (lambda tree: tree) if program.stages is None else program.stages.to_layers
+    state = program.create(seed=0)
+    initial = jax.tree.map(np.asarray, order(jax.device_get(state.params)))
+    batch = jax.device_put(batch, program.batch_shardings(batch))
+    with program.layout.active():
+        before = jax.tree.map(lambda x: x.sharding, state)
+        step = program.jit_train_step()
+        state, metrics = step(state, batch)
+        gradients = jax.tree.map(np.asarray, order(jax.device_get(state.opt_state[0])))
+        state, step_metrics = step(state, batch)
+    after = jax.tree.map(lambda x: x.sharding, state)
+    return {
+        "initial": initial,
+        "loss": float(metrics["loss"]),
+        "gradients": gradients,
+        "metrics": {name: float(value) for name, value in step_metrics.items()},
+        "shardings": (before, after),
+        "compilations": step._cache_size(),
+    }
+
+
+def assert_equal(found, expected):
+    """Initial parameters bit for bit, loss and gradients to rounding; one layout, one compilation."""
+    jax.tree.map(np.testing.assert_array_equal, found["initial"], expected["initial"])
+    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
+        found["gradients"],
+        expected["gradients"],
+    )
+    for metric, value in expected["metrics"].items():
+        assert found["metrics"][metric] == pytest.approx(value, rel=1e-4), metric
+    before, after = found["shardings"]
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
+    assert found["compilations"] == 1
