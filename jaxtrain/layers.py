@@ -17,7 +17,15 @@ from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.remat import RESIDUAL, remat
-from jaxtrain.sharding import activation_spec, gather, is_variable, logical_axes
+from jaxtrain.sharding import (
+    activation_spec,
+    current_layout,
+    gather,
+    is_variable,
+    logical_axes,
+    on_each_device,
+    parts_of,
+)
 
 Initializer = Callable[..., jax.Array]
 
@@ -44,12 +52,15 @@ class Execution:
     """How a model's mathematics is run: the attention kernel, the loop over layers, remat."""
 
     kernel: str = "xla"
+    context_parallel: str = "ring"
     remat: str = "none"
     layers_per_iteration: int = 1
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention with this run's kernel; shapes as in `jaxtrain.attention.attention`."""
-        return attention(q, k, v, mask, kernel=self.kernel)
+        return attention(
+            q, k, v, mask, kernel=self.kernel, context_parallel=self.context_parallel
+        )
 
     def over_layers(
         self, layer_fn: Callable[..., Any], x: jax.Array, layers: Any, per_layer: Any = None
@@ -158,14 +169,43 @@ def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:
 def embed(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
     """Rows of a [V, D] table, laid out as the residual stream [B, T, D].
 
-    The table is gathered along embed before the lookup: looking up in an embed-sharded table makes
-    XLA replicate the result ("Involuntary full rematerialization").
+    Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
+    holds, and one sum over the vocabulary's mesh axes puts them together. The table is gathered
+    along embed before the lookup.
     """
-    spec = activation_spec(("batch", "length", "embed"))
-    table_VD = gather(table)
-    if spec is None:
+    table_VD, layout = gather(table), current_layout()
+    if layout is None:
         return table_VD[tokens_BT]
-    return table_VD.at[tokens_BT].get(out_sharding=spec)
+    spec = layout.activation(("batch", "length", "embed"))
+    table_spec = layout.weight(logical_axes(table))
+    tokens_spec = layout.activation(("batch", "length"))
+    axes = parts_of(table_spec[0])
+
+    def lookup(tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
+        if not axes:
+            return rows_VD[tokens_BT]
+        V = rows_VD.shape[0]
+        place_BT = tokens_BT - jax.lax.axis_index(axes) * V
+        here_BT = (place_BT >= 0) & (place_BT < V)
+        found_BTD = rows_VD[jnp.where(here_BT, place_BT, 0)]
+        return jax.lax.psum(jnp.where(here_BT[..., None], found_BTD, 0), axes)
+
+    @jax.custom_vjp
+    def embedded(table_VD: jax.Array) -> jax.Array:
+        return on_each_device(lookup, (tokens_spec, table_spec), spec)(tokens_BT, table_VD)
+
+    def forward(table_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return embedded(table_VD), table_VD
+
+    def backward(table_VD: jax.Array, gradient_BTD: jax.Array) -> tuple[jax.Array]:
+        # The transpose of the sum would be another one; a scatter-add of the rows is all it takes.
+        def plain(table_VD: jax.Array) -> jax.Array:
+            return table_VD.at[tokens_BT].get(out_sharding=spec)
+
+        return jax.linear_transpose(plain, table_VD)(gradient_BTD)
+
+    embedded.defvjp(forward, backward)
+    return embedded(table_VD)
 
 
 def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: float) -> jax.Array:

@@ -32,12 +32,14 @@ MeshAxes = str | tuple[str, ...] | None
 #   logical axis        parameters  activations
 RULES: dict[str, tuple[MeshAxes, MeshAxes]] = {
     "batch": (None, ("data", "fsdp", "expert")),
+    # Leading, of what every replica along data has its own of (see `Exchange`).
+    "replica": ("data", "data"),
     "length": (None, "context"),
     "residual_length": (None, "context"),  # and "tensor" under sequence parallelism: see Layout
     "embed": ("fsdp", None),
     # Along embed too, of what stands before the first layer and after the last: every stage of a
     # pipeline keeps a part, and all of it is gathered once a step.
-    "vocab_embed": (("pipe", "fsdp"), None),
+    "vocab_embed": (("fsdp", "pipe"), None),
     "place": (None, None),
     # Norm scales and biases along embed: replicated, since a collective for each of them costs more
     # latency than its few kilobytes save.
@@ -99,7 +101,7 @@ class Layout:
       split_batch: whether activations are split over the batch and along the sequence; generation
         turns this off.
       manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
-        them: no spec mentions these.
+        them (or a `jax.vmap` over replicas): no spec mentions these.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh

@@ -14,7 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.layers import Execution, Statistic
-from jaxtrain.loss import OBJECTIVES, Loss, Sums
+from jaxtrain.loss import OBJECTIVES, Loss, Sums, spread
+from jaxtrain.pipeline.engine import Engine, Parts
+from jaxtrain.pipeline.schedules import Pipeline, forward_only, make_schedule
+from jaxtrain.pipeline.stages import Stages, deal
 from jaxtrain.precision import Precision, to_compute
 from jaxtrain.sharding import GradientSlice, Layout, is_variable, reshard, shardings
 
@@ -30,6 +33,7 @@ class TrainState:
       opt_state: the optimizer's state.
       statistics: running statistics; empty for models that have none.
       loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
+      exchange: what an exchange over `data` other than the synchronous one remembers.
     """
 
     step: jax.Array
@@ -37,6 +41,7 @@ class TrainState:
     opt_state: optax.OptState
     statistics: nnx.State
     loss_scale: jax.Array
+    exchange: Any = ()
 
 
 # What the mean of a sum is called in the metrics, where not by the sum's own name.
@@ -60,6 +65,7 @@ class Program:
       loss: the loss's settings.
       execution: how the model's mathematics is run.
       accumulation: microbatches in one optimizer step.
+      pipeline: how microbatches go through the stages, where the mesh has more than one.
     """
 
     build: Callable[[jax.Array], nnx.Module]
@@ -71,6 +77,7 @@ class Program:
     loss: Loss
     execution: Execution
     accumulation: int = 1
+    pipeline: Pipeline = Pipeline()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -78,6 +85,8 @@ class Program:
         """A fresh state; the same key gives the same bits on every mesh."""
         _, params, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
         params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
+        if self.stages is not None:
+            params = self.stages.to_stages(params)
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
         return TrainState(
@@ -88,16 +97,24 @@ class Program:
             loss_scale=jnp.array([first, 0.0], jnp.float32),
         )
 
+    @functools.cached_property
+    def stages(self) -> Stages | None:
+        """Which layers stand on which stage of the pipeline; None where there is none."""
+        ranks = self.layout.mesh.shape["pipe"]
+        if ranks == 1:
+            return None
+        shapes = nnx.state(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param)
+        return deal(shapes, ranks, self.pipeline.virtual_stages)
+
+    @property
+    def layer_order(self) -> list[int] | None:
+        """The layer at each place of the state's stacked arrays, -1 for padding; None: 0, 1, ..."""
+        return None if self.stages is None else self.stages.order.tolist()
+
     def abstract_state(self) -> TrainState:
         """The state's shapes, dtypes and shardings; no array is made."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))
-        return jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(
-                shape.shape, shape.dtype, sharding=sharding
-            ),
-            shapes,
-            self.state_shardings(shapes),
-        )
+        return with_shardings(shapes, self.state_shardings(shapes))
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """A NamedSharding for every array of a state."""
@@ -122,6 +139,15 @@ class Program:
         spec = self.layout.activation(("batch",))
         return jax.tree.map(lambda _: self.layout.named(spec), batch)
 
+    @property
+    def plain(self) -> "Program":
+        """The program that evaluates and generates with what `consensus` returns: this one."""
+        return self
+
+    def consensus(self, state: TrainState) -> TrainState:
+        """The state that evaluation and generation use: itself."""
+        return state
+
     # -- the step --------------------------------------------------------------------------------
 
     def jit_train_step(self) -> jax.stages.Wrapped:
@@ -144,7 +170,13 @@ class Program:
           The new state and the metrics `loss` (mean over the targets that count), `grad_norm`
           (before clipping), `learning_rate` and the objective's own; all stay on the device.
         """
-        grads, metrics, statistics = self._gradients(state, batch)
+        grads, metrics, statistics = self.gradients(state, batch)
+        return self.update(state, grads, metrics, statistics)
+
+    def update(
+        self, state: TrainState, grads: nnx.State, metrics: Sums, statistics: nnx.State
+    ) -> tuple[TrainState, Sums]:
+        """The second half of `train_step`: the state after these gradients, and all its metrics."""
         layout = self.layout
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
@@ -182,7 +214,7 @@ class Program:
         )
         return kept, {**metrics, "loss_scale": scale, "skipped": 1.0 - good}
 
-    def _gradients(self, state: TrainState, batch: Batch) -> tuple[nnx.State, Sums, nnx.State]:
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[nnx.State, Sums, nnx.State]:
         """Gradients of the mean loss over the global batch, its metrics, the new statistics."""
         weights = to_compute(state.params, self.precision.compute)
         # The count is known before the first microbatch, so each contributes its share of the MEAN
@@ -191,7 +223,7 @@ class Program:
         scale = state.loss_scale[0]
 
         def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
-            params = _with_slices(weights, slices) if self.layout.zero == 2 else slices
+            params = self._with_gradient(weights, slices)
             sums, statistics = self._objective(params, statistics, micro, train=True)
             objective = sums["loss"] + sums.get("auxiliary", 0.0)
             return objective * (scale / count), (sums, statistics)
@@ -202,7 +234,10 @@ class Program:
         gradient = jax.grad(loss_fn, has_aux=True)
 
         def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
-            grads, (sums, statistics) = gradient(of, statistics, micro)
+            if self.stages is None:
+                grads, (sums, statistics) = gradient(of, statistics, micro)
+            else:
+                grads, sums = self._through_stages(weights, of, micro, scale / count, True)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
             return grads, sums, statistics
 
@@ -226,9 +261,39 @@ class Program:
     def _objective(
         self, params: nnx.State, statistics: nnx.State, batch: Batch, *, train: bool
     ) -> tuple[Sums, nnx.State]:
+        if self.stages is not None:
+            return self._through_stages(params, params, batch, jnp.ones(()), train)[1], statistics
         model = nnx.merge(self._graphdef(), params, statistics)
         objective = OBJECTIVES[self.objective]
         return objective(model, statistics, batch, self.execution, self.loss, train=train)
+
+    def _through_stages(
+        self, weights: nnx.State, of: nnx.State, batch: Batch, scale: jax.Array, train: bool
+    ) -> tuple[nnx.State, Sums]:
+        """Gradients and sums of a batch that goes through the pipeline in microbatches."""
+        assert self.stages is not None, "no pipeline"
+        ranks, chunks, count = self.stages.ranks, self.stages.chunks, self.pipeline.microbatches
+        if train:
+            schedule = make_schedule(
+                self.pipeline.schedule, ranks=ranks, microbatches=count, virtual_stages=chunks
+            )
+        else:
+            schedule = forward_only(ranks, count, chunks)
+        parts = Parts.of(self._graphdef(), weights, self.execution, self.loss, train=train)
+        engine = Engine(
+            parts,
+            schedule,
+            self.stages,
+            self.layout,
+            self._with_gradient,
+            keep_residuals=self.pipeline.backward == "residuals",
+        )
+        batch = spread(batch, self.execution.context_parallel)
+        return engine.run(weights, of, split_microbatches(batch, count), scale)
+
+    def _with_gradient(self, weights: Any, of: Any) -> Any:
+        """The parameters to compute with, so that the gradient is taken with respect to `of`."""
+        return _with_slices(weights, of) if self.layout.zero == 2 else of
 
     def _graphdef(self) -> Any:
         return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
@@ -253,9 +318,21 @@ class Program:
         return jax.device_put(zeros, self.layout.named(P()))
 
     def model(self, state: TrainState) -> Any:
-        """The module with the state's parameters in the compute dtype."""
+        """The module with the state's parameters in the compute dtype, on every stage."""
         weights = to_compute(state.params, self.precision.compute)
+        if self.stages is not None:
+            whole = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
+            weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
         return nnx.merge(self._graphdef(), weights, state.statistics)
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with these shardings."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:

@@ -5,11 +5,10 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from conftest import make_layout, make_program, text_batch
+from parity import TOLERANCE, assert_equal, evaluate
 
 from jaxtrain.layers import Execution
 from jaxtrain.loss import Loss
@@ -30,8 +29,6 @@ MODELS = {
     ),
 }
 BATCH = text_batch(rows=16, length=16, vocab_size=48)  # rows 48..63 of the vocabulary are unseen
-# Sums of at most a few thousand float32 products in another order.
-TOLERANCE = 2e-6
 
 LAYOUTS = {
     "data8": {"data": 8},
@@ -47,38 +44,6 @@ LAYOUTS = {
 }
 
 
-def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with the gradients it was given as the first part of its state."""
-    keep = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda gradients, _state, _params=None: (gradients, gradients),
-    )
-    return optax.chain(keep, optimizer)
-
-
-def evaluate(program):
-    """Initial parameters, loss and gradients of the first step, and the state after two steps."""
-    program = dataclasses.replace(program, optimizer=keep_gradients(program.optimizer))
-    state = program.create(seed=0)
-    initial = jax.tree.map(np.asarray, state.params)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
-        before = jax.tree.map(lambda x: x.sharding, state)
-        step = program.jit_train_step()
-        state, metrics = step(state, batch)
-        gradients = jax.tree.map(np.asarray, state.opt_state[0])
-        state, step_metrics = step(state, batch)
-    after = jax.tree.map(lambda x: x.sharding, state)
-    return {
-        "initial": initial,
-        "loss": float(metrics["loss"]),
-        "gradients": gradients,
-        "metrics": {name: float(value) for name, value in step_metrics.items()},
-        "shardings": (before, after),
-        "compilations": step._cache_size(),
-    }
-
-
 @pytest.fixture(scope="module")
 def one_device():
     """The same model on one device, evaluated once a model."""
@@ -86,7 +51,7 @@ def one_device():
 
     def get(name):
         if name not in found:
-            found[name] = evaluate(make_program(MODELS[name], make_layout()))
+            found[name] = evaluate(make_program(MODELS[name], make_layout()), BATCH)
         return found[name]
 
     return get
@@ -99,21 +64,10 @@ CASES = [("gpt", layout) for layout in LAYOUTS] + [("llama", "zero3"), ("llama",
 def test_loss_and_gradients_equal_one_device(name, layout, one_device, capfd):
     expected = one_device(name)
     capfd.readouterr()
-    found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])))
+    found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
     # The compiler says this where it gathers a whole array that nobody asked it to gather.
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, found["initial"], expected["initial"])
-    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
-        found["gradients"],
-        expected["gradients"],
-    )
-    for metric, value in expected["metrics"].items():
-        assert found["metrics"][metric] == pytest.approx(value, rel=1e-4), metric
-    before, after = found["shardings"]
-    assert jax.tree.leaves(before) == jax.tree.leaves(after)
-    assert found["compilations"] == 1
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("layout", ["tensor8", "all"])
@@ -140,7 +94,7 @@ def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes, o
     assert len(set(map(float, counts))) == 4
     expected = one_device("gpt")
     program = make_program(MODELS["gpt"], make_layout(**sizes), accumulation=4)
-    found = evaluate(program)
+    found = evaluate(program, BATCH)
     assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
@@ -158,7 +112,7 @@ def test_everything_at_once_equals_one_device(one_device):
         loss=Loss(chunk_size=4),
         execution=Execution(kernel="xla", remat="dots", layers_per_iteration=2),
     )
-    found = evaluate(program)
+    found = evaluate(program, BATCH)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),
         found["gradients"],

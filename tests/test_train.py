@@ -175,7 +175,9 @@ def test_the_pieces_work_for_people_who_look_inside(tiny_config):
     stream.close()
     assert trainer.steps_done == int(trainer.state.step) == 6
     assert float(metrics["loss"]) < first
-    assert dict(trainer.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert {axis: n for axis, n in trainer.mesh.shape.items() if n > 1} == {
+        "data": 2, "fsdp": 2, "tensor": 2,
+    }  # fmt: skip
     assert trainer.lower().compile().memory_analysis().argument_size_in_bytes > 0
     trainer.train(steps=2)
     assert trainer.steps_done == 8

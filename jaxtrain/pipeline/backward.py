@@ -1,0 +1,228 @@
+"""A stage's backward pass: from its saved input or its residuals, whole or split in two.
+
+The zero-bubble schedules (arXiv 2401.10241) need the gradient of a stage's input early and those of
+its weights at any later time. Here the traced backward pass is cut between its operations: what the
+input's gradient needs runs first; what is left runs later, from the values that cross the cut.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+# Operations that only call another traced function: the cut has to see inside them.
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
+
+StageFunction = Callable[[Any, jax.Array, Any], Any]
+
+
+class Backward:
+    """How the gradients of `stage(params, x, context) -> outputs` are taken; traced once.
+
+    Attributes:
+      keep_residuals: whether the forward pass keeps its residuals; else backward computes the stage
+        again from x.
+      outputs: shapes of the stage's outputs.
+      kept: shapes of what `forward` keeps of a microbatch, beside x.
+    """
+
+    def __init__(
+        self, stage: StageFunction, params: Any, x: Any, context: Any, *, keep_residuals: bool
+    ) -> None:
+        """Traces the stage with arguments of these shapes; it is differentiated by params and x."""
+        self.keep_residuals, self._stage = keep_residuals, stage
+
+        def trace(params: Any, x: Any, context: Any) -> Any:
+            outputs, transpose = self._vjp(params, x, context)
+            residuals, self._tree = jax.tree.flatten(transpose)
+            return outputs, residuals
+
+        closed, (self.outputs, residuals) = jax.make_jaxpr(trace, return_shape=True)(
+            params, x, context
+        )
+        self.kept: list[Any] = []
+        if keep_residuals:
+            flat = _inline(closed, jax.tree.leaves((params, x, context)))
+            number_of_x = len(jax.tree.leaves(params))
+            wanted = flat.jaxpr.outvars[len(jax.tree.leaves(self.outputs)) :]
+            # Those that parameters and context give without x (weights, masks) are not kept for
+            # every microbatch but made again.
+            self._depends = _reached(flat.jaxpr, flat.jaxpr.invars[number_of_x], wanted)
+            again = [v for v, depends in zip(wanted, self._depends, strict=True) if not depends]
+            self._again = ClosedJaxpr(
+                _part(flat.jaxpr, flat.jaxpr.invars, again, _needed(flat.jaxpr, again)),
+                flat.consts,
+            )
+            self.kept = self._dependent(residuals)
+
+    def forward(self, params: Any, x: jax.Array, context: Any) -> tuple[Any, list[jax.Array]]:
+        """The stage's outputs, and what is kept for `transpose`."""
+        if not self.keep_residuals:
+            return self._stage(params, x, context), []
+        outputs, transpose = self._vjp(params, x, context)
+        return outputs, self._dependent(jax.tree.leaves(transpose))
+
+    def transpose(
+        self, kept: Sequence[jax.Array], params: Any, x: jax.Array, context: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        """The stage's outputs (None where only residuals were kept), and its transpose.
+
+        The transpose gives the gradients of `params` and `x` for a gradient of the outputs.
+        """
+        if not self.keep_residuals:
+            return self._vjp(params, x, context)
+        left = iter(kept)
+        again = iter(jaxpr_as_fun(self._again)(*jax.tree.leaves((params, x, context))))
+        residuals = [next(left) if depends else next(again) for depends in self._depends]
+        return None, jax.tree.unflatten(self._tree, residuals)
+
+    def _vjp(self, params: Any, x: Any, context: Any) -> tuple[Any, Callable[..., Any]]:
+        return jax.vjp(lambda params, x: self._stage(params, x, context), params, x)
+
+    def _dependent(self, residuals: Sequence[Any]) -> list[Any]:
+        return [r for r, depends in zip(residuals, self._depends, strict=True) if depends]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A traced function cut in two: `first` gives some results early, `second` the others later.
+
+    Attributes:
+      early: numbers of the results (leaves, in order) that `first` gives.
+      late: numbers of those that `second` gives.
+      stash: shapes of what `first` hands to `second`.
+    """
+
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+    stash: tuple[jax.ShapeDtypeStruct, ...]
+    _first: ClosedJaxpr
+    _second: ClosedJaxpr
+    _again: tuple[int, ...]
+
+    def first(self, *arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The early results and the stash."""
+        results = jaxpr_as_fun(self._first)(*arguments)
+        return results[: len(self.early)], results[len(self.early) :]
+
+    def second(self, stash: Sequence[jax.Array], *arguments: jax.Array) -> list[jax.Array]:
+        """The late results.
+
+        Args:
+          stash: from `first`.
+          arguments: those of `first`; only the ones that were declared available are read.
+        """
+        again = [arguments[number] for number in self._again]
+        return jaxpr_as_fun(self._second)(*stash, *again)
+
+
+def cut(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    early: Callable[[int], bool],
+    available: Callable[[int], bool],
+) -> Halves:
+    """Cuts `function(*arguments) -> sequence of arrays` in two.
+
+    A result that needs nothing beyond what the early ones need is given early too.
+
+    Args:
+      function: takes and gives flat sequences of arrays.
+      arguments: their shapes.
+      early: number of a result -> whether it is wanted early.
+      available: number of an argument -> whether the second half gets it again, so that it need not
+        be stashed.
+    """
+    flat = _inline(jax.make_jaxpr(function)(*arguments), arguments)
+    jaxpr = flat.jaxpr
+    wanted = [v for n, v in enumerate(jaxpr.outvars) if early(n)]
+    first = _needed(jaxpr, wanted)
+    made = {var for eqn in first for var in eqn.outvars}
+    known = made | set(jaxpr.invars) | set(jaxpr.constvars)
+    late = [n for n, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal) and v not in known]
+    early_numbers = [n for n in range(len(jaxpr.outvars)) if n not in late]
+    ids = {id(eqn) for eqn in first}
+    rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
+    second = _needed(jaxpr.replace(eqns=rest), [jaxpr.outvars[n] for n in late])
+    inputs = {v: None for eqn in second for v in eqn.invars if not isinstance(v, Literal)}
+    own = {var for eqn in second for var in eqn.outvars}
+    again_vars = {v: n for n, v in enumerate(jaxpr.invars) if available(n)}
+    crossing = [
+        v for v in inputs if v not in own and v not in again_vars and v not in jaxpr.constvars
+    ]
+    again = [v for v in inputs if v in again_vars]
+    first_jaxpr = _part(
+        jaxpr, jaxpr.invars, [*(jaxpr.outvars[n] for n in early_numbers), *crossing], first
+    )
+    second_jaxpr = _part(jaxpr, [*crossing, *again], [jaxpr.outvars[n] for n in late], second)
+    stash = tuple(_shape(v) for v in crossing)
+    return Halves(
+        tuple(early_numbers),
+        tuple(late),
+        stash,
+        ClosedJaxpr(first_jaxpr, flat.consts),
+        ClosedJaxpr(second_jaxpr, flat.consts),
+        tuple(again_vars[v] for v in again),
+    )
+
+
+def _shape(var: Any) -> jax.ShapeDtypeStruct:
+    aval = var.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(aval, "sharding", None))
+
+
+def _needed(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
+    """The equations that the wanted variables depend on, in order."""
+    live = {v for v in wanted if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(var in live for var in eqn.outvars):
+            kept.append(eqn)
+            live.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return kept[::-1]
+
+
+def _reached(jaxpr: Jaxpr, source: Any, wanted: Sequence[Any]) -> list[bool]:
+    """Which of the wanted variables depend on `source`."""
+    reached = {source}
+    for eqn in jaxpr.eqns:
+        if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
+            reached.update(eqn.outvars)
+    return [not isinstance(v, Literal) and v in reached for v in wanted]
+
+
+def _part(of: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Jaxpr:
+    return Jaxpr(of.constvars, list(invars), list(outvars), list(eqns))
+
+
+def _inline(closed: ClosedJaxpr, arguments: Sequence[Any]) -> ClosedJaxpr:
+    """The same function without calls: their equations stand in its own list."""
+
+    def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            if eqn.primitive.name in _CALLS:
+                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                if isinstance(inner, ClosedJaxpr):
+                    results = evaluate(inner.jaxpr, inner.consts, inputs)
+                else:
+                    results = evaluate(inner, (), inputs)
+            else:
+                variables = [v for v in eqn.invars if not isinstance(v, Literal)]
+                one = ClosedJaxpr(Jaxpr((), variables, eqn.outvars, [eqn], eqn.effects), ())
+                arrays = [
+                    x for x, v in zip(inputs, eqn.invars, strict=True) if not isinstance(v, Literal)
+                ]
+                results = jaxpr_as_fun(one)(*arrays)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*arguments)

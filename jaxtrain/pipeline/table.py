@@ -1,0 +1,150 @@
+"""What a pipeline schedule is: a table of actions, and what makes it a valid one.
+
+A model is cut into S = ranks x virtual_stages stages; stage s stands on rank s mod ranks, as that
+rank's chunk s // ranks. Every action takes one tick. What an action sends at the end of tick t (an
+activation to stage s + 1, a gradient to stage s - 1) can be used from tick t + 1 on.
+"""
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Kind(enum.IntEnum):
+    """What a rank does in a tick; BACKWARD gives input and weight gradients together."""
+
+    IDLE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    BACKWARD_INPUT = 3
+    BACKWARD_WEIGHT = 4
+
+
+class Action(NamedTuple):
+    """One stage's work on one microbatch; both are counted from 0 over the whole pipeline."""
+
+    kind: Kind
+    microbatch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} of microbatch {self.microbatch} on stage {self.stage}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A table of actions: ticks[t][rank], None where the rank is idle.
+
+    Attributes:
+      name: the schedule's name; 'forward' has no backward actions (evaluation).
+      ranks: devices along `pipe`.
+      virtual_stages: stages on each rank.
+      microbatches: microbatches in one step.
+      ticks: the table.
+    """
+
+    name: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    ticks: tuple[tuple[Action | None, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self.ranks * self.virtual_stages
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self.name != "forward"
+
+    def actions(self) -> Iterator[tuple[int, int, Action]]:
+        """(tick, rank, action) of everything that is done, in the order of ticks."""
+        for tick, row in enumerate(self.ticks):
+            for rank, action in enumerate(row):
+                if action is not None:
+                    yield tick, rank, action
+
+    def next_rank(self, rank: int, action: Action) -> int | None:
+        """The rank that what this action gives is sent to, None where it stays."""
+        if action.kind == Kind.FORWARD and action.stage + 1 < self.num_stages:
+            return (rank + 1) % self.ranks
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage > 0:
+            return (rank - 1) % self.ranks
+        return None
+
+
+def result(action: Action) -> Action:
+    """What others wait for: a BACKWARD counts as its BACKWARD_INPUT, the gradient it sends."""
+    return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind == Kind.BACKWARD else action
+
+
+def needs(action: Action, num_stages: int) -> list[Action]:
+    """The results that must be there before an action starts."""
+    stage = action.stage
+    if action.kind == Kind.BACKWARD_WEIGHT:
+        return [action._replace(kind=Kind.BACKWARD_INPUT)]
+    forward = action._replace(kind=Kind.FORWARD)
+    if action.kind == Kind.FORWARD:
+        return [forward._replace(stage=stage - 1)] if stage > 0 else []
+    gradient = action._replace(kind=Kind.BACKWARD_INPUT, stage=stage + 1)
+    return [forward, gradient] if stage + 1 < num_stages else [forward]
+
+
+def check(schedule: Schedule) -> None:
+    """Refuses a table that would compute something wrong.
+
+    Raises:
+      ValueError: names the rank, tick and action: on another rank than its stage's, done twice,
+        before what it needs, or missing.
+    """
+    finished: set[Action] = set()
+    covered: set[Action] = set()
+    for tick, row in enumerate(schedule.ticks):
+        if len(row) != schedule.ranks:
+            raise ValueError(f"tick {tick}: {len(row)} entries for {schedule.ranks} ranks")
+        for rank, action in enumerate(row):
+            if action is None:
+                continue
+            where = f"rank {rank}, tick {tick}: {action}"
+            if action.kind == Kind.IDLE:
+                raise ValueError(f"{where}: an idle rank has None")
+            known = 0 <= action.stage < schedule.num_stages
+            if not known or not 0 <= action.microbatch < schedule.microbatches:
+                raise ValueError(
+                    f"{where}: there are {schedule.num_stages} stages and "
+                    f"{schedule.microbatches} microbatches"
+                )
+            if action.stage % schedule.ranks != rank:
+                raise ValueError(
+                    f"{where}: that stage stands on rank {action.stage % schedule.ranks}"
+                )
+            for part in _parts(action):
+                if part in covered:
+                    raise ValueError(f"{where}: done before")
+                covered.add(part)
+            for need in needs(action, schedule.num_stages):
+                if need not in finished:
+                    thing = "output" if need.kind == Kind.FORWARD else "input gradient"
+                    raise ValueError(f"{where}: before the {thing} of stage {need.stage} is there")
+        finished |= {result(action) for action in row if action is not None}
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.has_backward else (Kind.FORWARD,)
+    every = itertools.product(kinds, range(schedule.microbatches), range(schedule.num_stages))
+    wanted = [part for action in every for part in _parts(Action(*action))]
+    for part in wanted:
+        if part not in covered:
+            raise ValueError(
+                f"rank {part.stage % schedule.ranks}, tick {len(schedule.ticks)} (the end): "
+                f"{part} is missing"
+            )
+    if len(covered) > len(wanted):
+        raise ValueError(f"a {schedule.name!r} schedule has no backward actions")
+
+
+def _parts(action: Action) -> list[Action]:
+    if action.kind != Kind.BACKWARD:
+        return [action]
+    return [action._replace(kind=kind) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]

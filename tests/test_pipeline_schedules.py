@@ -1,0 +1,355 @@
+"""Schedules against their closed forms, and an engine of tags run through every table."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.errors import UserError
+from jaxtrain.pipeline.schedules import (
+    Action,
+    Kind,
+    Pipeline,
+    check,
+    cut_layers,
+    forward_only,
+    make_schedule,
+    sends,
+    slots,
+)
+
+GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 6, 8, 16)]
+
+
+@st.composite
+def schedules(draw):
+    """Any schedule that can be asked for, training or evaluation."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble", "forward"]))
+    ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 14))
+    if name == "forward":
+        return forward_only(ranks, microbatches, draw(st.integers(1, 3)))
+    if name == "interleaved":
+        rounds, chunks = draw(st.integers(1, 4)), draw(st.integers(2, 4))
+        return make_schedule(name, ranks=ranks, microbatches=rounds * ranks, virtual_stages=chunks)
+    return make_schedule(name, ranks=ranks, microbatches=microbatches)
+
+
+# -- closed forms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_ticks_are_the_papers(p, m):
+    def ticks(name, **kwargs):
+        return len(make_schedule(name, ranks=p, **{"microbatches": m, **kwargs}).ticks)
+
+    assert ticks("gpipe") == 2 * (m + p - 1)
+    assert ticks("1f1b") == 2 * (m + p - 1)
+    for v in (2, 3):
+        assert ticks("interleaved", microbatches=m * p, virtual_stages=v) == 2 * (v * m * p + p - 1)
+        assert len(forward_only(p, m * p, v).ticks) == v * m * p + p - 1
+    assert len(forward_only(p, m).ticks) == m + p - 1
+    if m >= p:
+        assert ticks("zero_bubble") == 3 * m + p - 1
+    else:
+        # Rank 0's first gradient is there from tick 2p - 1 on; 2m actions are left then.
+        assert ticks("zero_bubble") == 2 * p - 1 + 2 * m
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_buffers_are_as_small_as_the_schedule_promises(p, m):
+    for name in ("1f1b", "zero_bubble"):
+        table = slots(make_schedule(name, ranks=p, microbatches=m))
+        assert table.num_input_slots <= p
+        assert table.num_stash_slots <= (p if name == "zero_bubble" else 0)
+        assert table.num_residual_slots == 0
+        kept = slots(make_schedule(name, ranks=p, microbatches=m), backward="residuals")
+        assert kept.num_residual_slots == min(p, m)
+    gpipe = make_schedule("gpipe", ranks=p, microbatches=m)
+    assert slots(gpipe).num_input_slots == (m if p > 1 else 0)
+    assert slots(gpipe, backward="residuals").num_residual_slots == m
+    assert slots(gpipe, backward="residuals").num_input_slots <= 1
+    assert slots(forward_only(p, m)).num_input_slots <= 1
+
+
+def test_1f1b_is_the_textbooks_table():
+    found = make_schedule("1f1b", ranks=2, microbatches=3)
+    letters = {Kind.FORWARD: "F", Kind.BACKWARD: "B"}
+    rows = [
+        " ".join("--" if a is None else f"{letters[a.kind]}{a.microbatch}" for a in column)
+        for column in zip(*found.ticks, strict=True)
+    ]
+    assert rows == ["F0 F1 -- B0 F2 B1 -- B2", "-- F0 B0 F1 B1 F2 B2 --"]
+
+
+def test_zero_bubble_is_the_papers_table():
+    # Figure 2 (top) of arXiv 2401.10241 for 4 ranks and 8 microbatches: its first and last rank.
+    found = make_schedule("zero_bubble", ranks=4, microbatches=8)
+    letters = {Kind.FORWARD: "F", Kind.BACKWARD_INPUT: "B", Kind.BACKWARD_WEIGHT: "W"}
+    columns = [
+        "".join("-" if a is None else letters[a.kind] for a in column)
+        for column in zip(*found.ticks, strict=True)
+    ]
+    assert columns[0] == "FFFF---BWFBWFBWFBWFBWBWBWBW"
+    assert columns[3] == "---FBFBFBFBWFBWFBWFBWFBWWWW"
+
+
+# -- an engine of tags -----------------------------------------------------------------------------
+
+
+@given(schedule=schedules(), backward=st.sampled_from(["recompute", "residuals"]))
+@settings(max_examples=150, deadline=None)
+def test_an_engine_that_trusts_the_slots_finds_the_right_things(schedule, backward):
+    """Runs the arrays as the engine does, on tags instead of activations.
+
+    Nothing here looks at the schedule's actions: what is computed follows from the tags found.
+    """
+    table = slots(schedule, backward=backward)
+    p, stages = schedule.ranks, schedule.num_stages
+    buffers = {
+        name: [[None] * getattr(table, f"num_{name}_slots") for _ in range(p)]
+        for name in ("input", "gradient", "stash", "residual")
+    }
+    forward_edges, backward_edges = sends(schedule)
+    assert len(forward_edges) == len(backward_edges) == len(table.kind) == len(schedule.ticks)
+    done = []
+    for tick in range(len(table.kind)):
+        activations, gradients = {}, {}
+        for rank in range(p):
+            at = (tick, rank)
+            kind, microbatch = Kind(table.kind[at]), int(table.microbatch[at])
+            stage = int(table.chunk[at]) * p + rank
+
+            def held(name, at=at, rank=rank):
+                slot = getattr(table, f"{name}_slot")[at]
+                assert slot >= 0, f"{name} has no slot"
+                return buffers[name][rank][slot]
+
+            def hold(name, tag, at=at, rank=rank):
+                slot = getattr(table, f"{name}_slot")[at]
+                assert slot >= 0, f"{name} has no slot"
+                buffers[name][rank][slot] = tag
+
+            def check_input(stage=stage, microbatch=microbatch, held=held):
+                if stage > 0:
+                    assert held("input") == ("activation", stage - 1, microbatch)
+
+            if kind == Kind.IDLE:
+                continue
+            done.append((kind, stage, microbatch))
+            if kind == Kind.FORWARD:
+                check_input()
+                if backward == "residuals" and schedule.has_backward:
+                    hold("residual", ("residual", stage, microbatch))
+                if stage + 1 < stages:
+                    activations[rank] = ("activation", stage, microbatch)
+                continue
+            if backward == "residuals":
+                assert held("residual") == ("residual", stage, microbatch)
+            if kind == Kind.BACKWARD_WEIGHT:
+                assert held("stash") == ("stash", stage, microbatch)
+                continue
+            if backward == "recompute":
+                check_input()
+            if stage + 1 < stages:
+                assert held("gradient") == ("gradient", stage + 1, microbatch)
+            if kind == Kind.BACKWARD_INPUT:
+                hold("stash", ("stash", stage, microbatch))
+            if stage > 0:
+                gradients[rank] = ("gradient", stage, microbatch)
+        for name, sent, edges in (
+            ("input", activations, forward_edges[tick]),
+            ("gradient", gradients, backward_edges[tick]),
+        ):
+            assert sorted(sent) == [source for source, _ in edges]
+            arrived = {destination: sent[source] for source, destination in edges}
+            assert len(arrived) == len(edges)
+            for rank in range(p):
+                slot = getattr(table, f"receive_{name}_slot")[tick, rank]
+                assert (slot >= 0) == (rank in arrived)
+                if slot >= 0:
+                    buffers[name][rank][slot] = arrived[rank]
+    kinds = {"zero_bubble": [1, 3, 4], "forward": [1]}.get(schedule.name, [1, 2])
+    every = itertools.product(kinds, range(stages), range(schedule.microbatches))
+    assert sorted(done) == sorted(every)
+
+
+@given(schedule=schedules())
+@settings(max_examples=50, deadline=None)
+def test_slots_are_int32_and_edges_are_a_ring(schedule):
+    table = slots(schedule)
+    for field in dataclasses.fields(table):
+        value = getattr(table, field.name)
+        if isinstance(value, np.ndarray):
+            assert value.dtype == np.int32
+            assert value.shape == (len(schedule.ticks), schedule.ranks)
+    forward, backward = sends(schedule)
+    assert all((a + 1) % schedule.ranks == b for tick in forward for a, b in tick)
+    assert all((b + 1) % schedule.ranks == a for tick in backward for a, b in tick)
+    assert table.has_backward == (schedule.name != "forward")
+
+
+@given(schedule=schedules())
+@settings(max_examples=50, deadline=None)
+def test_gradients_are_added_in_the_order_of_microbatches(schedule):
+    for stage, kind in itertools.product(range(schedule.num_stages), Kind):
+        order = [
+            action.microbatch
+            for _, _, action in schedule.actions()
+            if action.stage == stage and action.kind == kind
+        ]
+        assert order == sorted(order)
+
+
+# -- broken tables ---------------------------------------------------------------------------------
+
+
+def edit(schedule, changes):
+    """The schedule with {(tick, rank): action} written over it."""
+    ticks = [list(row) for row in schedule.ticks]
+    for (tick, rank), action in changes.items():
+        ticks[tick][rank] = action
+    return dataclasses.replace(schedule, ticks=tuple(map(tuple, ticks)))
+
+
+@given(schedule=schedules(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_table_without_one_of_its_actions_is_refused(schedule, data):
+    tick, rank, _ = data.draw(st.sampled_from(list(schedule.actions())))
+    with pytest.raises(ValueError, match=r"rank \d+, tick \d+.*stage"):
+        check(edit(schedule, {(tick, rank): None}))
+
+
+@given(schedule=schedules(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_an_action_moved_before_what_it_needs_is_refused(schedule, data):
+    """Any action but a first stage's forward, moved into the tick of what it waits for."""
+    done = {(a.kind, a.stage, a.microbatch): t for t, _, a in schedule.actions()}
+    movable = [(t, r, a) for t, r, a in schedule.actions() if a.kind != Kind.FORWARD or a.stage > 0]
+    if not movable:
+        return
+    tick, rank, action = data.draw(st.sampled_from(movable))
+    before = {
+        Kind.FORWARD: (Kind.FORWARD, action.stage - 1, action.microbatch),
+        Kind.BACKWARD: (Kind.FORWARD, action.stage, action.microbatch),
+        Kind.BACKWARD_INPUT: (Kind.FORWARD, action.stage, action.microbatch),
+        Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT, action.stage, action.microbatch),
+    }[action.kind]
+    earlier = done[before]
+    # The two actions change places on this rank; on another rank's tick, whatever stood there.
+    other = schedule.ticks[earlier][rank]
+    with pytest.raises(ValueError, match=r"rank \d+, tick \d+: \w+ of microbatch \d+ on stage"):
+        check(edit(schedule, {(earlier, rank): action, (tick, rank): other}))
+
+
+def test_each_mistake_is_named():
+    good = make_schedule("zero_bubble", ranks=2, microbatches=2)
+    #   rank 0: F0 F1 -- I0 W0 ...    rank 1: -- F0 I0 F1 ...
+    forward = Action(Kind.FORWARD, 0, 1)
+    assert good.ticks[1][1] == forward
+    assert good.ticks[2] == (None, Action(Kind.BACKWARD_INPUT, 0, 1))
+    cases = [
+        ({(0, 1): forward}, "rank 1, tick 0: FORWARD of microbatch 0 on stage 1: before the out"),
+        ({(2, 0): Action(Kind.FORWARD, 0, 0)}, "rank 0, tick 2: .*: done before"),
+        ({(2, 0): Action(Kind.FORWARD, 1, 1)}, "rank 0, tick 2: .* stands on rank 1"),
+        ({(2, 0): Action(Kind.BACKWARD, 0, 0)}, "tick 2: .*: before the input gradient of stage 1"),
+        ({(2, 0): Action(Kind.BACKWARD_WEIGHT, 0, 0)}, "rank 0, tick 2: BACKWARD_WEIGHT"),
+        ({(1, 1): Action(Kind.BACKWARD_INPUT, 0, 1)}, "before the output of stage 1"),
+        ({(2, 0): Action(Kind.FORWARD, 2, 0)}, "2 stages and 2 microbatches"),
+        ({(2, 0): Action(Kind.IDLE, 0, 0)}, "an idle rank has None"),
+        ({(4, 0): None}, "rank 0, tick 7 .the end.: BACKWARD_WEIGHT .* is missing"),
+        # Both halves at once count as both: the weight gradient that follows is the second one.
+        ({(2, 1): Action(Kind.BACKWARD, 0, 1)}, "BACKWARD_WEIGHT of microbatch 0 .*: done before"),
+    ]  # fmt: skip
+    for changes, sentence in cases:
+        with pytest.raises(ValueError, match=sentence):
+            check(edit(good, changes))
+    check(good)
+    with pytest.raises(ValueError, match="tick 0: 1 entries for 2 ranks"):
+        check(dataclasses.replace(good, ticks=((None,), *good.ticks)))
+    with pytest.raises(ValueError, match="has no backward"):
+        check(dataclasses.replace(make_schedule("1f1b", ranks=2, microbatches=2), name="forward"))
+    with pytest.raises(ValueError, match="is missing"):
+        check(dataclasses.replace(forward_only(2, 2), name="1f1b"))
+
+
+def test_backward_may_be_split_for_some_microbatches_alone():
+    whole = make_schedule("1f1b", ranks=1, microbatches=2)
+    first = Action(Kind.BACKWARD_INPUT, 0, 0)
+    ticks = (
+        whole.ticks[0], (first,), *whole.ticks[2:], (first._replace(kind=Kind.BACKWARD_WEIGHT),),
+    )  # fmt: skip
+    mixed = dataclasses.replace(whole, ticks=ticks)
+    check(mixed)
+    assert slots(mixed).stash_slot[:, 0].tolist() == [-1, 0, -1, -1, 0]
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(UserError, match=r"only 'interleaved'.*Pipeline.virtual_stages=1"):
+        Pipeline(virtual_stages=2)
+    with pytest.raises(UserError, match="at least 2 virtual stages; set Pipeline.virtual_stages=2"):
+        Pipeline(schedule="interleaved")
+    with pytest.raises(UserError, match="Pipeline.microbatches=0; use at least 1"):
+        Pipeline(microbatches=0)
+    with pytest.raises(
+        UserError, match=r"microbatches=7 .*multiple of Mesh.pipe=4; the nearest is 8"
+    ):
+        make_schedule("interleaved", ranks=4, microbatches=7, virtual_stages=2)
+    with pytest.raises(UserError, match="only 'interleaved'"):
+        make_schedule("gpipe", ranks=4, microbatches=4, virtual_stages=2)
+    with pytest.raises(UserError, match="did you mean 'gpipe'"):
+        make_schedule("gpip", ranks=4, microbatches=4)
+    with pytest.raises(UserError, match="Mesh.pipe=0"):
+        make_schedule("gpipe", ranks=0, microbatches=4)
+    with pytest.raises(UserError, match="Pipeline.microbatches=0"):
+        forward_only(2, 0)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def every_cut(layers, stages):
+    for ends in itertools.combinations(range(1, layers), stages - 1):
+        bounds = (0, *ends, layers)
+        yield tuple(b - a for a, b in itertools.pairwise(bounds))
+
+
+# Costs that floats hold exactly, so that ties are ties.
+COSTS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.75, 3.0, 6.5])
+
+
+@given(st.integers(1, 11), st.integers(1, 6), COSTS, COSTS, st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_cuts_are_the_best_of_all(layers, stages, first_cost, last_cost, padded):
+    if layers < stages:
+        with pytest.raises(UserError, match=f"use num_layers={stages} or at most {layers} stages"):
+            cut_layers(layers, stages)
+        return
+    longest = -(-layers // stages) if padded else None
+
+    def costs(cut):
+        cost = list(cut)
+        cost[0] += first_cost
+        cost[-1] += last_cost
+        return cost
+
+    def key(cut):
+        ends = cut[0] + cut[-1]
+        return max(costs(cut)), sum(c * c for c in costs(cut)), ends, cut
+
+    allowed = (cut for cut in every_cut(layers, stages) if longest is None or max(cut) <= longest)
+    found = cut_layers(layers, stages, first_cost=first_cost, last_cost=last_cost, longest=longest)
+    assert sum(found) == layers
+    assert found == min(allowed, key=key)
+
+
+def test_the_head_takes_layers_from_its_stage():
+    assert cut_layers(12, 4) == (3, 3, 3, 3)
+    assert cut_layers(13, 4, last_cost=3.0) == (4, 4, 4, 1)
+    assert cut_layers(10, 4) == (2, 3, 3, 2)
+    assert cut_layers(2, 2, last_cost=100.0) == (1, 1)

@@ -1,0 +1,169 @@
+"""The simulated times against closed forms, and the picture against the simulation."""
+
+import io
+import itertools
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from jaxtrain.pipeline.schedules import Kind, forward_only, make_schedule
+from jaxtrain.pipeline.timeline import (
+    closed_form_bubble,
+    closed_form_peak,
+    closed_form_ticks,
+    draw,
+    simulate,
+    table,
+    timeline_figure,
+)
+
+CASES = [
+    (name, p, m * p if name == "interleaved" else m, v)
+    for name, p, m in itertools.product(
+        ("gpipe", "1f1b", "interleaved", "zero_bubble", "forward"), (1, 2, 3, 4, 7), (1, 2, 3, 8)
+    )
+    for v in ((2, 3) if name == "interleaved" else (1,))
+]
+
+
+def make(name, p, m, v=1):
+    if name == "forward":
+        return forward_only(p, m, v)
+    return make_schedule(name, ranks=p, microbatches=m, virtual_stages=v)
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
+def test_figures_are_the_closed_forms(name, p, m, v):
+    sizes = (name, p, m, v)
+    timeline = simulate(make(*sizes), backward=1.0)
+    assert timeline.ticks == closed_form_ticks(*sizes) == timeline.makespan
+    assert timeline.bubble_fraction == pytest.approx(closed_form_bubble(*sizes))
+    assert timeline.peak_live == closed_form_peak(*sizes)
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
+def test_time_is_what_the_papers_say_for_any_costs(name, p, m, v):
+    """The bubble of a rank is (p - 1)(F + B); for ZB-H1 (p - 1)(F + I - W) where m >= p."""
+    F, B, I, W = 1.0, 2.5, 1.25, 1.0  # noqa: E741 - the papers' letters
+    timeline = simulate(
+        make(name, p, m, v), forward=F, backward=B, backward_input=I, backward_weight=W
+    )
+    if name == "forward":
+        assert timeline.makespan == pytest.approx((m + p - 1) * F)
+    elif name == "zero_bubble":
+        if m >= 2 * p:
+            assert timeline.makespan == pytest.approx(m * (F + I + W) + (p - 1) * (F + I - W))
+    else:
+        assert timeline.makespan == pytest.approx((v * m + p - 1) * (F + B))
+        assert timeline.bubble_to_ideal == pytest.approx((p - 1) / (v * m))
+        assert timeline.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 7])
+def test_the_zero_bubble_schedule_has_a_third_of_the_bubble(p):
+    """Per rank (p - 1)(T_F + T_B - T_W) of idle time: arXiv 2401.10241, table 1."""
+    m = 3 * p
+    timeline = simulate(make("zero_bubble", p, m))
+    assert timeline.makespan - 3 * m == pytest.approx(p - 1)
+    whole = simulate(make("1f1b", p, m), backward=2.0)
+    assert whole.makespan - 3 * m == pytest.approx(3 * (p - 1))
+    assert max(timeline.peak_live) == max(whole.peak_live) == p
+
+
+def test_nothing_starts_before_what_it_needs_whatever_it_costs():
+    schedule = make("interleaved", 3, 6, 2)
+    costs = [1.0, 3.0, 0.5, 2.0, 1.0, 4.0]
+    timeline = simulate(schedule, stage_costs=costs)
+    at = {(s.action.kind, s.action.stage, s.action.microbatch): s for s in timeline.spans}
+    for (kind, stage, microbatch), span in at.items():
+        assert span.end - span.start == costs[stage] * (1.0 if kind == Kind.FORWARD else 2.0)
+        if kind == Kind.FORWARD and stage > 0:
+            assert span.start >= at[kind, stage - 1, microbatch].end
+        if kind == Kind.BACKWARD:
+            assert span.start >= at[Kind.FORWARD, stage, microbatch].end
+            if stage + 1 < schedule.num_stages:
+                assert span.start >= at[kind, stage + 1, microbatch].end
+    for rank in range(schedule.ranks):
+        mine = [span for span in timeline.spans if span.rank == rank]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+    # As early as can be: everything starts with the end of something, or at once.
+    ends = {0.0} | {span.end for span in timeline.spans}
+    assert all(span.start in ends for span in timeline.spans)
+
+
+def test_in_lockstep_a_tick_lasts_as_long_as_its_longest_action():
+    p, m = 4, 8
+    # GPipe never has both kinds in one tick. In 1F1B every tick has a backward on some rank but
+    # for the first p, until the last rank turns around.
+    gpipe, one = make("gpipe", p, m), make("1f1b", p, m)
+    assert simulate(gpipe, backward=2.0, lockstep=True).makespan == 3 * (m + p - 1)
+    ticks = 2 * (m + p - 1)
+    assert simulate(one, backward=2.0, lockstep=True).makespan == p + 2 * (ticks - p)
+    assert simulate(one, backward=2.0).lockstep_makespan == p + 2 * (ticks - p)
+    starts = {}
+    actions = zip(one.actions(), simulate(one, lockstep=True).spans, strict=True)
+    for (tick, _, _), span in actions:
+        assert starts.setdefault(tick, span.start) == span.start
+
+
+def test_the_table_shows_what_was_measured():
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table(simulate(make("interleaved", 4, 8, 2))))
+    text = console.file.getvalue()
+    rows = {
+        cells[1].strip(): (cells[2].strip(), cells[3].strip())
+        for cells in (line.split("│") for line in text.splitlines())
+        if len(cells) == 5
+    }
+    assert rows["ticks"] == ("38", "38")
+    assert rows["bubble to ideal, in ticks"] == ("18.8%", "18.8%")  # 3 / 16
+    assert rows["peak live microbatches"] == ("11 9 7 5", "11 9 7 5")
+    assert rows["makespan"][0] == "57"  # 3 x (16 + 3)
+
+
+def test_the_picture_shows_every_action_with_its_number():
+    timeline = simulate(make("zero_bubble", 3, 12))
+    (axes,) = timeline_figure(timeline).axes
+    numbers = sorted((*text.get_position(), text.get_text()) for text in axes.texts)
+    assert numbers == sorted(
+        ((span.start + span.end) / 2, span.rank, str(span.action.microbatch))
+        for span in timeline.spans
+    )
+    boxes = sorted(
+        (path.vertices[:, 0].min(), path.vertices[:, 0].max(), path.vertices[:, 1].mean())
+        for collection in axes.collections
+        for path in collection.get_paths()
+    )
+    assert len(boxes) == len(timeline.spans)
+    assert [box[:2] for box in boxes] == sorted((s.start, s.end) for s in timeline.spans)
+    assert "bubble 5.3%" in axes.get_title(loc="left")  # 2 / 38
+    assert "peak live microbatches 3" in axes.get_title(loc="left")
+    hatched = [c for c in axes.collections if c.get_hatch()]
+    assert len(hatched) == 3
+
+
+def test_kinds_and_chunks_differ_in_grey():
+    timeline = simulate(make("interleaved", 2, 4, 2))
+    (axes,) = timeline_figure(timeline).axes
+    greys = {
+        round(float(collection.get_facecolor()[0][:3] @ [0.299, 0.587, 0.114]), 3)
+        for collection in axes.collections
+    }
+    assert len(greys) == 4
+    assert min(b - a for a, b in itertools.pairwise(sorted(greys))) > 0.03
+
+
+def test_too_many_boxes_are_drawn_without_numbers_and_the_title_says_so():
+    (axes,) = timeline_figure(simulate(make("gpipe", 2, 600))).axes
+    assert len(axes.texts) == 0
+    assert "too many to number" in axes.get_title(loc="left")
+
+
+def test_the_file_is_a_picture(tmp_path):
+    draw(simulate(make("1f1b", 4, 8)), tmp_path / "timeline.png")
+    with Image.open(tmp_path / "timeline.png") as image:
+        image.load()
+        assert image.format == "PNG"
+        assert 700 <= image.width <= 4800
+        assert 250 <= image.height <= 2000
