@@ -13,11 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxtrain import doctor, report
+from jaxtrain import verify as verification
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.mesh import offer_cpu_devices
-from jaxtrain.metrics import previous_attempt, write_exit
+from jaxtrain.metrics import previous_attempt, write_atomically, write_exit
+from jaxtrain.pipeline.schedules import make_schedule
+from jaxtrain.pipeline.stages import deal
+from jaxtrain.pipeline.timeline import draw, simulate, table
 from jaxtrain.settings import QUICKSTART, Config, load_config
+from jaxtrain.step import parameter_shapes
 from jaxtrain.train import Preempted, Trainer
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
@@ -171,6 +176,57 @@ def inspect(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def verify(arguments: argparse.Namespace) -> int:
+    """Proves a shrunk configuration on simulated devices."""
+    name, file = arguments.config, None if arguments.json is None else Path(arguments.json)
+    config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UserError(f"--json {file}: there is no folder {file.absolute().parent}")
+    verification.simulate()
+    console = _console()
+    with verification.showing(console) as show:
+        found = verification.verify(config, on_small=show.small, on_proof=show.proof)
+    verification.show_end(console, found)
+    if file is not None:
+        write_atomically(file, json.dumps({"config": name, **found.to_json()}, indent=2).encode())
+    return DONE if found.passed else FAILED
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """Simulates the pipeline's schedule and draws it."""
+    config = load_config(
+        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
+    )
+    pipeline, model, ranks = config.pipeline, config.train.model, config.mesh.pipe
+    if ranks == -1:
+        raise UserError("Mesh.pipe=-1: a timeline needs a number of ranks; use Mesh.pipe=4")
+    if "layers" not in model.settings:
+        raise UserError(
+            f"Train.model=@{type(model).__name__}() has no stack of layers to cut into stages; "
+            "use a transformer such as @GPT()"
+        )
+    cut = deal(parameter_shapes(model.build), ranks, pipeline.virtual_stages).cut
+    schedule = make_schedule(
+        pipeline.schedule,
+        ranks=ranks,
+        microbatches=pipeline.microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )
+    # In forwards of a layer; recomputing a stage is one more forward before its backward.
+    again = 1.0 if pipeline.backward == "recompute" else 0.0
+    simulated = simulate(schedule, backward=2 + again, backward_input=1 + again, stage_costs=cut)
+    console = _console()
+    console.print(table(simulated))
+    console.print(f"Layers on each stage: {', '.join(map(str, cut))}")
+    if arguments.png:
+        picture = Path(arguments.png)
+        if not picture.absolute().parent.is_dir():
+            raise UserError(f"--png {picture}: there is no folder {picture.absolute().parent}")
+        draw(simulated, picture)
+        console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
+    return DONE
+
+
 def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Trainer:
     """The trainer of a run's folder with its newest checkpoint restored, changing nothing there."""
     folder = _existing_run(workdir)
@@ -235,6 +291,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read every array and check it against its fingerprint",
     )
+
+    command = _add(commands, "verify", verify, "proves a config, shrunk, on 8 simulated devices")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument("--json", metavar="FILE", help="write the table into this file too")
+    _add_config_options(command)
+
+    command = _add(commands, "timeline", timeline, "simulates the pipeline schedule and draws it")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument("--png", metavar="FILE", help="draw the schedule into this file")
+    _add_config_options(command)
 
     _add(commands, "doctor", lambda _: doctor.show(_console()), "prints versions, devices, extras")
     return parser

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
+from jaxtrain import context
 from jaxtrain.config import configurable
+from jaxtrain.context import KEYS, QUERIES, SEGMENTS, ContextParallel
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import activation_spec, on_each_device, shard
+from jaxtrain.ring import ring_attention
+from jaxtrain.sharding import activation_spec, current_layout, on_each_device, shard
 
 Kernel = Literal["reference", "xla", "cudnn", "tpu"]
-
-QUERIES = ("batch", "length", "heads", "head_dim")
-KEYS = ("batch", "length", "kv_heads", "head_dim")
-SEGMENTS = ("batch", "length")
 
 # The TPU kernel works on whole tiles of this many queries and keys.
 TPU_TILE = 128
@@ -30,16 +29,20 @@ TPU_TILE = 128
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Which attention kernel runs.
+    """Which attention kernel runs, and how where a sequence is split over the mesh.
 
     Attributes:
       kernel: 'reference' (plain einsums in float32, every mask, every dtype); 'xla'
         (jax.nn.dot_product_attention as XLA compiles it, every mask); 'cudnn' (cuDNN's flash
         attention, NVIDIA GPUs); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
         What a kernel cannot do is refused, never handed to another one.
+      context_parallel: what Mesh.context above 1 does: 'ring' sends keys and values around
+        (kernels 'reference' and 'xla', whose products the ring does block by block); 'ulysses'
+        exchanges heads for whole sequences, with any kernel.
     """
 
     kernel: Kernel = "xla"
+    context_parallel: ContextParallel = "ring"
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +88,12 @@ def attention(
     mask: Mask,
     *,
     kernel: str = "reference",
+    context_parallel: str = "ring",
 ) -> Float[Array, "B T N H"]:
     """softmax(q k / sqrt(H)) v over the visible keys, softmax in float32, N a multiple of K.
+
+    Where the layout splits sequences, `context_parallel` says how they are put together, and the
+    tokens must lie as `jaxtrain.context.along_context` lays them for it.
 
     Raises:
       UserError: while tracing, if the kernel cannot do this; all reasons in one message.
@@ -103,8 +110,33 @@ def attention(
         T=q_BTNH.shape[1],
         S=k_BSKH.shape[1],
     )
+    parts, layout = context.split(), current_layout()
+    if parts > 1:
+        assert layout is not None, "only a layout splits"
+        refusals += context.refuse_context(
+            context_parallel,
+            context=parts,
+            length=q_BTNH.shape[1],
+            tensor=layout.size(layout.activation(("heads",))[0]),
+            num_heads=q_BTNH.shape[2],
+            kernel=kernel,
+        )
     if refusals:
         raise UserError("\n".join(refusals))
+    if parts > 1:
+        assert mask.query_start is None, "a key-value cache is not split"
+        if context_parallel == "ulysses":
+            return context.ulysses(_ON_ONE_DEVICE[kernel], q_BTNH, k_BSKH, v_BSKH, mask)
+        return ring_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            causal=mask.causal,
+            window=mask.window,
+            segment_ids_BT=mask.segment_ids_BT,
+            segment_ids_BS=mask.segment_ids_BS,
+            exact=kernel == "reference",
+        )
     return _KERNELS[kernel](q_BTNH, k_BSKH, v_BSKH, mask)
 
 
@@ -285,7 +317,7 @@ def _tpu(
 
 
 def _tpu_on_one_device(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool = False
 ) -> jax.Array:
     T, N, H = q_BTNH.shape[1:]
     S = k_BSKH.shape[1]
@@ -354,3 +386,4 @@ _KERNELS: dict[str, Callable[..., jax.Array]] = {
     "cudnn": _cudnn,
     "tpu": _tpu,
 }
+_ON_ONE_DEVICE = {**_KERNELS, "cudnn": _cudnn_on_one_device, "tpu": _tpu_on_one_device}

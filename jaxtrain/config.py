@@ -331,6 +331,13 @@ def _fit(value: Any, annotation: Any) -> tuple[bool, Any]:
             return False, value
         fitted = [_fit(item, kind) for item, kind in zip(value, kinds, strict=True)]
         return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
+    if origin is dict:
+        if not isinstance(value, dict):
+            return False, value
+        keys = [_fit(key, arguments[0]) for key in value]
+        values = [_fit(item, arguments[1]) for item in value.values()]
+        fits = all(fit for fit, _ in (*keys, *values))
+        return fits, {key: item for (_, key), (_, item) in zip(keys, values, strict=True)}
     if annotation is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number, float(value) if number else value

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.attention import Mask
 from jaxtrain.errors import UserError
-from jaxtrain.layers import Cache, Execution
+from jaxtrain.layers import Cache, Execution, copies_of_kv_heads
 from jaxtrain.sharding import shard
 from jaxtrain.step import Program, TrainState
 from jaxtrain.transformer import hidden
@@ -131,8 +131,9 @@ def _run(
 
 def empty_cache(sizes: Any, batch: int, S: int, dtype: jnp.dtype) -> Cache:
     """A cache with room for S tokens a row."""
-    shape = (sizes.num_layers, batch, S, sizes.num_kv_heads, sizes.head_dim)
-    axes = ("layers", "batch", "length", "kv_heads", "head_dim")
+    heads = sizes.num_kv_heads * copies_of_kv_heads(sizes.num_kv_heads)
+    shape = (sizes.num_layers, batch, S, heads, sizes.head_dim)
+    axes = ("layers", "inner_batch", "length", "kv_heads", "head_dim")
     zeros = shard(jnp.zeros(shape, dtype), axes)
     return Cache(zeros, zeros, jnp.zeros((), jnp.int32))
 

@@ -5,6 +5,7 @@ L layers.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.sharding import (
+    Layout,
     activation_spec,
     current_layout,
     gather,
@@ -25,6 +28,8 @@ from jaxtrain.sharding import (
     logical_axes,
     on_each_device,
     parts_of,
+    shard,
+    without,
 )
 
 Initializer = Callable[..., jax.Array]
@@ -58,9 +63,12 @@ class Execution:
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention with this run's kernel; shapes as in `jaxtrain.attention.attention`."""
-        return attention(
-            q, k, v, mask, kernel=self.kernel, context_parallel=self.context_parallel
+        mask = dataclasses.replace(
+            mask,
+            segment_ids_BT=_rows_inside(mask.segment_ids_BT),
+            segment_ids_BS=_rows_inside(mask.segment_ids_BS),
         )
+        return attention(q, k, v, mask, kernel=self.kernel, context_parallel=self.context_parallel)
 
     def over_layers(
         self, layer_fn: Callable[..., Any], x: jax.Array, layers: Any, per_layer: Any = None
@@ -116,6 +124,11 @@ class Execution:
         return x, outs
 
 
+def _rows_inside(x_BT: jax.Array | None) -> jax.Array | None:
+    """Per-token numbers where the rows of queries and keys are."""
+    return None if x_BT is None else shard(x_BT, ("inner_batch", "length"))
+
+
 def param(
     key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer
 ) -> nnx.Param:
@@ -157,8 +170,77 @@ def contract(
       out: the logical axes of the result. Needed where the contraction runs over a sharded
         dimension, since there the result can be laid out in more than one way.
     """
+    value, layout = gather(weight).astype(x.dtype), current_layout()
     spec = None if out is None else activation_spec(out)
-    return jnp.einsum(equation, x, gather(weight).astype(x.dtype), out_sharding=spec)
+    if layout is not None:
+        axes = logical_axes(weight)[-value.ndim :]
+        value = _repeat_heads(value, axes, layout)
+        if layout.tensor_layout != "1d":
+            x, spec = _meet(equation, x, layout.weight(axes), out, layout)
+    return jnp.einsum(equation, x, value, out_sharding=spec)
+
+
+def copies_of_kv_heads(num_kv_heads: int) -> int:
+    """How often each kv head is computed: more than once where they do not divide over `tensor`.
+
+    K heads over t devices become lcm(K, t): each device has as many, and the ones that its query
+    heads attend to. Their weights are replicated over `tensor`.
+    """
+    layout = current_layout()
+    if layout is None:
+        return 1
+    devices = layout.size(layout.activation(("kv_heads",))[0])
+    return math.lcm(num_kv_heads, devices) // num_kv_heads
+
+
+def _repeat_heads(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
+    """The weight with its kv heads repeated and split; other weights as they are."""
+    if "kv_heads" not in axes or "kv_heads" not in layout.whole:
+        return weight
+    dim = axes.index("kv_heads")
+    # The weight, not the keys that it makes: each device computes its own head alone.
+    repeated = jnp.repeat(weight, copies_of_kv_heads(weight.shape[dim]), axis=dim)
+    split = dataclasses.replace(layout, whole=frozenset())
+    return jax.sharding.reshard(repeated, split.weight(axes))
+
+
+# What the letters of an equation mean; B is the inner batch beside one of _INNER.
+_MEANING = {
+    "B": "batch", "T": "length", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads",
+    "H": "head_dim", "V": "vocab", "P": "qkv",
+}  # fmt: skip
+_INNER = frozenset("FNK")
+
+
+def _meaning(letters: str) -> tuple[str, ...]:
+    names = {**_MEANING, "B": "inner_batch"} if _INNER & set(letters) else _MEANING
+    return tuple(names[letter] for letter in letters)
+
+
+def _meet(
+    equation: str,
+    x: jax.Array,
+    weight_spec: P,
+    out: tuple[str, ...] | None,
+    layout: Layout,
+) -> tuple[jax.Array, P]:
+    """The activation as its product with a weight wants it, and the spec of the product.
+
+    Along the contracted dimension x is split as the weight is: gathered where the weight is whole,
+    so that no sum is left, or kept where it is split, so that partial sums are reduce-scattered
+    into the result. Along its other dimensions x is gathered over the axes that split the weight.
+    """
+    operands, result = equation.split("->")
+    left, right = operands.split(",")
+    of_weight = dict(zip(right, weight_spec, strict=True))
+    taken = {name for part in weight_spec for name in parts_of(part)}
+    own = layout.activation(_meaning(left))
+    parts = [
+        of_weight[letter] if letter in of_weight else without(part, taken)
+        for letter, part in zip(left, own, strict=True)
+    ]
+    spec = layout.activation(_meaning(result) if out is None else out)
+    return jax.sharding.reshard(x, P(*parts)), spec
 
 
 def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:
@@ -176,36 +258,47 @@ def embed(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
     table_VD, layout = gather(table), current_layout()
     if layout is None:
         return table_VD[tokens_BT]
-    spec = layout.activation(("batch", "length", "embed"))
     table_spec = layout.weight(logical_axes(table))
     tokens_spec = layout.activation(("batch", "length"))
+    spec = P(*tokens_spec, None)
     axes = parts_of(table_spec[0])
 
-    def lookup(tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
-        if not axes:
-            return rows_VD[tokens_BT]
-        V = rows_VD.shape[0]
-        place_BT = tokens_BT - jax.lax.axis_index(axes) * V
+    def places(tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which of the device's rows each token has, and whether it is the device's at all."""
+        V = table_VD.shape[0] // layout.size(axes)
+        place_BT = tokens_BT - (jax.lax.axis_index(axes) * V if axes else 0)
         here_BT = (place_BT >= 0) & (place_BT < V)
-        found_BTD = rows_VD[jnp.where(here_BT, place_BT, 0)]
-        return jax.lax.psum(jnp.where(here_BT[..., None], found_BTD, 0), axes)
+        return jnp.where(here_BT, place_BT, 0), here_BT[..., None]
+
+    def lookup(tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
+        place_BT, here_BT1 = places(tokens_BT)
+        return _sum_over(axes, jnp.where(here_BT1, rows_VD[place_BT], 0))
+
+    def add_rows(tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
+        place_BT, here_BT1 = places(tokens_BT)
+        shape = (table_VD.shape[0] // layout.size(axes), gradient_BTD.shape[-1])
+        rows_VD = jnp.zeros(shape, gradient_BTD.dtype)
+        rows_VD = rows_VD.at[place_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
+        return _sum_over(tuple(n for part in tokens_spec for n in parts_of(part)), rows_VD)
 
     @jax.custom_vjp
     def embedded(table_VD: jax.Array) -> jax.Array:
         return on_each_device(lookup, (tokens_spec, table_spec), spec)(tokens_BT, table_VD)
 
-    def forward(table_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return embedded(table_VD), table_VD
+    def forward(table_VD: jax.Array) -> tuple[jax.Array, None]:
+        return embedded(table_VD), None
 
-    def backward(table_VD: jax.Array, gradient_BTD: jax.Array) -> tuple[jax.Array]:
-        # The transpose of the sum would be another one; a scatter-add of the rows is all it takes.
-        def plain(table_VD: jax.Array) -> jax.Array:
-            return table_VD.at[tokens_BT].get(out_sharding=spec)
-
-        return jax.linear_transpose(plain, table_VD)(gradient_BTD)
+    def backward(_: None, gradient_BTD: jax.Array) -> tuple[jax.Array]:
+        # By hand: the transpose of the sum would be another one, and the compiler's own scatter-add
+        # gathers every device's activations where those are fewer bytes than the table.
+        return (on_each_device(add_rows, (tokens_spec, spec), table_spec)(tokens_BT, gradient_BTD),)
 
     embedded.defvjp(forward, backward)
-    return embedded(table_VD)
+    return shard(embedded(table_VD), ("batch", "length", "embed"))
+
+
+def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, axes) if axes else x
 
 
 def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: float) -> jax.Array:
@@ -233,6 +326,7 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -
       positions_BT: int32 places of the tokens in their documents.
       frequencies: float32 [H/2], radians a place.
     """
+    positions_BT = shard(positions_BT, ("inner_batch", "length"))
     angle_BTH = positions_BT[:, :, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle_BTH)[:, :, None, :], jnp.sin(angle_BTH)[:, :, None, :]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)

@@ -80,16 +80,16 @@ def next_token(
 ) -> tuple[Sums, Any]:
     """Sums of a language model's losses over a batch: `loss` and `weight` (targets that count),
     and the layers' auxiliary sums."""
-    batch = spread(batch)
+    batch = spread(batch, execution.context_parallel)
     h_BTD, _, auxiliary = hidden(
         model, batch.inputs, batch.positions, document_mask(batch), execution
     )
     return {**token_losses(model, h_BTD, batch, settings, train=train), **auxiliary}, statistics
 
 
-def spread(batch: Batch) -> Batch:
+def spread(batch: Batch, context_parallel: str) -> Batch:
     """A batch of text laid out over the mesh as activations are: rows, and places over context."""
-    return jax.tree.map(along_context, batch)
+    return jax.tree.map(lambda x_BT: along_context(x_BT, context_parallel), batch)
 
 
 def document_mask(batch: Batch) -> Mask:

@@ -3,12 +3,16 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, did_you_mean, nearest_divisor, nearest_multiple
+from jaxtrain.tables import TensorLayout, factor_tensor
 
 # Outermost (slowest links) first: an axis is added by naming it here, in Mesh, and in the tables of
 # sharding.py.
@@ -28,6 +32,9 @@ class Mesh:
       context: devices that share each sequence (ring attention or Ulysses).
       tensor: devices that share each matrix product (Megatron tensor parallelism).
       simulated_devices: run on this many simulated CPU devices; 0 uses the devices that are there.
+      dcn: over how many slices an axis goes, where slices are joined by the data-centre network:
+        {'data': 2} is 2 slices, each with half of `data` and all of the other axes. Sizes above
+        count the devices of all slices.
     """
 
     pipe: int = 1
@@ -37,6 +44,8 @@ class Mesh:
     context: int = 1
     tensor: int = 1
     simulated_devices: int = 0
+    # A dict does not hash; two meshes that differ in it alone may share a hash.
+    dcn: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for axis in MESH_AXES:
@@ -50,6 +59,13 @@ class Mesh:
             )
         if self.simulated_devices < 0:
             raise UserError(f"Mesh.simulated_devices={self.simulated_devices}; use 0 or more")
+        for axis, slices in self.dcn.items():
+            if axis not in MESH_AXES:
+                raise UserError(
+                    f"Mesh.dcn={self.dcn}: no mesh axis {axis!r}{did_you_mean(axis, MESH_AXES)}"
+                )
+            if slices < 1:
+                raise UserError(f"Mesh.dcn={self.dcn}: {axis} goes over at least 1 slice")
 
     def sizes(self, device_count: int) -> dict[str, int]:
         """The size of every axis on this many devices.
@@ -64,14 +80,24 @@ class Mesh:
         free = [axis for axis, size in sizes.items() if size == -1]
         if free and device_count % fixed == 0:
             sizes[free[0]] = device_count // fixed
-            return sizes
-        if not free and fixed == device_count:
+            fixed = device_count
+        if fixed == device_count and -1 not in sizes.values():
+            self._refuse_cut_axes(sizes)
             return sizes
         raise UserError(
             f"{written}: the product {fixed}{' (without the -1)' if free else ''} does not "
             f"{'divide' if free else 'equal'} the {device_count} {_devices(device_count)} there "
             f"{'are' if device_count != 1 else 'is'}; {self._way_out(sizes, fixed, device_count)}"
         )
+
+    def _refuse_cut_axes(self, sizes: dict[str, int]) -> None:
+        for axis, slices in self.dcn.items():
+            if sizes[axis] % slices:
+                raise UserError(
+                    f"Mesh.dcn={self.dcn}: {slices} slices do not divide Mesh.{axis}={sizes[axis]};"
+                    f" the nearest number of slices is {nearest_divisor(sizes[axis], slices)}, or "
+                    f"set Mesh.{axis}={nearest_multiple(sizes[axis], slices)}"
+                )
 
     def _way_out(self, sizes: dict[str, int], fixed: int, device_count: int) -> str:
         if -1 not in sizes.values():
@@ -116,17 +142,124 @@ def simulate_devices(count: int) -> None:
         )
 
 
-def make_mesh(settings: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    settings: Mesh,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    tensor_layout: TensorLayout = "1d",
+    tensor_depth: int = 1,
+) -> jax.sharding.Mesh:
     """The mesh of all devices (or of `devices`), every axis explicit.
 
     Explicit axes make a sharding part of an array's type, so a layout that does not hold together
     is an error while tracing; in automatic mode gradients came back without their fsdp sharding.
+
+    Args:
+      settings: the sizes.
+      devices: in any order; neighbours of an axis are chosen by the links between them.
+      tensor_layout, tensor_depth: as in Sharding: other layouts than 1d have axes `row` and
+        `depth` beside a smaller `tensor`.
+
+    Raises:
+      UserError: the sizes do not fit the devices or their slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = settings.sizes(len(devices))
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Explicit,) * len(sizes),
-        devices=devices,
+    factors = factor_tensor(tensor_layout, sizes.pop("tensor"), tensor_depth)
+    slices = slices_of(devices, settings.dcn)
+    if len(slices) == 1:
+        return jax.make_mesh(
+            (*sizes.values(), *factors.values()),
+            (*sizes, *factors),
+            axis_types=_explicit(sizes, factors),
+            devices=devices,
+        )
+    if tensor_layout != "1d" and settings.dcn.get("tensor", 1) > 1:
+        raise UserError(
+            f"Mesh.dcn={settings.dcn}: the grid of Sharding.tensor_layout={tensor_layout!r} stays "
+            "within a slice; give the slices to data or fsdp"
+        )
+    order = order_over_slices({**sizes, **factors}, settings.dcn, slices)
+    return jax.sharding.Mesh(order, (*sizes, *factors), axis_types=_explicit(sizes, factors))
+
+
+def abstract_mesh(
+    settings: Mesh,
+    device_count: int,
+    *,
+    tensor_layout: TensorLayout = "1d",
+    tensor_depth: int = 1,
+) -> jax.sharding.AbstractMesh:
+    """The names and sizes of `make_mesh` without devices.
+
+    Raises:
+      UserError: the sizes do not fit this many devices.
+    """
+    sizes = settings.sizes(device_count)
+    factors = factor_tensor(tensor_layout, sizes.pop("tensor"), tensor_depth)
+    return jax.sharding.AbstractMesh(
+        (*sizes.values(), *factors.values()),
+        (*sizes, *factors),
+        axis_types=_explicit(sizes, factors),
     )
+
+
+def _explicit(*axes: Mapping[str, int]) -> tuple[AxisType, ...]:
+    return (AxisType.Explicit,) * sum(map(len, axes))
+
+
+def slices_of(devices: Sequence[jax.Device], dcn: Mapping[str, int]) -> list[list[jax.Device]]:
+    """The devices by slice: as they say themselves, else (CPUs, hosts of GPUs) runs of equal length.
+
+    Raises:
+      UserError: `dcn` has another number of slices than there are.
+    """
+    wanted = math.prod(dcn.values())
+    known: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        if hasattr(device, "slice_index"):
+            known.setdefault(device.slice_index, []).append(device)
+    # GPUs take each host for a slice, and in the order of hosts a mesh needs no `dcn`.
+    told = len(known) > 1 and (wanted > 1 or devices[0].platform == "tpu")
+    if told or (wanted > 1 and devices[0].platform == "tpu"):
+        if len(known) != wanted:
+            raise UserError(
+                f"Mesh.dcn={dict(dcn)} has {wanted} {_slices(wanted)}, but the devices stand in "
+                f"{len(known)}; {_dcn_way_out(len(known))}"
+            )
+        return [known[index] for index in sorted(known)]
+    if len(devices) % wanted:
+        raise UserError(
+            f"Mesh.dcn={dict(dcn)} has {wanted} slices, which do not divide the {len(devices)} "
+            f"devices; the nearest number is {nearest_divisor(len(devices), wanted)}"
+        )
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    size = len(devices) // wanted
+    return [ordered[i : i + size] for i in range(0, len(devices), size)]
+
+
+def _slices(count: int) -> str:
+    return "slices" if count != 1 else "slice"
+
+
+def _dcn_way_out(slices: int) -> str:
+    return "set Mesh.dcn={}" if slices == 1 else f"set for example Mesh.dcn={{'data': {slices}}}"
+
+
+def order_over_slices(
+    sizes: Mapping[str, int], dcn: Mapping[str, int], slices: list[list[jax.Device]]
+) -> np.ndarray:
+    """Devices in the shape of the mesh: steps along an axis leave a slice as seldom as they can.
+
+    Args:
+      sizes: every axis of the mesh, over all slices.
+      dcn: slices along an axis; 1 where it is missing.
+      slices: the devices of each slice.
+    """
+    outer = [dcn.get(axis, 1) for axis in sizes]
+    inner = [size // count for size, count in zip(sizes.values(), outer, strict=True)]
+    blocks = np.empty(len(slices), dtype=object)
+    for i, devices in enumerate(slices):
+        # Within a slice by its links, as jax.make_mesh does it: the last axes get the closest ones.
+        blocks[i] = mesh_utils.create_device_mesh(inner, devices)
+    return np.block(blocks.reshape(outer).tolist())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain.errors import UserError
@@ -67,6 +68,29 @@ class NonFiniteLossError(FloatingPointError):
             "Optimizer.clip_norm, and go on from the last checkpoint"
         )
         self.step = step
+
+
+def shares(weight: jax.Array) -> jax.Array:
+    """Each replica's part of the whole weight, float32 [k]; equal parts where nothing counts."""
+    total = weight.sum()
+    return jnp.where(total > 0, weight / jnp.maximum(total, 1.0), 1.0 / weight.size)
+
+
+@jax.jit
+def means(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars of metrics that may hold one number for each replica [k], weighed with `weight` [k].
+
+    Where replicas take steps without waiting for one another this is what makes them meet, so it
+    is called for the steps that are written and for no other.
+    """
+    if "weight" not in metrics:
+        return dict(metrics)
+    share = shares(metrics["weight"])
+    return {
+        name: (value * share).sum() if jnp.ndim(value) else value
+        for name, value in metrics.items()
+        if name != "weight"
+    }
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -133,7 +157,8 @@ class MetricsLog:
 
         Args:
           step: number of optimizer steps done with this one.
-          metrics: device scalars; `loss` is among them.
+          metrics: device scalars, `loss` among them; or vectors, as `means` takes them, whose
+            losses are looked at only where they are written, evaluated or saved.
 
         Raises:
           NonFiniteLossError: an earlier step's loss, now read, is not finite.
@@ -159,7 +184,8 @@ class MetricsLog:
           NonFiniteLossError: a loss, now read, is not finite.
         """
         while self._pending:
-            self._settle(self._pending.popleft())
+            dispatched = self._pending.popleft()
+            self._settle(dispatched, last=not self._pending)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -190,16 +216,23 @@ class MetricsLog:
             if self._files is not None:
                 self._files.close()
 
-    def _settle(self, dispatched: _Dispatched) -> None:
-        """Waits for one step and writes its line if it has one."""
-        step = dispatched.step
-        # device_get is an explicit transfer, which jax_transfer_guard="disallow" lets through.
-        loss = float(jax.device_get(dispatched.metrics["loss"]))
-        finite = math.isfinite(loss)
+    def _settle(self, dispatched: _Dispatched, *, last: bool = False) -> None:
+        """Waits for one step and writes its line if it has one; `last` looks at its loss anyway."""
+        step, metrics = dispatched.step, dispatched.metrics
         # Step 1 of the run, not of the attempt: a resumed run writes the same lines as one that
         # was never interrupted.
-        if step % self._log_every == 0 or step in (1, self._total_steps) or not finite:
-            self._write(step, jax.device_get(dict(dispatched.metrics)))
+        due = step % self._log_every == 0 or step in (1, self._total_steps)
+        finite = True
+        if "weight" in metrics and not (due or last):
+            # A loss that is not finite leaves parameters that are not: a later step shows it.
+            jax.block_until_ready(metrics["loss"])
+        else:
+            metrics = means(metrics) if "weight" in metrics else metrics
+            # device_get is an explicit transfer, which jax_transfer_guard="disallow" lets through.
+            loss = float(jax.device_get(metrics["loss"]))
+            finite = math.isfinite(loss)
+        if due or not finite:
+            self._write(step, jax.device_get(dict(metrics)))
         elif step == self._first_step + 1:
             # A resumed attempt's first step compiles: it opens no window.
             self._open_window(step)

@@ -1,21 +1,28 @@
 """Refuses a configuration that cannot run: every violation in one message, before any compile."""
 
-from collections.abc import Iterator
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType
 
 from jaxtrain.attention import Attention, refuse
+from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
+from jaxtrain.exchange.settings import refuse as refuse_exchange
+from jaxtrain.experts import refuse_capacity
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
-from jaxtrain.mesh import MESH_AXES
+from jaxtrain.mesh import MESH_AXES, abstract_mesh, make_mesh
 from jaxtrain.optimizer import make_schedule
+from jaxtrain.pipeline.schedules import cut_layers
+from jaxtrain.pipeline.schedules import make_schedule as make_pipeline
 from jaxtrain.remat import Remat
 from jaxtrain.settings import Config
-from jaxtrain.sharding import RULES, Layout, MeshAxes, is_variable, logical_axes, parts_of
+from jaxtrain.sharding import Layout, is_variable, logical_axes, parts_of
+from jaxtrain.tables import RULES, MeshAxes, refuse_tensor_layout
 
 
 def check(config: Config, *, device_count: int, platform: str) -> None:
@@ -31,6 +38,10 @@ def check(config: Config, *, device_count: int, platform: str) -> None:
         layout = abstract_layout(config, device_count)
         found += _batch(config, layout)
         found += _sizes(config, layout)
+        found += refuse_exchange(config.exchange, layout.mesh.shape)
+        found += _context(config, layout)
+        found += _experts(config, layout)
+        found += _stages(config, layout)
     found += _model_and_data(config, platform)
     found += _schedule(config)
     if found:
@@ -39,11 +50,33 @@ def check(config: Config, *, device_count: int, platform: str) -> None:
 
 def abstract_layout(config: Config, device_count: int) -> Layout:
     """The layout on a mesh of names and sizes alone."""
-    sizes = config.mesh.sizes(device_count)
-    mesh = jax.sharding.AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes)
+    mesh = abstract_mesh(
+        config.mesh,
+        device_count,
+        tensor_layout=config.sharding.tensor_layout,
+        tensor_depth=config.sharding.tensor_depth,
     )
-    return Layout(mesh, config.sharding.zero, config.sharding.sequence_parallel)
+    return _layout_on(mesh, config)
+
+
+def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layout:
+    """The layout on all devices, or on these.
+
+    Raises:
+      UserError: the devices stand in other slices than `Mesh.dcn` says.
+    """
+    mesh = make_mesh(
+        config.mesh,
+        devices,
+        tensor_layout=config.sharding.tensor_layout,
+        tensor_depth=config.sharding.tensor_depth,
+    )
+    return _layout_on(mesh, config)
+
+
+def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Config) -> Layout:
+    num_kv_heads = getattr(config.train.model, "num_kv_heads", None)
+    return Layout.of(mesh, config.sharding, num_kv_heads)
 
 
 def _mesh(config: Config, device_count: int) -> Iterator[str]:
@@ -64,18 +97,28 @@ def _mesh(config: Config, device_count: int) -> Iterator[str]:
             "Sharding.sequence_parallel=True with Mesh.tensor=1: it splits the sequence over "
             "tensor; set Mesh.tensor above 1 or Sharding.sequence_parallel=False"
         )
+    yield from refuse_tensor_layout(
+        config.sharding.tensor_layout,
+        depth=config.sharding.tensor_depth,
+        sizes=sizes,
+        sequence_parallel=config.sharding.sequence_parallel,
+        experts="experts" in _logical_axes(config.train.model),
+    )
 
 
 def _usable_axes(config: Config) -> list[str]:
     """The mesh axes that the table gives to the batch or to a parameter of this model."""
-    logical = {
-        axis for _, variable in _parameters(config.train.model) for axis in logical_axes(variable)
-    }
+    logical = _logical_axes(config.train.model)
     names = {name for axis in logical for part in RULES[axis] for name in parts_of(part)}
     names |= {"data", "fsdp"}
     if config.train.model.objective == "next_token":
         names.add("context")
     return [axis for axis in MESH_AXES if axis in names]
+
+
+def _logical_axes(model: Any) -> set[str]:
+    """What the dimensions of a model's parameters mean."""
+    return {axis for _, variable in _parameters(model) for axis in logical_axes(variable)}
 
 
 def _parameters(model: Any) -> list[tuple[Any, Any]]:
@@ -87,12 +130,16 @@ def _parameters(model: Any) -> list[tuple[Any, Any]]:
 def _batch(config: Config, layout: Layout) -> Iterator[str]:
     train, devices = config.train, layout.batch_devices()
     parts = devices * train.accumulation
+    times = f"Train.accumulation={train.accumulation}"
+    if layout.mesh.shape["pipe"] > 1:
+        parts *= config.pipeline.microbatches
+        times += f" times Pipeline.microbatches={config.pipeline.microbatches}"
     if train.global_batch_size % parts:
         nearest = nearest_multiple(train.global_batch_size, parts)
         yield (
             f"Train.global_batch_size={train.global_batch_size} does not divide over the {devices} "
-            f"devices of mesh axes {layout.activation(('batch',))[0]} times "
-            f"Train.accumulation={train.accumulation}; the nearest multiple of {parts} is {nearest}"
+            f"devices that split the batch times {times}; the nearest multiple of {parts} is "
+            f"{nearest}"
         )
 
 
@@ -116,11 +163,87 @@ def _sizes(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+def _context(config: Config, layout: Layout) -> Iterator[str]:
+    context, tensor = layout.mesh.shape["context"], layout.mesh.shape["tensor"]
+    length = getattr(config.train.data, "sequence_length", None)
+    model, chunk = config.train.model, config.loss.chunk_size
+    if context == 1 or length is None:
+        return
+    yield from refuse_context(
+        config.attention.context_parallel,
+        context=context,
+        length=length,
+        tensor=tensor,
+        num_heads=model.num_heads,
+        kernel=config.attention.kernel,
+        model=type(model).__name__,
+    )
+    parts = context * tensor
+    if layout.sequence_parallel and length % tensor == 0 and length % parts:
+        yield (
+            f"TextData.sequence_length={length} does not divide over Mesh.context x Mesh.tensor="
+            f"{parts} (Sharding.sequence_parallel); the nearest is "
+            f"{nearest_multiple(length, parts)}"
+        )
+    if chunk is not None and length % chunk == 0 and chunk % context:
+        fitting = [d for d in range(context, length + 1, context) if length % d == 0]
+        nearest = min(fitting, key=lambda d: abs(d - chunk)) if fitting else None
+        yield (
+            f"Loss.chunk_size={chunk} does not divide over Mesh.context={context}; the nearest is "
+            f"{nearest}"
+        )
+
+
+def _experts(config: Config, layout: Layout) -> Iterator[str]:
+    model = config.train.model
+    yield from refuse_capacity(
+        getattr(model, "capacity_factor", None),
+        context=layout.mesh.shape["context"],
+        model=type(model).__name__,
+    )
+
+
+def _stages(config: Config, layout: Layout) -> Iterator[str]:
+    pipeline, ranks = config.pipeline, layout.mesh.shape["pipe"]
+    if ranks == 1:
+        for field in dataclasses.fields(pipeline):
+            value, default = getattr(pipeline, field.name), field.default
+            if value != default:
+                yield (
+                    f"Pipeline.{field.name}={value!r} does nothing with Mesh.pipe=1; set Mesh.pipe "
+                    f"above 1 or leave it at {default!r}"
+                )
+        return
+    if layout.mesh.shape["context"] > 1 and config.attention.context_parallel == "ring":
+        yield (
+            f"Attention.context_parallel='ring' with Mesh.pipe={ranks}: a ring's permutes need all "
+            "stages at once, and these do different things in one tick; use "
+            "Attention.context_parallel='ulysses'"
+        )
+    try:
+        make_pipeline(
+            pipeline.schedule,
+            ranks=ranks,
+            microbatches=pipeline.microbatches,
+            virtual_stages=pipeline.virtual_stages,
+        )
+        cut = cut_layers(config.train.model.num_layers, ranks * pipeline.virtual_stages)
+    except UserError as error:
+        yield str(error)
+        return
+    block = config.scan.layers_per_iteration
+    if block and max(cut) % block:
+        yield (
+            f"Scan.layers_per_iteration={block} does not divide the {max(cut)} layers of the "
+            f"longest stage; the nearest is {nearest_divisor(max(cut), block)} (0 unrolls all)"
+        )
+
+
 def _does_not_divide(
     model: Any, name: str, axis: str, size: int, part: MeshAxes, layout: Layout, path: Any
 ) -> str:
     over = layout.size(part)
-    mesh_axes = " x ".join(f"Mesh.{name}" for name in parts_of(part))
+    mesh_axes = " x ".join(_written(name, layout) for name in parts_of(part))
     where = jax.tree_util.keystr(path, simple=True, separator="/")
     setting = model.settings.get(axis)
     if setting is None:
@@ -133,7 +256,16 @@ def _does_not_divide(
     fits = f"the nearest multiple is {nearest_multiple(value, over)}" if value == size else ""
     smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
     way_out = "; ".join(part for part in (fits, f"or set {mesh_axes}={smaller}") if part)
+    if layout.tensor_layout != "1d":
+        tensor = math.prod(layout.mesh.shape.get(a, 1) for a in ("depth", "row", "tensor"))
+        way_out += f" (Sharding.tensor_layout={layout.tensor_layout!r}, Mesh.tensor={tensor})"
     return f"{name}.{setting}={value}{of} does not divide over {mesh_axes}={over}; {way_out}"
+
+
+def _written(axis: str, layout: Layout) -> str:
+    """How the user writes the size of an axis of the mesh; the sides of a grid are q."""
+    on_a_grid = layout.tensor_layout != "1d" and axis in ("depth", "row", "tensor")
+    return "q" if on_a_grid else f"Mesh.{axis}"
 
 
 def _model_and_data(config: Config, platform: str) -> Iterator[str]:
@@ -172,7 +304,7 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
             f"the nearest is {nearest_divisor(length, chunk)}"
         )
     block = config.scan.layers_per_iteration
-    if block and model.num_layers % block:
+    if block and model.num_layers % block and config.mesh.pipe == 1:
         nearest = nearest_divisor(model.num_layers, block)
         yield (
             f"Scan.layers_per_iteration={block} does not divide {name}.num_layers="
@@ -203,6 +335,11 @@ def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:
             Scan().layers_per_iteration,
         ),
         ("Attention.kernel", config.attention.kernel, Attention().kernel),
+        (
+            "Attention.context_parallel",
+            config.attention.context_parallel,
+            Attention().context_parallel,
+        ),
         ("Loss.chunk_size", config.loss.chunk_size, Loss().chunk_size),
     ]
     for setting, value, default in unread:

@@ -17,11 +17,13 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.exchange import Exchange
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import Mesh
 from jaxtrain.models import Model
 from jaxtrain.optimizer import Optimizer, Schedule
+from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.precision import Precision
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import Sharding
@@ -98,6 +100,8 @@ class Config:
     train: Train
     mesh: Mesh
     sharding: Sharding
+    exchange: Exchange
+    pipeline: Pipeline
     precision: Precision
     remat: Remat
     scan: Scan

@@ -1,7 +1,7 @@
-"""Logical axes, the one table that says where they go, and the ZeRO stages.
+"""Logical axes, where the tables say that they go, and the ZeRO stages.
 
-A parameter says what its dimensions mean (`("embed", "mlp")`); RULES says which mesh axes they are
-split over. Nothing else in the package names a mesh axis for an array.
+A parameter says what its dimensions mean (`("embed", "mlp")`); a table says which mesh axes they
+are split over. Hardly anything else in the package names a mesh axis for an array.
 """
 
 import contextlib
@@ -19,46 +19,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import configurable
 from jaxtrain.errors import did_you_mean
+from jaxtrain.tables import TABLES, MeshAxes, Rule, TensorLayout
 
 # The name of weights that were gathered: remat policies gather them again in the backward pass
 # instead of keeping them, or every layer's whole weights would be alive at once.
 GATHERED = "gathered"
 
+# Logical axes that generation, which has one row, does not split.
+_OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
+
 # NNX would otherwise shard variables by itself while a module is being built.
 nnx.use_eager_sharding(False)
-
-MeshAxes = str | tuple[str, ...] | None
-
-#   logical axis        parameters  activations
-RULES: dict[str, tuple[MeshAxes, MeshAxes]] = {
-    "batch": (None, ("data", "fsdp", "expert")),
-    # Leading, of what every replica along data has its own of (see `Exchange`).
-    "replica": ("data", "data"),
-    "length": (None, "context"),
-    "residual_length": (None, "context"),  # and "tensor" under sequence parallelism: see Layout
-    "embed": ("fsdp", None),
-    # Along embed too, of what stands before the first layer and after the last: every stage of a
-    # pipeline keeps a part, and all of it is gathered once a step.
-    "vocab_embed": (("fsdp", "pipe"), None),
-    "place": (None, None),
-    # Norm scales and biases along embed: replicated, since a collective for each of them costs more
-    # latency than its few kilobytes save.
-    "vector": (None, None),
-    "mlp": ("tensor", "tensor"),
-    "heads": ("tensor", "tensor"),
-    "kv_heads": ("tensor", "tensor"),
-    "head_dim": (None, None),
-    "vocab": ("tensor", "tensor"),
-    "experts": ("expert", "expert"),
-    "layers": ("pipe", None),
-    "qkv": (None, None),
-    "height": (None, None),
-    "width": (None, None),
-    "channels_in": (None, None),
-    "channels": ("fsdp", None),
-    "classes": (None, None),
-}
-PARAMETER, ACTIVATION = 0, 1
 
 
 @configurable
@@ -71,10 +42,16 @@ class Sharding:
         2 and the gradients, 3 and the parameters.
       sequence_parallel: shard the residual stream between tensor-parallel blocks over `tensor`
         along the sequence (arXiv 2205.05198).
+      tensor_layout: how Mesh.tensor devices share a matrix product: '1d' (Megatron, arXiv
+        1909.08053); '2d' (a q x q grid, Optimus, arXiv 2104.05343); '2.5d' (tensor_depth grids,
+        Tesseract, arXiv 2105.14500); '3d' (a cube, arXiv 2105.14450).
+      tensor_depth: grids of the 2.5d layout: Mesh.tensor = tensor_depth q^2.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
     sequence_parallel: bool = False
+    tensor_layout: TensorLayout = "1d"
+    tensor_depth: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +79,9 @@ class Layout:
         turns this off.
       manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
         them (or a `jax.vmap` over replicas): no spec mentions these.
+      tensor_layout: the table, a name in TABLES.
+      whole: logical axes of parameters that are not split over the tensor axes, because their size
+        does not divide: kv heads, each of which then serves several devices.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -109,6 +89,30 @@ class Layout:
     sequence_parallel: bool = False
     split_batch: bool = True
     manual: frozenset[str] = frozenset()
+    tensor_layout: TensorLayout = "1d"
+    whole: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        settings: Sharding,
+        num_kv_heads: int | None = None,
+    ) -> "Layout":
+        """The layout of a run.
+
+        Args:
+          mesh: the device mesh, or an abstract one.
+          settings: what is sharded.
+          num_kv_heads: key-value heads of the model; None where it has no attention.
+        """
+        layout = cls(
+            mesh, settings.zero, settings.sequence_parallel, tensor_layout=settings.tensor_layout
+        )
+        devices = layout.size(layout.weight(("kv_heads",))[0])
+        if num_kv_heads is None or num_kv_heads % devices == 0:
+            return layout
+        return dataclasses.replace(layout, whole=frozenset({"kv_heads"}))
 
     def activation(self, axes: tuple[str, ...]) -> P:
         """The spec of an activation."""
@@ -119,8 +123,7 @@ class Layout:
 
         Layers stay on their stage; what stands around them is gathered over pipe too.
         """
-        gathered = {axis: ("fsdp",) if axis == "layers" else ("fsdp", "pipe") for axis in axes}
-        return self._spec(axes, [_without(_rule(axis)[PARAMETER], gathered[axis]) for axis in axes])
+        return self._spec(axes, [self._of_parameter(axis).weight for axis in axes])
 
     def parameter(self, axes: tuple[str, ...]) -> P:
         """The spec of a parameter at rest."""
@@ -170,14 +173,24 @@ class Layout:
             _LAYOUT.reset(token)
 
     def _from_stage(self, stage: int, axes: tuple[str, ...]) -> P:
-        kept = [_rule(axis)[PARAMETER] for axis in axes]
+        kept = [self._of_parameter(axis).parameter for axis in axes]
         if self.zero < stage:
-            kept = [_without(part, ("fsdp",)) for part in kept]
+            kept = [without(part, ("fsdp",)) for part in kept]
         return self._spec(axes, kept)
 
+    def _rule(self, axis: str) -> Rule:
+        table = TABLES[self.tensor_layout]
+        if axis not in table:
+            raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, table)}")
+        return table[axis]
+
+    def _of_parameter(self, axis: str) -> Rule:
+        rule = self._rule(axis)
+        return Rule(None, None, rule.activation) if axis in self.whole else rule
+
     def _activation_axis(self, axis: str) -> MeshAxes:
-        part = _rule(axis)[ACTIVATION]
-        if axis in ("batch", "length", "residual_length") and not self.split_batch:
+        part = self._rule(axis).activation
+        if axis in _OF_THE_BATCH and not self.split_batch:
             return None
         if axis == "residual_length" and self.sequence_parallel:
             return (*parts_of(part), "tensor")
@@ -188,16 +201,10 @@ class Layout:
         if len(set(used)) != len(used):
             raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
         unseen = self.manual | {name for name, size in self.mesh.shape.items() if size == 1}
-        return P(*(_without(part, unseen) for part in parts))
+        return P(*(without(part, unseen) for part in parts))
 
 
 _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
-
-
-def _rule(axis: str) -> tuple[MeshAxes, MeshAxes]:
-    if axis not in RULES:
-        raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, RULES)}")
-    return RULES[axis]
 
 
 def parts_of(part: MeshAxes) -> tuple[str, ...]:
@@ -205,7 +212,8 @@ def parts_of(part: MeshAxes) -> tuple[str, ...]:
     return () if part is None else (part,) if isinstance(part, str) else part
 
 
-def _without(part: MeshAxes, dropped: Collection[str]) -> MeshAxes:
+def without(part: MeshAxes, dropped: Collection[str]) -> MeshAxes:
+    """A dimension's part of a spec without these mesh axes."""
     kept = tuple(name for name in parts_of(part) if name not in dropped)
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
@@ -245,6 +253,50 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     )
 
 
+def along(axis: str, function: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
+    """`function(*arguments)` run for every index of one mesh axis; the other axes stay explicit.
+
+    Between the two regions the other axes are automatic: a `shard_map` of JAX 0.10 takes what no
+    spec mentions for replicated over EXPLICIT axes, and gathers it at its boundary.
+
+    Args:
+      axis: the mesh axis; collectives inside name it.
+      function: takes the arguments' parts along the axis.
+      arguments: pytrees of arrays.
+      out_specs: the whole specs of the results, or a prefix of their tree.
+    """
+    layout = _LAYOUT.get()
+    assert layout is not None, "no layout is active"
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arguments)
+    others = tuple(set(layout.mesh.axis_names) - layout.manual - {axis})
+
+    def explicit(*parts: Any) -> Any:
+        with layout.inside(axis):
+            return function(*parts)
+
+    def manual(*parts: Any) -> Any:
+        inside = _each_spec(specs, (axis,))
+        return jax.sharding.explicit_axes(explicit, axes=others, in_sharding=inside)(*parts)
+
+    mapped = jax.shard_map(
+        manual,
+        in_specs=_each_spec(specs, others),
+        out_specs=_each_spec(out_specs, others),
+        axis_names={axis},
+        check_vma=False,
+    )
+    return jax.sharding.auto_axes(mapped, axes=others, out_sharding=out_specs)(*arguments)
+
+
+def _each_spec(specs: Any, dropped: Collection[str]) -> Any:
+    """The tree of specs without these mesh axes."""
+    return jax.tree.map(
+        lambda spec: P(*(without(part, dropped) for part in spec)),
+        specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+
+
 def activation_spec(axes: tuple[str, ...]) -> P | None:
     """The spec that `shard` would use, for `out_sharding=`; None without a mesh."""
     layout = _LAYOUT.get()
@@ -269,7 +321,8 @@ def gather(parameter: nnx.Param) -> jax.Array:
     axes = logical_axes(parameter)
     if isinstance(value, GradientSlice):
         axes = axes[-value.weight.ndim :]
-        return _with_sliced_gradient(layout.gradient(axes), value.weight, value.slice)
+        weight = jax.sharding.reshard(value.weight, layout.weight(axes))
+        return _with_sliced_gradient(layout.gradient(axes), weight, value.slice)
     # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
     axes = axes[-value.ndim :]
     gathered = jax.sharding.reshard(value, layout.weight(axes))

@@ -103,8 +103,7 @@ class Program:
         ranks = self.layout.mesh.shape["pipe"]
         if ranks == 1:
             return None
-        shapes = nnx.state(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param)
-        return deal(shapes, ranks, self.pipeline.virtual_stages)
+        return deal(parameter_shapes(self.build), ranks, self.pipeline.virtual_stages)
 
     @property
     def layer_order(self) -> list[int] | None:
@@ -324,6 +323,11 @@ class Program:
             whole = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
             weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
         return nnx.merge(self._graphdef(), weights, state.statistics)
+
+
+def parameter_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
+    """The parameters that a model would have; no array is made."""
+    return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import os
-import platform
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,22 +15,21 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain import generate as generation
-from jaxtrain import preflight, report
+from jaxtrain import preflight, report, resume
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset
 from jaxtrain.errors import UserError
+from jaxtrain.exchange import ExchangeProgram, with_exchange
 from jaxtrain.layers import Execution
 from jaxtrain.loss import Sums
-from jaxtrain.mesh import make_mesh, simulate_devices
+from jaxtrain.mesh import simulate_devices
 from jaxtrain.metrics import MetricsLog, peak_flops, write_atomically
 from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.settings import Config, TextSource
 from jaxtrain.sharding import Layout
 from jaxtrain.step import Program, TrainState
-
-FORMAT = 1  # of what stands beside the state in a checkpoint
 
 
 class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
@@ -48,10 +45,10 @@ def quiet() -> Console:
     return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console
 
 
-def make_program(config: Config, layout: Layout) -> Program:
+def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
     """The pure functions that a configuration makes on a layout."""
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
-    return Program(
+    program = Program(
         build=config.train.model.build,
         objective=config.train.model.objective,
         optimizer=make_optimizer(config.optimizer, schedule),
@@ -61,11 +58,14 @@ def make_program(config: Config, layout: Layout) -> Program:
         loss=config.loss,
         execution=Execution(
             kernel=config.attention.kernel,
+            context_parallel=config.attention.context_parallel,
             remat=config.remat.policy,
             layers_per_iteration=config.scan.layers_per_iteration,
         ),
         accumulation=config.train.accumulation,
+        pipeline=config.pipeline,
     )
+    return with_exchange(config.exchange, program)
 
 
 class Trainer:
@@ -104,12 +104,12 @@ class Trainer:
         preflight.check(config, device_count=jax.device_count(), platform=jax.default_backend())
         self.config, self.console = config, console or quiet()
         self.workdir = None if workdir is None else Path(workdir)
-        self.mesh = make_mesh(config.mesh)
-        self.layout = Layout(self.mesh, config.sharding.zero, config.sharding.sequence_parallel)
+        self.layout = preflight.layout(config)
+        self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
         self._read_only = read_only
         self._train_step = self.program.jit_train_step()
-        self._eval_step = jax.jit(self.program.eval_step)
+        self._eval_step = jax.jit(self.program.plain.eval_step)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -191,13 +191,14 @@ class Trainer:
         """`eval_loss` and the task's metric over the held-out examples, each counted once."""
         rows = self._eval_rows()
         batch = self.config.train.data.abstract_batch(rows)
-        sums = self.program.no_sums(self.state, batch)
+        state = self.program.consensus(self.state)
+        sums = self.program.plain.no_sums(state, batch)
         source = heldout_batches(
             self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows)
         )
         with self.layout.active(), Prefetcher(source, self._place(rows)) as stream:
             for number, batch in enumerate(stream, start=1):
-                sums = self._eval_step(self.state, batch, sums)
+                sums = self._eval_step(state, batch, sums)
                 if number == self.config.train.eval_batches:
                     break
         total = {name: float(value) for name, value in jax.device_get(sums).items()}
@@ -231,15 +232,17 @@ class Trainer:
             )
         tokenizer = data.open_tokenizer()
         sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        layout = dataclasses.replace(self.layout, split_batch=False, sequence_parallel=False)
+        layout = dataclasses.replace(
+            self.layout, split_batch=False, sequence_parallel=False, manual=frozenset({"pipe"})
+        )
         prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
         model: Any = self.config.train.model
         if max_new_tokens is None:
             max_new_tokens = max(min(100, model.context_length - len(prompt_tokens)), 1)
         tokens = generation.generate(
-            dataclasses.replace(self.program, layout=layout),
+            dataclasses.replace(self.program.plain, layout=layout),
             model,
-            self.state,
+            self.program.consensus(self.state),
             prompt_tokens,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -268,38 +271,19 @@ class Trainer:
         if self._checkpoints is None or step is None:
             return self.program.create(self.config.train.seed)
         if not self._read_only:
-            self._refuse_other_run(self._checkpoints.extra(step), step)
-        return self._checkpoints.restore(step, self.program.abstract_state())
-
-    def _refuse_other_run(self, extra: dict[str, Any], step: int) -> None:
-        """Raises where going on would not be the same run: other data, order or batches."""
-        for name, now in self._position().items():
-            saved = extra["data"][name]
-            if saved != now:
-                raise UserError(
-                    f"{self.workdir}: the checkpoint of step {step} was written with {name} = "
-                    f"{saved!r}, this configuration has {now!r}: the data would not go on where it "
-                    "stopped; use the config.gin beside it, or another --workdir"
-                )
-
-    def _position(self) -> dict[str, Any]:
-        """What decides the content of batch k, for every k: with it, the step is the position."""
-        train = self.config.train
-        return {
-            "Train.seed": train.seed,
-            "Train.global_batch_size": train.global_batch_size,
-            "the data's sha256": self.dataset.digest,
-        }
+            resume.refuse_other_run(
+                self._checkpoints.extra(step),
+                self.config,
+                self.dataset,
+                step=step,
+                workdir=self.workdir,
+            )
+        return resume.restore(self._checkpoints, step, self.program)
 
     def _save(self, step: int) -> None:
         if self._checkpoints is None:
             return
-        extra = {
-            "format": FORMAT,
-            "config": self.config.to_gin(),
-            "data": {"next_batch": step, **self._position()},
-            "versions": versions(),
-        }
+        extra = resume.describe(self.config, self.program, self.dataset.digest, step)
         with jax.transfer_guard("allow"):
             self._checkpoints.save(step, self.state, extra)
 
@@ -361,13 +345,6 @@ class Trainer:
             terminal=self.console,
             references=references,
         )
-
-
-def versions() -> dict[str, str]:
-    """The versions that a run's numbers depend on."""
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), **found}
 
 
 def _every(period: int, step: int) -> bool:

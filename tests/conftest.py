@@ -16,7 +16,7 @@ import jax  # noqa: E402 - after the flags
 import numpy as np
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("JAXTRAIN_TEST_DEVICES", "8")))
 jax.config.update("jax_platforms", "cpu")
 
 from jaxtrain.data.batch import Batch  # noqa: E402 - after the devices are made

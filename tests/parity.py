@@ -49,7 +49,7 @@ def evaluate(program, batch):
 
 
 def assert_equal(found, expected):
-    """Initial parameters bit for bit, loss and gradients to rounding; one layout, one compilation."""
+    """Initial parameters bit for bit, loss and gradients to rounding; one compilation."""
     jax.tree.map(np.testing.assert_array_equal, found["initial"], expected["initial"])
     assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     jax.tree.map(

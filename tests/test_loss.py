@@ -125,7 +125,7 @@ def gradients_on(layout, settings: Loss, model=MODEL):
     state = program.create(0)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with layout.active():
-        gradients, metrics, _ = jax.jit(program._gradients)(state, batch)
+        gradients, metrics, _ = jax.jit(program.gradients)(state, batch)
     return jax.tree.map(np.asarray, gradients), float(metrics["loss"])
 
 

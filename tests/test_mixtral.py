@@ -207,7 +207,7 @@ def test_two_exchanges_of_the_closed_form_and_each_rank_its_experts(name):
         BATCH, program.batch_shardings(BATCH),
     )  # fmt: skip
     with program.layout.active():
-        compiled = jax.jit(program._gradients).lower(state, batch).compile()
+        compiled = jax.jit(program.gradients).lower(state, batch).compile()
     found = exchanges(compiled.as_text())
     own = rows // ranks
     if name == "capacity":

@@ -16,7 +16,8 @@ from jaxtrain.layers import Execution
 from jaxtrain.loss import Loss, next_token
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
-from jaxtrain.sharding import RULES, logical_axes
+from jaxtrain.sharding import logical_axes
+from jaxtrain.tables import RULES
 
 SIZES = {
     **MODELS,

@@ -174,7 +174,7 @@ def gradients(precision: Precision):
     layout = make_layout()
     program = make_program(GPT_MODEL, layout, precision=precision)
     with layout.active():
-        return jax.jit(program._gradients)(program.create(0), TEXT)[:2]
+        return jax.jit(program.gradients)(program.create(0), TEXT)[:2]
 
 
 def test_a_fixed_scale_gives_the_gradients_and_loss_of_none():

@@ -198,7 +198,7 @@ def step_on(layout, accumulation: int = 1):
     state = program.create(0)
     placed = jax.device_put(batch, program.batch_shardings(batch))
     with layout.active():
-        gradients, metrics, statistics = jax.jit(program._gradients)(state, placed)
+        gradients, metrics, statistics = jax.jit(program.gradients)(state, placed)
     return jax.tree.map(np.asarray, (gradients, metrics, statistics))
 
 

@@ -9,7 +9,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh import MESH_AXES
-from jaxtrain.sharding import RULES, gather, logical_axes, shard, shardings
+from jaxtrain.sharding import gather, logical_axes, parts_of, shard, shardings
+from jaxtrain.tables import TABLES
 
 MATRIX = ("embed", "mlp")
 
@@ -51,11 +52,13 @@ def test_unknown_axes_and_axes_used_twice_are_refused():
         shard(jnp.zeros((2, 2)), ("batch",))
 
 
-def test_the_table_names_only_mesh_axes():
-    for parts in RULES.values():
-        for part in parts:
-            names = () if part is None else (part,) if isinstance(part, str) else part
-            assert set(names) <= set(MESH_AXES)
+@pytest.mark.parametrize("table", TABLES)
+def test_the_tables_name_only_mesh_axes(table):
+    factors = {"depth", "row"} if table != "1d" else set()
+    assert set(TABLES[table]) == set(TABLES["1d"])
+    for rule in TABLES[table].values():
+        for part in rule:
+            assert set(parts_of(part)) <= {*MESH_AXES, *factors}
 
 
 def test_gather_transposes_to_a_sharded_gradient():

@@ -78,7 +78,7 @@ def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
     state = program.create(seed=0)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with program.layout.active():
-        gradients = jax.jit(program._gradients)(state, batch)[0]
+        gradients = jax.jit(program.gradients)(state, batch)[0]
     table = np.asarray(gradients["token_embedding"].get_value())
     unseen = np.setdiff1d(np.arange(64), BATCH.inputs)
     assert len(unseen) >= 16

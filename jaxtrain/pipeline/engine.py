@@ -20,7 +20,7 @@ from jaxtrain.pipeline.parts import Parts
 from jaxtrain.pipeline.rank import Rank
 from jaxtrain.pipeline.schedules import Kind, Schedule, Slots, sends, slots
 from jaxtrain.pipeline.stages import Stages
-from jaxtrain.sharding import Layout, reshard
+from jaxtrain.sharding import Layout, along, reshard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,6 @@ class Engine:
             valid = jax.sharding.reshard(self.stages.valid, P("pipe"))
         layers, outer = self.parts.split(weights)
         of_layers, of_outer = self.parts.split(of)
-        by_stage = jax.tree.map(lambda _: P("pipe"), (layers, of_layers))
 
         rank = Rank(
             self._parts(),
@@ -83,8 +82,7 @@ class Engine:
         def body(columns: Any, *arguments: Any) -> Any:
             rows = {name: column[:, 0] for name, column in columns.items()}
             rows |= {name: jnp.asarray(column) for name, column in uniform.items()}
-            with self.layout.inside("pipe"):
-                of_layers, of_outer, sums = rank.run(rows, *arguments)
+            of_layers, of_outer, sums = rank.run(rows, *arguments)
             by_rank = jax.tree.map(lambda total: total[None], of_outer)
             return of_layers, by_rank, jax.lax.psum(sums, "pipe")
 
@@ -92,23 +90,23 @@ class Engine:
         inside = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
         outer = reshard(outer, inside.parameter, inside)
         of_outer = reshard(of_outer, inside.gradient, inside)
-        replicated = jax.tree.map(lambda _: P(), (outer, of_outer, micros, scale))
-        grads_layers, grads_outer, sums = jax.shard_map(
+        grads_layers, grads_outer, sums = along(
+            "pipe",
             body,
-            in_specs=(
-                jax.tree.map(lambda _: P(None, "pipe"), columns),
-                None if valid is None else P("pipe"),
-                *by_stage,
-                *replicated,
-            ),
+            columns,
+            valid,
+            layers,
+            of_layers,
+            outer,
+            of_outer,
+            micros,
+            scale,
             out_specs=(
-                jax.tree.map(lambda _: P("pipe"), of_layers),
-                jax.tree.map(lambda _: P("pipe"), of_outer),
+                jax.tree.map(spec_of, of_layers),
+                jax.tree.map(lambda x: P("pipe", *spec_of(x)), of_outer),
                 P(),
             ),
-            axis_names={"pipe"},
-            check_vma=False,
-        )(columns, valid, layers, of_layers, outer, of_outer, micros, scale)
+        )
         grads_outer = jax.tree.map(lambda g: g.sum(0), grads_outer)
         return self.parts.join(grads_layers, grads_outer), sums
 
@@ -119,6 +117,11 @@ class Engine:
             return self.parts
         execution = dataclasses.replace(self.parts.execution, layers_per_iteration=0)
         return dataclasses.replace(self.parts, execution=execution)
+
+
+def spec_of(x: jax.Array) -> P:
+    """The spec in an array's type."""
+    return jax.typeof(x).sharding.spec
 
 
 def _columns(schedule: Schedule, table: Slots) -> tuple[Any, dict[str, np.ndarray], Any]:

@@ -1,0 +1,202 @@
+"""The text of a compiled XLA program, read as computations of instructions, and its loops' counts.
+
+The text is `jax.stages.Compiled.as_text()`: scheduled and partitioned, so every shape is what one
+device holds. Only what its readers ask for is parsed, since a large step prints megabytes.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+# Bits of one element; "token" and "opaque" are no data.
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+[a-z0-9]*)\[([\d,<=]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+)
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TRIP_COUNT = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)')
+# Reductions call a computation for each pair of elements; only these call one that runs as such.
+_CALLERS = ("call", "while", "conditional", "fusion", "async-start", "custom-call")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One array on one device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without padding; elements narrower than a byte are packed."""
+        return math.ceil(math.prod(self.shape) * _bits(self.dtype) / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: unique in the program.
+      opcode: "all-reduce", "while", "fusion", ...
+      type_text: the result's type as it was printed.
+      rest: operands and attributes as they were printed, from the opening parenthesis on.
+    """
+
+    name: str
+    opcode: str
+    type_text: str
+    rest: str
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The result, flattened."""
+        return tuple(
+            Tensor(dtype, tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size))
+            for dtype, sizes in _ARRAY.findall(self.type_text)
+        )
+
+    @functools.cached_property
+    def _end(self) -> int:
+        """Where the operands' closing parenthesis stands in `rest`."""
+        depth = 0
+        for match in re.finditer(r"[()]", self.rest):
+            depth += 1 if match.group() == "(" else -1
+            if depth == 0:
+                return match.start()
+        raise ValueError(f"no closing parenthesis after {self.opcode} in {self.name}")
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return _NAME.findall(self.rest[: self._end])
+
+    @property
+    def literal(self) -> str:
+        """What stands between the parentheses: a constant's value."""
+        return self.rest[1 : self._end]
+
+    @property
+    def attributes(self) -> str:
+        """The text after the operands."""
+        return self.rest[self._end + 1 :]
+
+    @property
+    def op_name(self) -> str:
+        """The path of named scopes and primitives that made this; "" where none is kept."""
+        match = _OP_NAME.search(self.attributes)
+        return match.group(1) if match else ""
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that this runs; a loop's condition is not among them."""
+        if self.opcode not in _CALLERS:
+            return []
+        found = []
+        for one, several in _CALLED.findall(self.attributes):
+            found += [one] if one else [name.strip().lstrip("%") for name in several.split(",")]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions in the order they are scheduled."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    entry: str
+    computations: dict[str, Computation]
+
+    def operand_tensors(self, inside: Computation, instruction: Instruction) -> list[Tensor]:
+        """The arrays that an instruction of the computation `inside` is given."""
+        return [
+            tensor for name in instruction.operands for tensor in inside.instructions[name].tensors
+        ]
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a `while` runs its body; None where the text does not say.
+
+        The compiler notes what it knows. Else the condition is `counter < constant`, and the
+        counter starts at 0, as in every `jax.lax.scan` and `fori_loop` from 0.
+        """
+        known = _TRIP_COUNT.search(loop.attributes)
+        if known:
+            return int(known.group(1))
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
+        if condition is None:
+            return None
+        within = list(self._with_called(self.computations[condition.group(1)]))
+        compared = [i for i in within if i.opcode == "compare"]
+        limits = [
+            int(i.literal)
+            for i in within
+            if i.opcode == "constant" and re.fullmatch(r"-?\d+", i.literal)
+        ]
+        if len(compared) != 1 or len(limits) != 1 or "direction=LT" not in compared[0].attributes:
+            return None
+        return limits[0]
+
+    def _with_called(self, computation: Computation) -> Iterator[Instruction]:
+        for instruction in computation.instructions.values():
+            yield instruction
+            for name in instruction.called:
+                yield from self._with_called(self.computations[name])
+
+
+def parse(text: str) -> Module:
+    """The computations of a compiled program's text.
+
+    Raises:
+      ValueError: the text has no ENTRY computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry = name = root = ""
+    instructions: dict[str, Instruction] = {}
+    inside = False
+    for line in text.splitlines():
+        if not inside:
+            header = _COMPUTATION.match(line) if line.endswith("{") else None
+            if header:
+                name, root, instructions, inside = header.group(2), "", {}, True
+                entry = name if header.group(1) else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, instructions, root)
+            inside = False
+        else:
+            found = _INSTRUCTION.match(line)
+            opcode = _OPCODE.search(line, found.start(3)) if found else None
+            if found and opcode:
+                new = Instruction(
+                    found.group(2),
+                    opcode.group(1),
+                    line[found.start(3) : opcode.start()],
+                    line[opcode.end() - 1 :],
+                )
+                instructions[new.name] = new
+                root = new.name if found.group(1) else root
+    if not entry:
+        raise ValueError("the text has no ENTRY computation: it is not that of a compiled program")
+    return Module(entry, computations)
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.match(r"[a-z]+(\d+)", dtype)  # f32, bf16, s4, f8e4m3fn, c64
+    assert digits is not None, dtype
+    return int(digits.group(1))

@@ -1,0 +1,118 @@
+"""The chosen attention kernel against the reference, forward and gradients, on packed rows.
+
+Letters: B batch, T length, N query heads, K kv heads, H head_dim.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import attention as kernels
+from jaxtrain.attention import TPU_TILE, Mask, attention
+from jaxtrain.context import KEYS, QUERIES, SEGMENTS, along_context
+from jaxtrain.verify.figures import EQUAL, Arrays, Finding, NotChecked, worst
+from jaxtrain.verify.runs import Bench
+from jaxtrain.verify.sample import SEED
+from jaxtrain.verify.shrink import HEAD_DIM
+
+RESULTS = ("output", "query gradient", "key gradient", "value gradient")
+
+
+def compare(bench: Bench) -> Finding | NotChecked:
+    """The user's kernel on the mesh, within a pipeline's stage, and the reference on one device."""
+    own = bench.small.own.attention.kernel
+    if own == "cudnn":
+        return NotChecked("'cudnn' needs a GPU; the other lines are proved with 'xla'")
+    mesh, model = bench.within_stages, bench.small.config.train.model
+    length = bench.batch.inputs.shape[1] if own != "tpu" else TPU_TILE
+    inputs = _inputs(bench, length)
+    window = getattr(model, "sliding_window", None)
+    where = ""
+    if own == "tpu":
+        where = " (interpreted: no TPU is here; the other lines are proved with 'xla')"
+        found = _run(bench.one_device.layout, _interpreted, inputs, window, "ring")
+    else:
+        method = mesh.config.attention.context_parallel
+
+        def chosen(q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+            return attention(q, k, v, mask, kernel=own, context_parallel=method)
+
+        found = _run(mesh.layout, chosen, inputs, window, method)
+    expected = _run(bench.one_device.layout, attention, inputs, window, "ring")
+    error, name = worst(found, expected)
+    return Finding(error, EQUAL, f"largest in {name}{where}")
+
+
+def _interpreted(q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+    return kernels._tpu(q, k, v, mask, interpret=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    q_BTNH: np.ndarray
+    k_BTKH: np.ndarray
+    v_BTKH: np.ndarray
+    weights_BTNH: np.ndarray
+    segment_ids_BT: np.ndarray | None
+
+
+def _inputs(bench: Bench, length: int) -> _Inputs:
+    rng, model = np.random.default_rng(SEED), bench.small.config.train.model
+    rows = len(bench.batch.inputs)
+
+    def draw(heads: int) -> np.ndarray:
+        return rng.normal(size=(rows, length, heads, HEAD_DIM)).astype(np.float32)
+
+    segments = None
+    if bench.batch.segment_ids is not None:
+        segments = 1 + np.cumsum(rng.random((rows, length)) < 0.1, axis=1, dtype=np.int32)
+    few, many = model.num_kv_heads, model.num_heads
+    return _Inputs(draw(many), draw(few), draw(few), draw(many), segments)
+
+
+def _run(
+    layout: Any,
+    attend: Callable[..., jax.Array],
+    inputs: _Inputs,
+    window: int | None,
+    method: str,
+) -> Arrays:
+    """The output, and the gradients of its weighted sum, in the order of the text."""
+
+    def both(arrays: _Inputs) -> Any:
+        mask = Mask(
+            window=window,
+            segment_ids_BT=arrays.segment_ids_BT,
+            segment_ids_BS=arrays.segment_ids_BT,
+        )
+
+        def weighted(q: Any, k: Any, v: Any) -> Any:
+            out_BTNH = attend(q, k, v, mask)
+            return (out_BTNH * arrays.weights_BTNH).sum(), out_BTNH
+
+        gradient = jax.grad(weighted, argnums=(0, 1, 2), has_aux=True)
+        gradients, out_BTNH = gradient(arrays.q_BTNH, arrays.k_BTKH, arrays.v_BTKH)
+        return out_BTNH, *gradients
+
+    def places(x_BT: jax.Array) -> jax.Array:
+        return along_context(x_BT, method)
+
+    with layout.active():
+        rows, length = inputs.q_BTNH.shape[:2]
+        order_BT = np.asarray(jax.jit(places)(jnp.tile(jnp.arange(length), (rows, 1))))
+        order = order_BT[0]
+        axes = {"q_BTNH": QUERIES, "k_BTKH": KEYS, "v_BTKH": KEYS, "weights_BTNH": QUERIES}
+        placed: dict[str, Any] = {"segment_ids_BT": None}
+        for field in dataclasses.fields(inputs):
+            array = getattr(inputs, field.name)
+            if array is not None:
+                spec = layout.activation(axes.get(field.name, SEGMENTS))
+                placed[field.name] = jax.device_put(array[:, order], layout.named(spec))
+        compiled = jax.jit(lambda values: both(_Inputs(**values))).lower(placed).compile()
+        found = [np.asarray(x) for x in jax.block_until_ready(compiled(placed))]
+    back = np.argsort(order)
+    return {name: x[:, back] for name, x in zip(RESULTS, found, strict=True)}

@@ -1,0 +1,119 @@
+"""What a proof measured: differences of numbers, arrays and bits, and their limits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+# float32 sums in another order, relative.
+EQUAL = 1e-5
+# What the own precision may differ from float32: a few units of rounding (2^-8, 2^-11) of every
+# layer's products, as they add up in the norm of the gradient.
+BANDS = {"float16": 1e-2, "bfloat16": 5e-2}
+# Arrays whose gradients are small beside the others' are compared on this fraction of the largest:
+# some are zero but for rounding, such as those of a bias that softmax cancels.
+FLOOR = 1e-3
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a proof measured.
+
+    Attributes:
+      measured: the largest difference.
+      limit: what it must not exceed.
+      detail: which difference that was, and the others.
+    """
+
+    measured: float
+    limit: float
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NotChecked:
+    """Why something was not proved here: neither passed nor failed."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One thing to prove.
+
+    Attributes:
+      proof: its short name, stable.
+      what: what is compared, in words.
+      prove: runs it.
+    """
+
+    proof: str
+    what: str
+    prove: Callable[[], Finding | NotChecked]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the first step of a program gave, parameters in the model's order of layers.
+
+    Attributes:
+      loss: mean over the targets that count.
+      gradients: of every parameter, by name.
+      statistics: the running statistics after it, by name.
+    """
+
+    loss: float
+    gradients: Arrays
+    statistics: Arrays
+
+
+def equal(found: Step, expected: Step) -> Finding:
+    loss = relative(found.loss, expected.loss)
+    gradients, name = worst(found.gradients, expected.gradients)
+    statistics, _ = worst(found.statistics, expected.statistics)
+    detail = f"loss {loss:.1e}, gradients {gradients:.1e} ({name})"
+    if expected.statistics:
+        detail += f", statistics {statistics:.1e}"
+    return Finding(max(loss, gradients, statistics), EQUAL, detail)
+
+
+def relative(found: float, expected: float) -> float:
+    error = abs(found - expected) / abs(expected)
+    return error if np.isfinite(error) else np.inf
+
+
+def same_bits(found: Any, expected: Any) -> bool:
+    found, expected = np.asarray(found), np.asarray(expected)
+    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+
+
+def bits(different: list[str], count: int, of: str) -> Finding:
+    first = f": {different[0]}" if different else ""
+    return Finding(len(different), 0, f"{len(different)} of {count} {of} differ{first}")
+
+
+def worst(found: Arrays, expected: Arrays) -> tuple[float, str]:
+    """The largest difference of any array, relative to its largest entry, and its name.
+
+    An array whose entries are all under 1/1000 of the largest of all counts relative to that.
+    """
+    assert found.keys() == expected.keys(), "other arrays"
+    top = max((np.abs(x).max() for x in expected.values()), default=0.0)
+    errors = {}
+    for name, value in expected.items():
+        size = max(np.abs(value).max(), FLOOR * top)
+        difference = np.abs(found[name].astype(np.float64) - value).max()
+        # nan_to_num: what is not a number is no small difference.
+        errors[name] = float(np.nan_to_num(difference / size if size else difference, nan=np.inf))
+    name = max(errors, key=errors.__getitem__, default="")
+    return errors.get(name, 0.0), name
+
+
+def relative_norm(found: Arrays, expected: Arrays) -> float:
+    """|found - expected| / |expected| over all arrays taken together."""
+    difference = sum(np.square(found[n].astype(np.float64) - x).sum() for n, x in expected.items())
+    size = sum(np.square(x.astype(np.float64)).sum() for x in expected.values())
+    return float(np.nan_to_num(np.sqrt(difference / size), nan=np.inf))

@@ -1,0 +1,337 @@
+"""A user's configuration made small: the same choices, sizes that eight simulated devices hold."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtrain.data.image import ImageData
+from jaxtrain.data.text import TextData
+from jaxtrain.exchange import Exchange
+from jaxtrain.loss import Loss
+from jaxtrain.mesh import MESH_AXES, Mesh
+from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.settings import Config, Train
+
+DEVICES = 8
+MAX_MESHES = 3
+
+# Which axes come first where not all of them fit on one mesh, and where what is left over goes
+# among axes of one size: the cheaper to compile first.
+PRIORITY = ("pipe", "tensor", "fsdp", "context", "expert", "data")
+GROW = ("fsdp", "data", "context", "expert", "tensor", "pipe")
+
+# Every dimension is a multiple of all devices, so that any axes may share any dimension.
+UNIT = DEVICES
+VOCABULARY, HEAD_DIM, SEQUENCE, MAX_CHUNKS, MAX_GROUP, MAX_EXPERTS = 64, 8, 32, 4, 8, 4
+CLASSES, IMAGENET_PIXELS, CIFAR_PIXELS = 16, 32, 8
+# The smallest published depth of the same form: stem, blocks and number of stages stay.
+DEPTHS = {34: 18, 56: 20, 32: 20}
+# Kernels that cannot run on a CPU; the kernel's own proof says what that means.
+NOT_ON_CPU = ("cudnn", "tpu")
+
+MeshSizes = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One setting that was shrunk.
+
+    Attributes:
+      setting: its gin name.
+      own: the user's value.
+      small: the value that is proved with.
+    """
+
+    setting: str
+    own: Any
+    small: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A shrunk configuration and the meshes that it is proved on.
+
+    Attributes:
+      own: the user's configuration.
+      config: the shrunk one, for one device.
+      meshes: sizes of all axes of each mesh, at most 8 devices each; never empty.
+      pairs_left_out: pairs of axes that the user's mesh has together and none of these has.
+      pipeline: the shrunk pipeline, for meshes that have one.
+    """
+
+    own: Config
+    config: Config
+    meshes: tuple[MeshSizes, ...]
+    pairs_left_out: tuple[tuple[str, str], ...]
+    pipeline: Pipeline
+
+    def on(self, sizes: MeshSizes) -> Config:
+        """The shrunk configuration on one of the meshes; what that mesh lacks is left out."""
+        config, own = self.config, self.own
+        return dataclasses.replace(
+            config,
+            mesh=Mesh(**sizes),
+            sharding=_sharding(own, sizes["tensor"]),
+            pipeline=self.pipeline if sizes["pipe"] > 1 else Pipeline(),
+            exchange=own.exchange if sizes["data"] > 1 else Exchange(),
+        )
+
+    def changes(self) -> list[Change]:
+        """Every setting that differs, but for the mesh, in the order of the configuration."""
+        shown = dataclasses.replace(
+            self.config, mesh=self.own.mesh, sharding=self.own.sharding,
+            exchange=self.own.exchange, pipeline=self.pipeline,
+        )  # fmt: skip
+        return list(_differences(self.own, shown))
+
+
+def shrink(own: Config) -> Small:
+    """The configuration made small: see docs/verify.md for the rules."""
+    sizes = {axis: _size(own.mesh, axis) for axis in MESH_AXES}
+    meshes, left_out = choose_meshes(sizes, tensor=_smallest_tensor(own))
+    most = {axis: max(mesh[axis] for mesh in meshes) for axis in MESH_AXES}
+    pipeline = _pipeline(own.pipeline, sizes["pipe"], most["pipe"])
+    accumulation = min(own.train.accumulation, 2)
+    parts = [
+        mesh["data"] * mesh["fsdp"] * mesh["expert"] * accumulation
+        * (pipeline.microbatches if mesh["pipe"] > 1 else 1)
+        for mesh in meshes
+    ]  # fmt: skip
+    # At least two microbatches of two rows; of images enough that a batch norm is well conditioned.
+    rows = math.lcm(4 if own.train.model.objective == "next_token" else 32, *parts)
+    train = dataclasses.replace(own.train, global_batch_size=rows, accumulation=accumulation)
+    config = dataclasses.replace(
+        own,
+        train=train,
+        mesh=Mesh(fsdp=1),
+        sharding=_sharding(own, 1),
+        pipeline=Pipeline(),
+        exchange=Exchange(),
+        precision=dataclasses.replace(own.precision, params="float32", compute="float32"),
+    )
+    if own.train.model.objective == "next_token":
+        config = _text(config, own, sizes, most, pipeline.virtual_stages)
+    else:
+        config = _images(config, own)
+    return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+def choose_meshes(
+    own: dict[str, float], *, tensor: int = 2
+) -> tuple[list[MeshSizes], list[tuple[str, str]]]:
+    """Meshes of at most 8 devices that have the axes that are above 1, and the pairs left out.
+
+    One mesh where all axes fit; otherwise up to three, so that every axis is on one and as many
+    pairs of axes as possible are together. An axis is never larger than the user's.
+
+    Args:
+      own: the user's sizes; infinite where they depend on the number of devices.
+      tensor: the smallest size that `tensor` can have above 1.
+    """
+    least = dict.fromkeys(PRIORITY, 2) | {"tensor": tensor}
+    wanted = [axis for axis in PRIORITY if own[axis] > 1]
+    fitting = [
+        axes
+        for count in range(len(wanted), 0, -1)
+        for axes in itertools.combinations(wanted, count)
+        if math.prod(least[axis] for axis in axes) <= DEVICES
+    ]
+    missing = set(wanted), set(itertools.combinations(wanted, 2))
+    meshes = []
+    while len(meshes) < MAX_MESHES and any(missing):
+
+        def gain(axes: tuple[str, ...], missing: Any = missing) -> tuple[int, int]:
+            pairs = set(itertools.combinations(axes, 2))
+            return len(pairs & missing[1]), len(set(axes) & missing[0])
+
+        best = max(fitting, key=gain)  # the first of equals: PRIORITY
+        if gain(best) == (0, 0):
+            break  # pairs that fit on no mesh
+        meshes.append(_grow({axis: least[axis] for axis in best}, own))
+        missing = missing[0] - set(best), missing[1] - set(itertools.combinations(best, 2))
+    sizes = [dict.fromkeys(MESH_AXES, 1) | mesh for mesh in meshes or [{}]]
+    return sizes, [pair for pair in itertools.combinations(wanted, 2) if pair in missing[1]]
+
+
+def _grow(mesh: MeshSizes, own: dict[str, float]) -> MeshSizes:
+    """The rest of the devices go to the axis that is largest in the user's configuration."""
+    order = sorted(mesh, key=lambda axis: (-own[axis], GROW.index(axis)))
+    for axis in order:
+        while 2 * math.prod(mesh.values()) <= DEVICES and 2 * mesh[axis] <= own[axis]:
+            mesh[axis] *= 2
+    return mesh
+
+
+def _size(mesh: Mesh, axis: str) -> float:
+    size = getattr(mesh, axis)
+    return math.inf if size == -1 else size
+
+
+def _smallest_tensor(own: Config) -> int:
+    """The smallest size above 1 of the tensor axis in the user's layout of it."""
+    layout = getattr(own.sharding, "tensor_layout", "1d")
+    return {"1d": 2, "2d": 4}.get(layout, 8)
+
+
+def _sharding(own: Config, tensor: int) -> Any:
+    if tensor > 1:
+        return own.sharding
+    changed: dict[str, Any] = {"sequence_parallel": False}
+    if hasattr(own.sharding, "tensor_layout"):
+        changed["tensor_layout"] = "1d"
+    return dataclasses.replace(own.sharding, **changed)
+
+
+def _pipeline(own: Pipeline, own_ranks: float, ranks: int) -> Pipeline:
+    """Microbatches stay below, at, or above the number of ranks, and odd where they were."""
+    if ranks == 1:
+        return own
+    count, of = own.microbatches, ranks if math.isinf(own_ranks) else int(own_ranks)
+    if count < of:
+        small = min(count, ranks)
+    elif count % of:
+        small = ranks + 1
+    else:
+        small = min(count // of, 2) * ranks
+    return dataclasses.replace(own, microbatches=small)
+
+
+# -- models and data ------------------------------------------------------------------------------
+
+
+def _text(
+    config: Config, own: Config, sizes: dict[str, float], most: MeshSizes, virtual_stages: int
+) -> Config:
+    model, data = own.train.model, own.train.data
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    length = data.abstract_batch(1).inputs.shape[1]
+    shorter = SEQUENCE / length
+    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
+    block = min(own.scan.layers_per_iteration, 2)
+    layers = _layers(model.num_layers, stages, block, sizes["pipe"], virtual_stages)
+    small = {"vocab_size": VOCABULARY, "num_layers": layers, **_heads(own, sizes, most)}
+    small["embed_dim"] = HEAD_DIM * small["num_heads"]
+    if "mlp_dim" in fields:
+        ratio = model.mlp_dim / model.embed_dim
+        small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
+    if "num_experts" in fields:
+        few = min(model.num_experts, MAX_EXPERTS)
+        small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
+        small["experts_per_token"] = min(model.experts_per_token, small["num_experts"])
+    small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
+    for name in ("sliding_window", "rope_original_context_length"):
+        if fields.get(name) is not None:
+            small[name] = max(round(fields[name] * shorter), 2)
+    small = {name: value for name, value in small.items() if name in fields}
+    separate = data.abstract_batch(1).segment_ids is not None
+    text = TextData(
+        source="synthetic",
+        synthetic_vocab_size=VOCABULARY,
+        sequence_length=SEQUENCE,
+        separate_documents=separate,
+    )
+    if isinstance(data, TextData):
+        text = dataclasses.replace(
+            data,
+            source="synthetic",
+            synthetic_vocab_size=VOCABULARY,
+            sequence_length=SEQUENCE,
+            heldout_split=None,
+        )
+    kernel = "xla" if own.attention.kernel in NOT_ON_CPU else own.attention.kernel
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(
+            config.train, model=dataclasses.replace(model, **small), data=text
+        ),
+        attention=dataclasses.replace(own.attention, kernel=kernel),
+        scan=dataclasses.replace(own.scan, layers_per_iteration=block),
+        loss=dataclasses.replace(own.loss, chunk_size=_chunk(own.loss, length)),
+    )
+
+
+def _layers(own: int, stages: int, block: int, own_ranks: float, virtual_stages: int) -> int:
+    """At least two for every stage where that is cheap; uneven over the stages if they were."""
+    if stages == 1:
+        return own if own == 1 else max(2 * block, 2)
+    small = stages * (2 if stages <= 4 or block == 2 else 1)
+    own_stages = stages if math.isinf(own_ranks) else int(own_ranks) * virtual_stages
+    if own % own_stages and block < 2:
+        small = max(small - 1, stages + 1)
+    return small
+
+
+def _heads(own: Config, sizes: dict[str, float], most: MeshSizes) -> dict[str, int]:
+    """As many query heads for one key-value head as the user's; both divide where they did."""
+    model, tensor = own.train.model, most["tensor"]
+    group = min(model.num_heads // model.num_kv_heads, MAX_GROUP)
+    own_tensor = tensor if math.isinf(sizes["tensor"]) else int(sizes["tensor"])
+    if tensor == 1:
+        kv_heads = min(model.num_kv_heads, 2)
+    elif model.num_kv_heads % own_tensor == 0:
+        kv_heads = tensor
+    else:
+        kv_heads = max(tensor * model.num_kv_heads // own_tensor, 1)
+    parts = tensor
+    if own.attention.context_parallel == "ulysses":
+        parts *= most["context"]
+    while kv_heads * group % parts:
+        if kv_heads < tensor:
+            group *= 2
+        else:
+            kv_heads *= 2
+    return {"num_heads": kv_heads * group, "num_kv_heads": kv_heads}
+
+
+def _chunk(own: Loss, length: int) -> int | None:
+    if own.chunk_size is None:
+        return None
+    chunks = max(length // own.chunk_size, 1)
+    return SEQUENCE // (chunks if chunks <= 2 else MAX_CHUNKS)
+
+
+def _images(config: Config, own: Config) -> Config:
+    model, data = own.train.model, own.train.data
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    classes = min(model.num_classes, CLASSES)
+    small: dict[str, Any] = {"num_classes": classes}
+    if "depth" in fields:
+        small["depth"] = DEPTHS.get(model.depth, model.depth)
+    if "width" in fields:
+        small["width"] = UNIT
+    pixels = data.abstract_batch(1).inputs.shape[1]
+    largest = IMAGENET_PIXELS if getattr(model, "for_imagenet", True) else CIFAR_PIXELS
+    values = {
+        "source": "synthetic",
+        "image_size": min(pixels, largest),
+        "num_classes": min(data.num_classes, classes),
+        "heldout_split": None,
+    }
+    if isinstance(data, ImageData):
+        images = dataclasses.replace(data, **values)
+    else:
+        images = ImageData(**values, channels=data.abstract_batch(1).inputs.shape[-1])
+    model = dataclasses.replace(model, **small)
+    train = dataclasses.replace(config.train, model=model, data=images)
+    return dataclasses.replace(config, train=train)
+
+
+# -- what changed ---------------------------------------------------------------------------------
+
+
+def _differences(own: Any, small: Any) -> Iterator[Change]:
+    for field in dataclasses.fields(own):
+        before, after = getattr(own, field.name), getattr(small, field.name)
+        if isinstance(own, Config) or (isinstance(own, Train) and field.name in ("model", "data")):
+            if type(before) is type(after):
+                yield from _differences(before, after)
+            else:
+                names = (f"@{type(value).__name__}()" for value in (before, after))
+                yield Change(f"Train.{field.name}", *names)
+        elif before != after:
+            yield Change(f"{type(own).__name__}.{field.name}", before, after)

@@ -1,0 +1,89 @@
+"""Every mesh axis alone, every pair that makes sense, and four axes at once equal one device."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_mixtral
+import test_pipeline
+import test_step
+from conftest import make_layout, make_program, text_batch
+from parity import assert_equal, evaluate
+
+from jaxtrain.layers import Execution
+from jaxtrain.mesh import MESH_AXES
+from jaxtrain.models.mixtral import Mixtral
+from jaxtrain.pipeline.schedules import Pipeline
+
+TESTS = Path(__file__).parent
+BATCH = text_batch(rows=16, length=16, vocab_size=48)
+MODELS = {
+    **test_step.MODELS,
+    "mixtral": Mixtral(
+        vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=16,
+        num_experts=4, context_length=16, router_z_weight=0.01,
+    ),
+}  # fmt: skip
+
+# A stage's attention exchanges heads: a ring's permutes would need every stage to take part.
+ULYSSES = Execution(kernel="reference", context_parallel="ulysses")
+
+# What the tests of the single modes do not have: model, mesh, other fields of Program.
+CASES = {
+    "context": ("gpt", {"context": 8}, {}),
+    "data_context": ("llama", {"data": 4, "context": 2}, {}),
+    "fsdp_context": ("gpt", {"fsdp": 4, "context": 2, "zero": 2}, {}),
+    "context_tensor": ("gpt", {"context": 2, "tensor": 4, "sequence_parallel": True}, {}),
+    "data_tensor": ("llama", {"data": 4, "tensor": 2}, {}),
+    "pipe_context": (
+        "gpt", {"pipe": 2, "context": 2, "tensor": 2},
+        {"pipeline": Pipeline(microbatches=2), "execution": ULYSSES},
+    ),
+    "pipe_expert": (
+        "mixtral", {"pipe": 2, "fsdp": 2, "expert": 2}, {"pipeline": Pipeline(microbatches=2)},
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def one_device(model):
+    return evaluate(make_program(MODELS[model], make_layout()), BATCH)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_one_device(case):
+    model, sizes, changes = CASES[case]
+    program = make_program(MODELS[model], make_layout(**sizes), **changes)
+    assert_equal(evaluate(program, BATCH), one_device(model))
+
+
+def axes_of(sizes):
+    return {axis for axis in MESH_AXES if sizes.get(axis, 1) > 1}
+
+
+def test_the_matrix_has_every_axis_and_every_pair():
+    meshes = [axes_of(sizes) for _, sizes, _ in CASES.values()]
+    meshes += [axes_of(sizes) for _, _, sizes, _ in test_pipeline.CASES.values()]
+    meshes += [axes_of(sizes) for sizes in test_step.LAYOUTS.values()]
+    meshes += [axes_of(sizes) for sizes in test_mixtral.LAYOUTS.values()]
+    for axis in MESH_AXES:
+        assert {axis} in meshes, f"{axis} alone"
+    for pair in itertools.combinations(MESH_AXES, 2):
+        assert any(set(pair) <= axes for axes in meshes), pair
+
+
+def test_four_axes_at_once_on_sixteen_devices():
+    environment = {**os.environ, "JAXTRAIN_TEST_DEVICES": "16"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "four_axes.py"],
+        cwd=TESTS,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "2 passed" in done.stdout
