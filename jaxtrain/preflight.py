@@ -109,8 +109,9 @@ def _mesh(config: Config, device_count: int) -> Iterator[str]:
 def _usable_axes(config: Config) -> list[str]:
     """The mesh axes that the table gives to the batch or to a parameter of this model."""
     logical = _logical_axes(config.train.model)
-    names = {name for axis in logical for part in RULES[axis] for name in parts_of(part)}
-    names |= {"data", "fsdp"}
+    names = {name for axis in logical for name in parts_of(RULES[axis].parameter)}
+    # The batch is split over expert too, but only for the sake of experts.
+    names |= set(parts_of(RULES["batch"].activation)) - {"expert"}
     if config.train.model.objective == "next_token":
         names.add("context")
     return [axis for axis in MESH_AXES if axis in names]

@@ -63,11 +63,45 @@ def test_the_quickstart_passes():
             ["GPT.embed_dim = 132", "Mesh.fsdp = 8", "Mesh.tensor = 1"],
             ["GPT.embed_dim=132 does not divide over Mesh.fsdp=8", "128"],
         ),
+        (
+            ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Pipeline.microbatches = 5"],
+            ["times Pipeline.microbatches=5", "nearest multiple of 10 is 20"],
+        ),
+        (["Mesh.pipe = 8", "Mesh.fsdp = 1", "Mesh.tensor = 1"], ["num_layers=4", "8 pipeline"]),
+        (
+            ["Mesh.pipe = 4", "Mesh.fsdp = 1", "Pipeline.schedule = 'interleaved'",
+             "Pipeline.virtual_stages = 2", "Pipeline.microbatches = 4", "GPT.num_layers = 6"],
+            ["num_layers=6", "8 pipeline stages"],
+        ),
+        (["Pipeline.microbatches = 4"], ["Pipeline.microbatches=4 does nothing with Mesh.pipe=1"]),
+        (
+            ["Mesh.pipe = 2", "Mesh.context = 2", "Mesh.fsdp = 1"],
+            ["Attention.context_parallel='ring' with Mesh.pipe=2", "'ulysses'"],
+        ),
+        (
+            ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Scan.layers_per_iteration = 4"],
+            ["Scan.layers_per_iteration=4 does not divide the 2 layers of the longest stage"],
+        ),
+        (
+            ["Mesh.expert = 2", "Mesh.fsdp = 2"],
+            ["Mesh.expert=2: GPT has nothing that this axis could split"],
+        ),
     ],
-)
+)  # fmt: skip
 def test_each_refusal_names_the_setting_and_the_nearest_valid_choice(bindings, words):
     message = refused(*bindings)
     assert [word for word in words if word not in message] == []
+
+
+def test_experts_that_do_not_fit_are_refused():
+    message = refused("Mixtral.num_experts = 6", "Mesh.expert = 4", name="mixtral_tiny")
+    assert "Mixtral.num_experts=6 does not divide over Mesh.expert=4" in message
+    assert "the nearest multiple is 8; or set Mesh.expert=2" in message
+    message = refused(
+        "Mixtral.capacity_factor = 1.5", "Mesh.context = 2", "Mesh.expert = 4", "Mesh.fsdp = 1",
+        name="mixtral_tiny",
+    )  # fmt: skip
+    assert "Mixtral.capacity_factor=1.5 with Mesh.context=2" in message
 
 
 def test_everything_wrong_is_said_at_once():

@@ -83,6 +83,6 @@ def test_the_recipes_of_a_dataset_and_of_a_mesh_axis(copy):
         devices = "8" if sizes else "1"
         out, lines = train(copy, str(run), "--simulate-devices", devices, *bindings(*sizes))
         losses.append([line["loss"] for line in lines if "loss" in line])
-        assert ("replica=2 x data=1 x fsdp=2 x tensor=2" in out) == bool(sizes)
+        assert ("replica=2 x fsdp=2 x tensor=2" in out) == bool(sizes)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0] - 0.5

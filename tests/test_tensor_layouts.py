@@ -68,7 +68,12 @@ def one_device():
     return get
 
 
-CASES = [("gpt", name) for name in GRIDS] + [("llama", n) for n in ("2d_fsdp", "2.5d", "3d")]
+CASES = [
+    ("gpt", "2d"), ("gpt", "2d_zero2"), ("gpt", "3d"),
+    ("llama", "2d_fsdp"), ("llama", "2.5d"), ("llama", "3d"),
+    pytest.param("gpt", "2d_fsdp", marks=pytest.mark.slow),
+    pytest.param("gpt", "2.5d", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
@@ -106,6 +111,7 @@ def test_parameters_and_moments_take_what_the_papers_say(model, name):
     assert matrices == 3 * {"gpt": 6, "llama": 9}[model]
 
 
+@pytest.mark.slow
 def test_arguments_of_the_compiled_step_are_those_bytes():
     program = make_program(MODELS["gpt"], grid("3d"))
     state = program.abstract_state()
@@ -292,7 +298,7 @@ def test_each_device_computes_the_one_key_value_head_that_it_needs():
     assert set(heads) == {(8, 1)}
 
 
-@pytest.mark.parametrize("name", ["gqa", "3d"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("3d", marks=pytest.mark.slow)])
 def test_generation_equals_one_device(name):
     def drawn(layout):
         layout = dataclasses.replace(layout, split_batch=False)
@@ -347,7 +353,8 @@ def test_what_forms_no_grid_is_refused_with_the_nearest_choice(layout, bindings,
 
 
 def test_a_mixture_of_experts_has_no_grid():
-    config = load_config("mixtral_tiny", ["Sharding.tensor_layout = '2d'", "Mesh.tensor = 4"])
+    mesh = ["Mesh.expert = 1", "Mesh.fsdp = 2", "Mesh.tensor = 4"]
+    config = load_config("mixtral_tiny", ["Sharding.tensor_layout = '2d'", *mesh])
     with pytest.raises(UserError, match="no table for a mixture of experts"):
         check(config, device_count=8, platform="cpu")
 
