@@ -145,6 +145,7 @@ def next_logits(
     B, T = tokens_BT.shape
     positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
     mask = Mask(query_start=cache.length)
-    h_BTD, cache, _ = hidden(model, tokens_BT, positions_BT, mask, execution, cache)
+    h_BTD, longer, _ = hidden(model, tokens_BT, positions_BT, mask, execution, cache)
+    assert longer is not None, "a cache went in"
     logits_BV = model.logits(h_BTD[:, -1:])[:, 0]
-    return shard(logits_BV, ("batch", "classes")).astype(jnp.float32), cache
+    return shard(logits_BV, ("batch", "classes")).astype(jnp.float32), longer

@@ -81,6 +81,7 @@ def next_token(
     """Sums of a language model's losses over a batch: `loss` and `weight` (targets that count),
     and the layers' auxiliary sums."""
     batch = spread(batch, execution.context_parallel)
+    assert batch.positions is not None, "a batch of text has positions"
     h_BTD, _, auxiliary = hidden(
         model, batch.inputs, batch.positions, document_mask(batch), execution
     )

@@ -209,7 +209,7 @@ def _explicit(*axes: Mapping[str, int]) -> tuple[AxisType, ...]:
 
 
 def slices_of(devices: Sequence[jax.Device], dcn: Mapping[str, int]) -> list[list[jax.Device]]:
-    """The devices by slice: as they say themselves, else (CPUs, hosts of GPUs) runs of equal length.
+    """The devices by slice: as they say themselves, else (CPUs, GPU hosts) runs of equal length.
 
     Raises:
       UserError: `dcn` has another number of slices than there are.

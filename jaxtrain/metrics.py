@@ -238,7 +238,7 @@ class MetricsLog:
             self._open_window(step)
         if not finite:
             self._pending.clear()
-            raise NonFiniteLossError(step, loss)
+            raise NonFiniteLossError(step, float(jax.device_get(metrics["loss"])))
 
     def _open_window(self, step: int) -> None:
         self._window_start, self._window_first_step = time.perf_counter(), step

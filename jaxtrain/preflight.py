@@ -151,9 +151,10 @@ def _sizes(config: Config, layout: Layout) -> Iterator[str]:
         axes = logical_axes(variable)
         for spec in (layout.parameter(axes), layout.moment(axes)):
             for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):
-                if axis == "layers" or size % layout.size(part) == 0 or (axis, part) in seen:
+                cause = model.settings.get(axis, axis), size, part
+                if axis == "layers" or size % layout.size(part) == 0 or cause in seen:
                     continue  # layers that do not divide are spread over the stages unevenly
-                seen.add((axis, part))
+                seen.add(cause)
                 yield _does_not_divide(model, name, axis, size, part, layout, path)
     length = getattr(config.train.data, "sequence_length", None)
     tensor = layout.mesh.shape["tensor"]
@@ -167,7 +168,8 @@ def _sizes(config: Config, layout: Layout) -> Iterator[str]:
 def _context(config: Config, layout: Layout) -> Iterator[str]:
     context, tensor = layout.mesh.shape["context"], layout.mesh.shape["tensor"]
     length = getattr(config.train.data, "sequence_length", None)
-    model, chunk = config.train.model, config.loss.chunk_size
+    model: Any = config.train.model
+    chunk = config.loss.chunk_size
     if context == 1 or length is None:
         return
     yield from refuse_context(
@@ -228,7 +230,8 @@ def _stages(config: Config, layout: Layout) -> Iterator[str]:
             microbatches=pipeline.microbatches,
             virtual_stages=pipeline.virtual_stages,
         )
-        cut = cut_layers(config.train.model.num_layers, ranks * pipeline.virtual_stages)
+        model: Any = config.train.model
+        cut = cut_layers(model.num_layers, ranks * pipeline.virtual_stages)
     except UserError as error:
         yield str(error)
         return

@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.checkpoint import StoredLeaf
+from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.sharding import Layout, is_variable, logical_axes
 from jaxtrain.step import TrainState
 
@@ -106,6 +108,16 @@ def show_mesh(console: Console, layout: Layout) -> None:
     console.print(table)
     if len(places) > shown:
         console.print(f"... and {len(places) - shown} more rows")
+
+
+def show_stages(console: Console, stages: Stages, pipeline: Pipeline) -> None:
+    """Prints how many layers each stage of the pipeline has."""
+    layers = ", ".join(map(str, stages.cut))
+    padded = "" if stages.valid.all() else f", each padded to {stages.longest}"
+    console.print(
+        f"Pipeline: {pipeline.schedule}, {pipeline.microbatches} microbatches over {stages.ranks} "
+        f"ranks; layers of each stage: {layers}{padded}"
+    )
 
 
 def show_config(console: Console, gin_text: str) -> None:

@@ -11,6 +11,7 @@ import jax
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.errors import UserError
+from jaxtrain.exchange import ExchangeProgram
 from jaxtrain.pipeline.stages import is_layer, rearrange
 from jaxtrain.settings import Config
 from jaxtrain.sharding import is_variable
@@ -19,7 +20,9 @@ from jaxtrain.step import Program, TrainState, with_shardings
 FORMAT = 1  # of what stands beside the state in a checkpoint
 
 
-def describe(config: Config, program: Program, digest: str, step: int) -> dict[str, Any]:
+def describe(
+    config: Config, program: Program | ExchangeProgram, digest: str, step: int
+) -> dict[str, Any]:
     """What is saved beside the state of `step`.
 
     Args:
@@ -67,14 +70,14 @@ def _position(config: Config, digest: str) -> dict[str, Any]:
     }
 
 
-def restore(checkpoints: Checkpoints, step: int, program: Program) -> TrainState:
+def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProgram) -> TrainState:
     """The state of `step` in the program's layout, whatever mesh and stages wrote it.
 
     A pipeline keeps its layers in stage order; where the saved order is another one they are read
     in that order and then dealt out again.
     """
     saved = checkpoints.extra(step).get("layer_order")
-    if saved == program.layer_order:
+    if saved == program.layer_order or not isinstance(program, Program):
         return checkpoints.restore(step, program.abstract_state())
     num_layers = _num_layers(program)
     present = list(range(num_layers)) if saved is None else saved
@@ -121,7 +124,7 @@ def _in_order(program: Program, present: list[int]) -> TrainState:
         shape = variable.get_value()
         return variable.replace(jax.ShapeDtypeStruct((len(present), *shape.shape[1:]), shape.dtype))
 
-    shapes = jax.tree.map(one, jax.eval_shape(program.init, jax.random.key(0)), is_leaf=is_variable)
+    shapes = jax.tree.map(one, program.shapes(), is_leaf=is_variable)
     return with_shardings(
         shapes, dataclasses.replace(program, layout=layout).state_shardings(shapes)
     )

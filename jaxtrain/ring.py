@@ -253,7 +253,8 @@ class _Rank:
 
     def __init__(self, ring: _Ring, ranks: jax.Array, q: jax.Array, k: jax.Array) -> None:
         self.ring, self.rank, self.c = ring, ranks[0], ring.layout.mesh.shape[AXIS]
-        self.shapes = _Shapes(*q.shape[:3], k.shape[2])
+        B, t, N = q.shape[:3]
+        self.shapes = _Shapes(B, t, N, k.shape[2])
         self.steps = work(self.c, self.shapes.r, causal=ring.causal, window=ring.window)
 
     def permute(self, x: Any) -> Any:

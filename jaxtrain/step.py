@@ -110,9 +110,13 @@ class Program:
         """The layer at each place of the state's stacked arrays, -1 for padding; None: 0, 1, ..."""
         return None if self.stages is None else self.stages.order.tolist()
 
+    def shapes(self) -> TrainState:
+        """The state's shapes and dtypes; the key too is only traced, so that no device is asked."""
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
+
     def abstract_state(self) -> TrainState:
         """The state's shapes, dtypes and shardings; no array is made."""
-        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        shapes = self.shapes()
         return with_shardings(shapes, self.state_shardings(shapes))
 
     def state_shardings(self, state: TrainState) -> TrainState:
@@ -129,7 +133,7 @@ class Program:
 
     def create(self, seed: int) -> TrainState:
         """A fresh state, created in place: no device ever holds more than its shards."""
-        shapes = jax.eval_shape(self.init, jax.random.key(seed))
+        shapes = self.shapes()
         # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
         return jax.jit(self.init, out_shardings=self.state_shardings(shapes))(jax.random.key(seed))
 
@@ -154,7 +158,7 @@ class Program:
 
         The state goes out exactly as it came in, so one compilation serves the whole run.
         """
-        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        shapes = self.shapes()
         out = (self.state_shardings(shapes), None)
         return jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
 
@@ -181,6 +185,8 @@ class Program:
         grads = reshard(grads, layout.moment, layout)
         params = reshard(state.params, layout.moment, layout)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        # optax sums bfloat16 moments with float32 gradients into float32 ones.
+        opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
         params: Any = optax.apply_updates(params, updates)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)

@@ -1,5 +1,4 @@
-"""Layouts: over which mesh axes a dimension is split, by what it means; grids of `tensor` devices.
-"""
+"""Layouts as tables: over which mesh axes a dimension is split, by what it means; and grids."""
 
 import math
 from collections.abc import Mapping

@@ -256,6 +256,8 @@ class Trainer:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
         report.show_mesh(self.console, self.layout)
+        if self.program.plain.stages is not None:
+            report.show_stages(self.console, self.program.plain.stages, self.config.pipeline)
         report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
         report.show_parameters(self.console, self.state)
 

@@ -418,7 +418,7 @@ STEPS = {
 }
 
 
-SLOW = ("llama-sequence", "gpt-fsdp")
+SLOW = ("llama-ring", "llama-sequence", "gpt-fsdp")
 
 
 @pytest.mark.parametrize(

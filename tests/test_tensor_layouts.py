@@ -136,7 +136,7 @@ def test_arguments_of_the_compiled_step_are_those_bytes():
 @pytest.mark.parametrize(("model", "activation"), [("gpt", "gelu"), ("llama", "silu")])
 @pytest.mark.parametrize("name", ["2d", "2.5d", "3d"])
 def test_activations_take_what_the_papers_say(model, activation, name, monkeypatch):
-    """The residual stream, queries and the MLP's inside: /q^2, /(d q^2) and /q^3 of each replica."""
+    """Residual stream, queries and the MLP's inside: /q^2, /(d q^2) and /q^3 of each replica."""
     held = {}
 
     def note(what, x):
@@ -327,7 +327,7 @@ def refused(*bindings: str, devices: int = 8, name: str = "gpt_quickstart") -> s
 @pytest.mark.parametrize(
     ("layout", "bindings", "devices", "words"),
     [
-        ("2d", ["Mesh.tensor = 8"], 8, ["Mesh.tensor=8 is not a square q^2", "nearest are 4 and 9"]),
+        ("2d", ["Mesh.tensor = 8"], 8, ["Mesh.tensor=8 is not a square q^2", "are 4 and 9"]),
         ("3d", ["Mesh.tensor = 4"], 4, ["Mesh.tensor=4 is not a cube q^3", "nearest are 1 and 8"]),
         ("2.5d", ["Mesh.tensor = 4", "Sharding.tensor_depth = 2"], 4,
          ["Mesh.tensor=4 is not tensor_depth q^2", "with Sharding.tensor_depth=2",

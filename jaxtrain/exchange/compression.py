@@ -141,8 +141,10 @@ class Compressed(ExchangeProgram):
         """One optimizer step; metrics as of the synchronous step, of the gradient as it arrived."""
         layout = self.layout
         plain = dataclasses.replace(state, exchange=())
-        axes = TrainState(step=None, params=0, opt_state=None, statistics=0, loss_scale=None,
-                          exchange=())  # fmt: skip
+        dims: dict[str, Any] = {
+            "step": None, "params": 0, "opt_state": None, "statistics": 0, "loss_scale": None,
+        }  # fmt: skip
+        axes = TrainState(**dims)
         # A gather from parameters without the dimension that the places to gather have would not
         # know its layout.
         repeated = dataclasses.replace(

@@ -63,15 +63,20 @@ class ExchangeProgram(abc.ABC):
         """The state that evaluation and generation use: one model, the mean of the replicas'."""
 
     @final
+    def shapes(self) -> TrainState:
+        """The state's shapes and dtypes."""
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
+
+    @final
     def abstract_state(self) -> TrainState:
         """The state's shapes, dtypes and shardings; no array is made."""
-        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        shapes = self.shapes()
         return with_shardings(shapes, self.state_shardings(shapes))
 
     @final
     def create(self, seed: int) -> TrainState:
         """A fresh state, created in place: no device ever holds more than its shards."""
-        shapes = jax.eval_shape(self.init, jax.random.key(seed))
+        shapes = self.shapes()
         return jax.jit(self.init, out_shardings=self.state_shardings(shapes))(jax.random.key(seed))
 
     @final
@@ -82,7 +87,7 @@ class ExchangeProgram(abc.ABC):
     @final
     def jit_train_step(self) -> jax.stages.Wrapped:
         """train_step compiled, the state donated; call it with the layout active."""
-        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        shapes = self.shapes()
         out = (self.state_shardings(shapes), None)
         return jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
 

@@ -49,7 +49,8 @@ class Replicas(ExchangeProgram):
         state = self.plain.init(key)
         memory = self.rule.first_memory(state.params)
         zeros = jnp.zeros(self.replicas, jnp.float32)
-        own_parts = dataclasses.replace(state, step=())
+        no_step: Any = ()
+        own_parts = dataclasses.replace(state, step=no_step)
         return dataclasses.replace(
             to_replicas(own_parts, self.replicas),
             step=state.step,
@@ -59,14 +60,15 @@ class Replicas(ExchangeProgram):
     def state_shardings(self, state: TrainState) -> TrainState:
         """A NamedSharding for every array of a state."""
         layout = self.layout
-        return TrainState(
-            step=layout.named(P()),
-            params=replica_shardings(state.params, layout.parameter, layout),
-            opt_state=replica_shardings(state.opt_state, layout.moment, layout),
-            statistics=replica_shardings(state.statistics, layout.weight, layout),
-            loss_scale=layout.named(REPLICA),
-            exchange=replica_shardings(state.exchange, layout.moment, layout),
-        )
+        of: dict[str, Any] = {
+            "step": layout.named(P()),
+            "params": replica_shardings(state.params, layout.parameter, layout),
+            "opt_state": replica_shardings(state.opt_state, layout.moment, layout),
+            "statistics": replica_shardings(state.statistics, layout.weight, layout),
+            "loss_scale": layout.named(REPLICA),
+            "exchange": replica_shardings(state.exchange, layout.moment, layout),
+        }
+        return TrainState(**of)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One step of every replica on its rows and, every `period` steps, an exchange.
@@ -76,8 +78,10 @@ class Replicas(ExchangeProgram):
           its own gradient's norm, and `replica_spread`, its relative distance from what was agreed
           on at the last exchange. `weight` is what their means are to be weighed with.
         """
-        specs = TrainState(step=None, params=0, opt_state=0, statistics=0,
-                           loss_scale=0, exchange=())  # fmt: skip
+        dims: dict[str, Any] = {
+            "step": None, "params": 0, "opt_state": 0, "statistics": 0, "loss_scale": 0,
+        }  # fmt: skip
+        specs = TrainState(**dims)
         step = self.on_each_replica(_own_step, (specs, 0), (specs, 0))
         after, metrics = step(dataclasses.replace(state, exchange=()), self.rows_of_replicas(batch))
         exchange = dict(state.exchange)

@@ -58,7 +58,7 @@ class GPT:
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
-        "layers": "num_layers",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
     }  # fmt: skip
 
     def __post_init__(self) -> None:

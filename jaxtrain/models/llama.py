@@ -84,6 +84,7 @@ class Llama:
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
         "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
+        "vocab_embed": "embed_dim",
     }  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -99,7 +99,7 @@ class Mixtral:
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
         "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "experts": "num_experts",
-        "layers": "num_layers",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
     }  # fmt: skip
 
     def __post_init__(self) -> None:

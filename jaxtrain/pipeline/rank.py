@@ -87,7 +87,7 @@ class Rank:
         y, self._auxiliary = self._backward_pass.outputs
         # The last stage's loss begins at what it gives, so that is kept too.
         residuals = [*self._backward_pass.kept, y] if self._keep_residuals else []
-        self._halves = self._cut(params, residuals, context, x) if self._split else None
+        self._halves: Any = self._cut(params, residuals, context, x) if self._split else None
         stash = [] if self._halves is None else self._halves.stash
         totals, tree = jax.tree.flatten(of_layers)
         table = self._table
@@ -156,7 +156,8 @@ class Rank:
         params, context = self._arguments(row)
         x = self._stage_input(carry, row, context)
         saved = _take(own["residuals"], row["residual_slot"])
-        outputs, transpose = None, None
+        outputs: Any = None
+        transpose: Any = None
         if self._halves is None:
             outputs, transpose = self._backward_pass.transpose(saved[:-1], params, x, context)
 
@@ -174,6 +175,7 @@ class Rank:
         )  # fmt: skip
         gradient = y_gradient, self._auxiliary_gradient()
         if transpose is None:
+            assert self._halves is not None, "a stage that is not cut has a transpose"
             arguments = jax.tree.leaves((params, saved[:-1], context, x, gradient))
             results, stash = self._halves.first(*arguments)
             by_number = dict(zip(self._halves.early, results, strict=True))

@@ -60,11 +60,11 @@ class Stages:
 
     def to_stages(self, tree: Any) -> Any:
         """Named arrays with their layers in stage order, zeros at places that hold none."""
-        return rearrange(tree, range(sum(self.cut)), self.order)
+        return rearrange(tree, range(sum(self.cut)), self.order.tolist())
 
     def to_layers(self, tree: Any) -> Any:
         """Named arrays with their layers in the model's order."""
-        return rearrange(tree, self.order, range(sum(self.cut)))
+        return rearrange(tree, self.order.tolist(), range(sum(self.cut)))
 
 
 def deal(params: nnx.State, ranks: int, chunks: int) -> Stages:

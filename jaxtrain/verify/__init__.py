@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jaxtrain import preflight
 from jaxtrain.data.text import TextData
@@ -12,10 +13,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.mesh import MESH_AXES, simulate_devices
 from jaxtrain.settings import Config
 from jaxtrain.verify.figures import NotChecked
+from jaxtrain.verify.meshes import DEVICES
 from jaxtrain.verify.proofs import claims
 from jaxtrain.verify.report import Proof, Report, show_end, showing
 from jaxtrain.verify.runs import Bench
-from jaxtrain.verify.shrink import DEVICES, Small, shrink
+from jaxtrain.verify.shrink import Small, shrink
 
 __all__ = ["Proof", "Report", "show_end", "showing", "simulate", "verify"]
 
@@ -77,10 +79,11 @@ def refuse(config: Config) -> None:
     How many those are is not known where an axis is -1: it then has two devices, or one if two
     cannot be; what neither allows, no number allows.
     """
+    model: Any = config.train.model
     data = config.train.data
     if isinstance(data, TextData):
         # Neither the text nor the tokenizer has to be on this machine.
-        vocabulary = max(config.train.model.vocab_size, 2)
+        vocabulary = max(model.vocab_size, 2)
         data = dataclasses.replace(
             data, source="synthetic", heldout_split=None, synthetic_vocab_size=vocabulary
         )

@@ -61,7 +61,8 @@ class _Inputs:
 
 
 def _inputs(bench: Bench, length: int) -> _Inputs:
-    rng, model = np.random.default_rng(SEED), bench.small.config.train.model
+    rng = np.random.default_rng(SEED)
+    model: Any = bench.small.config.train.model
     rows = len(bench.batch.inputs)
 
     def draw(heads: int) -> np.ndarray:
@@ -84,11 +85,8 @@ def _run(
     """The output, and the gradients of its weighted sum, in the order of the text."""
 
     def both(arrays: _Inputs) -> Any:
-        mask = Mask(
-            window=window,
-            segment_ids_BT=arrays.segment_ids_BT,
-            segment_ids_BS=arrays.segment_ids_BT,
-        )
+        segments: Any = arrays.segment_ids_BT
+        mask = Mask(window=window, segment_ids_BT=segments, segment_ids_BS=segments)
 
         def weighted(q: Any, k: Any, v: Any) -> Any:
             out_BTNH = attend(q, k, v, mask)

@@ -8,9 +8,9 @@ import numpy as np
 
 # float32 sums in another order, relative.
 EQUAL = 1e-5
-# What the own precision may differ from float32: a few units of rounding (2^-8, 2^-11) of every
-# layer's products, as they add up in the norm of the gradient.
-BANDS = {"float16": 1e-2, "bfloat16": 5e-2}
+# The largest relative error of rounding to a dtype.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
+ROUNDINGS = 8  # of each product's operands and result, forward and backward
 # Arrays whose gradients are small beside the others' are compared on this fraction of the largest:
 # some are zero but for rounding, such as those of a bias that softmax cancels.
 FLOOR = 1e-3
@@ -117,3 +117,12 @@ def relative_norm(found: Arrays, expected: Arrays) -> float:
     difference = sum(np.square(found[n].astype(np.float64) - x).sum() for n, x in expected.items())
     size = sum(np.square(x.astype(np.float64)).sum() for x in expected.values())
     return float(np.nan_to_num(np.sqrt(difference / size), nan=np.inf))
+
+
+def band(dtype: str, products: int) -> float:
+    """How far a 16-bit gradient may be from the float32 one, of its norm.
+
+    Errors of rounding after so many products on the way, which are independent of each other, add
+    up like a random walk.
+    """
+    return ROUNDINGS * ROUNDING[dtype] * products**0.5

@@ -69,7 +69,8 @@ class Documents:
     def __init__(self, bench: Bench) -> None:
         self.batch = bench.batch
         self._bench = bench
-        self._vocab_size = bench.small.config.train.model.vocab_size
+        model: Any = bench.small.config.train.model
+        self._vocab_size = model.vocab_size
 
     @functools.cached_property
     def _run(self) -> Callable[[Batch], PerToken]:
@@ -107,7 +108,8 @@ class Documents:
         return Finding(max(loss, gradient), EQUAL, detail)
 
     def _number(self) -> int:
-        return int(self.batch.segment_ids.max(1).sum())
+        segment_ids: Any = self.batch.segment_ids
+        return int(segment_ids.max(1).sum())
 
     def _difference(self, which: int, other: np.ndarray, where_BT: np.ndarray) -> float:
         """The largest difference where it counts, relative to the largest value."""
@@ -120,7 +122,7 @@ class Documents:
 def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     """The per-token losses and gradients of any batch, through the objective that trains."""
     config = bench.within_stages.config
-    model = config.train.model
+    model: Any = config.train.model
     if getattr(model, "capacity_factor", None) is not None:
         # Slots of an expert are shared by a row: what one document takes, the next one lacks.
         model = dataclasses.replace(model, capacity_factor=None)
@@ -141,9 +143,8 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     def run(state: TrainState, batch: Batch, shift_BTD: jax.Array) -> Any:
         # The loss is a sum over targets of mask x loss: its gradient by the mask is each loss.
         find = jax.grad(losses, argnums=(0, 1))
-        places_BT = along_context(
-            batch.positions * 0 + jnp.arange(batch.positions.shape[1]), method
-        )
+        in_order_BT = jnp.zeros_like(batch.inputs) + jnp.arange(batch.inputs.shape[1])
+        places_BT = along_context(in_order_BT, method)
         return *find(batch.loss_mask, shift_BTD, state, batch), places_BT
 
     state = jax.device_put(

@@ -2,18 +2,25 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 from jaxtrain.attention import Attention
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES
+from jaxtrain.pipeline.stages import is_layer
+from jaxtrain.precision import is_matrix
 from jaxtrain.remat import Remat
+from jaxtrain.sharding import is_variable
 from jaxtrain.verify import attend, going_on, packing, sample
 from jaxtrain.verify.figures import (
-    BANDS,
+    ROUNDING,
     Claim,
     Finding,
     NotChecked,
+    band,
     bits,
     equal,
     relative,
@@ -129,5 +136,12 @@ def own_precision(bench: Bench) -> Finding:
     found, expected = Mesh(config).gradients(bench.batch), bench.one_device_step
     loss = relative(found.loss, expected.loss)
     norm = relative_norm(found.gradients, expected.gradients)
-    lowest = own.precision.compute if own.precision.compute in BANDS else own.precision.params
-    return Finding(max(loss, norm), BANDS[lowest], f"loss {loss:.1e}, gradients {norm:.1e} of norm")
+    lowest = own.precision.compute if own.precision.compute in ROUNDING else own.precision.params
+    limit = band(lowest, _matrices(bench.one_device.created.params))
+    return Finding(max(loss, norm), limit, f"loss {loss:.1e}, gradients {norm:.1e} of norm")
+
+
+def _matrices(params: Any) -> int:
+    """How many matrices and convolution kernels a model has, those of every layer counted."""
+    found = [v for v in jax.tree.leaves(params, is_leaf=is_variable) if is_matrix(v)]
+    return sum(v.get_value().shape[0] if is_layer(v) else 1 for v in found)

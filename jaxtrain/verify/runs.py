@@ -14,14 +14,15 @@ from jaxtrain import preflight
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
-from jaxtrain.mesh import MESH_AXES, make_mesh
+from jaxtrain.mesh import MESH_AXES
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable
 from jaxtrain.step import Program, TrainState
 from jaxtrain.train import make_program
 from jaxtrain.verify import sample
 from jaxtrain.verify.figures import Arrays, Step
-from jaxtrain.verify.shrink import MeshSizes, Small
+from jaxtrain.verify.meshes import MeshSizes
+from jaxtrain.verify.shrink import Small
 
 
 class Mesh:
@@ -42,10 +43,7 @@ class Mesh:
             preflight.check(config, device_count=self.devices, platform="cpu")
         except ValueError as error:
             raise AssertionError(f"the shrunk configuration cannot run: {error}") from error
-        mesh = make_mesh(config.mesh, jax.devices()[: self.devices])
-        self.layout: Layout = dataclasses.replace(
-            preflight.abstract_layout(config, self.devices), mesh=mesh
-        )
+        self.layout: Layout = preflight.layout(config, jax.devices()[: self.devices])
         training = make_program(config, self.layout)
         keeping = dataclasses.replace(
             training.plain, optimizer=keep_gradients(training.plain.optimizer)
@@ -195,6 +193,6 @@ def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTra
     """The optimizer, with the gradients it was given as the first part of its state."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params),
-        lambda gradients, _state, _params=None: (gradients, gradients),
+        lambda updates, state, params=None: (updates, updates),
     )
     return optax.chain(keep, optimizer)

@@ -68,13 +68,14 @@ def dataset(config: Config) -> Dataset:
     """What a shrunk configuration is proved on, in the form that a data source opens into."""
     rows = config.train.global_batch_size * BATCHES - config.train.global_batch_size // 2
     batch = config.train.data.abstract_batch(1)
+    model: Any = config.train.model
     rng = np.random.default_rng(SEED)
     examples: Examples
     if batch.inputs.ndim == 2:
         length = batch.inputs.shape[1]
         # At most half a row, so that every row holds two documents at least.
         documents = [
-            rng.integers(0, config.train.model.vocab_size, rng.integers(3, length // 2))
+            rng.integers(0, model.vocab_size, rng.integers(3, length // 2))
             for _ in range(rows * length // 3)
         ]
         packed = pack(
@@ -87,7 +88,7 @@ def dataset(config: Config) -> Dataset:
         examples, unit = UnevenText(packed), "tokens"
     else:
         images = rng.normal(size=(rows, *batch.inputs.shape[1:])).astype(np.float32)
-        labels = rng.integers(0, config.train.model.num_classes, rows).astype(np.int32)
+        labels = rng.integers(0, model.num_classes, rows).astype(np.int32)
         examples, unit = RandomImages(images, labels), "images"
     return Dataset(examples, examples, f"random, seed {SEED}", {}, None, unit)
 
@@ -113,15 +114,15 @@ def twins(batch: Batch) -> Batch:
 
 def documents_alone(batch: Batch) -> list[Batch]:
     """For k = 1, 2, ...: every row's k-th document, alone at the beginning of its row."""
-    count, length = int(batch.segment_ids.max()), batch.inputs.shape[1]
-    alone = []
-    for document in range(1, count + 1):
-        taken = batch.segment_ids == document
+    segment_ids: Any = batch.segment_ids
+    length, alone = batch.inputs.shape[1], []
+    for document in range(1, int(segment_ids.max()) + 1):
+        taken = segment_ids == document
         # Stable, so that the document's tokens come first, in their order.
         order = np.argsort(~taken, axis=1, kind="stable")
         here = np.arange(length) < taken.sum(1, keepdims=True)
 
-        def one(x: np.ndarray, order: Any = order, here: Any = here) -> np.ndarray:
+        def one(x: Any, order: Any = order, here: Any = here) -> np.ndarray:
             return np.where(here, np.take_along_axis(x, order, axis=1), 0).astype(x.dtype)
 
         alone.append(
@@ -138,9 +139,10 @@ def documents_alone(batch: Batch) -> list[Batch]:
 
 def packed_again(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
     """Per-token numbers of `documents_alone`, put where the packed rows have those tokens."""
+    segment_ids: Any = batch.segment_ids
     found = np.zeros_like(alone[0])
     for document, values in enumerate(alone, start=1):
-        taken = batch.segment_ids == document
+        taken = segment_ids == document
         # Boolean indexing walks row by row, and in a row the document's tokens come first.
         here = np.arange(taken.shape[1]) < taken.sum(1, keepdims=True)
         found[taken] = values[here]
@@ -150,8 +152,9 @@ def packed_again(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
 def with_one_document_changed(batch: Batch, vocab_size: int) -> tuple[Batch, np.ndarray]:
     """The batch with other tokens in one document of each row, and where they are: bool [B, T]."""
     rows = np.arange(len(batch.inputs))
-    counts = batch.segment_ids.max(1)
-    chosen = batch.segment_ids == (rows % counts + 1)[:, None]
+    segment_ids: Any = batch.segment_ids
+    counts = segment_ids.max(1)
+    chosen = segment_ids == (rows % counts + 1)[:, None]
     shift = np.random.default_rng(SEED).integers(1, vocab_size, batch.inputs.shape)
     other = ((batch.inputs + shift) % vocab_size).astype(np.int32)
     return dataclasses.replace(batch, inputs=np.where(chosen, other, batch.inputs)), chosen

@@ -1,11 +1,11 @@
 """A user's configuration made small: the same choices, sizes that eight simulated devices hold."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain import preflight
 from jaxtrain.data.image import ImageData
 from jaxtrain.data.text import TextData
 from jaxtrain.exchange import Exchange
@@ -13,14 +13,8 @@ from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES, Mesh
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.settings import Config, Train
-
-DEVICES = 8
-MAX_MESHES = 3
-
-# Which axes come first where not all of them fit on one mesh, and where what is left over goes
-# among axes of one size: the cheaper to compile first.
-PRIORITY = ("pipe", "tensor", "fsdp", "context", "expert", "data")
-GROW = ("fsdp", "data", "context", "expert", "tensor", "pipe")
+from jaxtrain.sharding import Sharding
+from jaxtrain.verify.meshes import DEVICES, MeshSizes, choose_meshes
 
 # Every dimension is a multiple of all devices, so that any axes may share any dimension.
 UNIT = DEVICES
@@ -30,8 +24,6 @@ CLASSES, IMAGENET_PIXELS, CIFAR_PIXELS = 16, 32, 8
 DEPTHS = {34: 18, 56: 20, 32: 20}
 # Kernels that cannot run on a CPU; the kernel's own proof says what that means.
 NOT_ON_CPU = ("cudnn", "tpu")
-
-MeshSizes = dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +64,8 @@ class Small:
         config, own = self.config, self.own
         return dataclasses.replace(
             config,
-            mesh=Mesh(**sizes),
-            sharding=_sharding(own, sizes["tensor"]),
+            mesh=Mesh(**sizes, dcn=_dcn(own.mesh, sizes)),
+            sharding=_sharding(own.sharding, sizes["tensor"]),
             pipeline=self.pipeline if sizes["pipe"] > 1 else Pipeline(),
             exchange=own.exchange if sizes["data"] > 1 else Exchange(),
         )
@@ -81,24 +73,28 @@ class Small:
     def changes(self) -> list[Change]:
         """Every setting that differs, but for the mesh, in the order of the configuration."""
         shown = dataclasses.replace(
-            self.config, mesh=self.own.mesh, sharding=self.own.sharding,
-            exchange=self.own.exchange, pipeline=self.pipeline,
-        )  # fmt: skip
+            self.config,
+            mesh=dataclasses.replace(self.own.mesh, dcn=_dcn(self.own.mesh, {})),
+            sharding=_sharding(self.own.sharding, max(mesh["tensor"] for mesh in self.meshes)),
+            exchange=self.own.exchange,
+            pipeline=self.pipeline,
+        )
         return list(_differences(self.own, shown))
 
 
 def shrink(own: Config) -> Small:
     """The configuration made small: see docs/verify.md for the rules."""
     sizes = {axis: _size(own.mesh, axis) for axis in MESH_AXES}
-    meshes, left_out = choose_meshes(sizes, tensor=_smallest_tensor(own))
+    meshes, left_out = choose_meshes(sizes, tensor=_smallest_tensor(own.sharding))
     most = {axis: max(mesh[axis] for mesh in meshes) for axis in MESH_AXES}
     pipeline = _pipeline(own.pipeline, sizes["pipe"], most["pipe"])
     accumulation = min(own.train.accumulation, 2)
     parts = [
-        mesh["data"] * mesh["fsdp"] * mesh["expert"] * accumulation
+        _batch_devices(own, mesh)
+        * accumulation
         * (pipeline.microbatches if mesh["pipe"] > 1 else 1)
         for mesh in meshes
-    ]  # fmt: skip
+    ]
     # At least two microbatches of two rows; of images enough that a batch norm is well conditioned.
     rows = math.lcm(4 if own.train.model.objective == "next_token" else 32, *parts)
     train = dataclasses.replace(own.train, global_batch_size=rows, accumulation=accumulation)
@@ -106,7 +102,7 @@ def shrink(own: Config) -> Small:
         own,
         train=train,
         mesh=Mesh(fsdp=1),
-        sharding=_sharding(own, 1),
+        sharding=_sharding(own.sharding, 1),
         pipeline=Pipeline(),
         exchange=Exchange(),
         precision=dataclasses.replace(own.precision, params="float32", compute="float32"),
@@ -118,73 +114,33 @@ def shrink(own: Config) -> Small:
     return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
 
 
-# -- meshes ---------------------------------------------------------------------------------------
-
-
-def choose_meshes(
-    own: dict[str, float], *, tensor: int = 2
-) -> tuple[list[MeshSizes], list[tuple[str, str]]]:
-    """Meshes of at most 8 devices that have the axes that are above 1, and the pairs left out.
-
-    One mesh where all axes fit; otherwise up to three, so that every axis is on one and as many
-    pairs of axes as possible are together. An axis is never larger than the user's.
-
-    Args:
-      own: the user's sizes; infinite where they depend on the number of devices.
-      tensor: the smallest size that `tensor` can have above 1.
-    """
-    least = dict.fromkeys(PRIORITY, 2) | {"tensor": tensor}
-    wanted = [axis for axis in PRIORITY if own[axis] > 1]
-    fitting = [
-        axes
-        for count in range(len(wanted), 0, -1)
-        for axes in itertools.combinations(wanted, count)
-        if math.prod(least[axis] for axis in axes) <= DEVICES
-    ]
-    missing = set(wanted), set(itertools.combinations(wanted, 2))
-    meshes = []
-    while len(meshes) < MAX_MESHES and any(missing):
-
-        def gain(axes: tuple[str, ...], missing: Any = missing) -> tuple[int, int]:
-            pairs = set(itertools.combinations(axes, 2))
-            return len(pairs & missing[1]), len(set(axes) & missing[0])
-
-        best = max(fitting, key=gain)  # the first of equals: PRIORITY
-        if gain(best) == (0, 0):
-            break  # pairs that fit on no mesh
-        meshes.append(_grow({axis: least[axis] for axis in best}, own))
-        missing = missing[0] - set(best), missing[1] - set(itertools.combinations(best, 2))
-    sizes = [dict.fromkeys(MESH_AXES, 1) | mesh for mesh in meshes or [{}]]
-    return sizes, [pair for pair in itertools.combinations(wanted, 2) if pair in missing[1]]
-
-
-def _grow(mesh: MeshSizes, own: dict[str, float]) -> MeshSizes:
-    """The rest of the devices go to the axis that is largest in the user's configuration."""
-    order = sorted(mesh, key=lambda axis: (-own[axis], GROW.index(axis)))
-    for axis in order:
-        while 2 * math.prod(mesh.values()) <= DEVICES and 2 * mesh[axis] <= own[axis]:
-            mesh[axis] *= 2
-    return mesh
-
-
 def _size(mesh: Mesh, axis: str) -> float:
     size = getattr(mesh, axis)
     return math.inf if size == -1 else size
 
 
-def _smallest_tensor(own: Config) -> int:
+def _dcn(own: Mesh, sizes: MeshSizes) -> dict[str, int]:
+    """Two slices wherever the user has more than one and the small mesh has the axis."""
+    return {axis: 2 for axis, n in own.dcn.items() if n > 1 and sizes.get(axis, 2) > 1}
+
+
+def _smallest_tensor(own: Sharding) -> int:
     """The smallest size above 1 of the tensor axis in the user's layout of it."""
-    layout = getattr(own.sharding, "tensor_layout", "1d")
-    return {"1d": 2, "2d": 4}.get(layout, 8)
+    return {"1d": 2, "2d": 4, "2.5d": 4 * min(own.tensor_depth, 2), "3d": 8}[own.tensor_layout]
 
 
-def _sharding(own: Config, tensor: int) -> Any:
-    if tensor > 1:
-        return own.sharding
-    changed: dict[str, Any] = {"sequence_parallel": False}
-    if hasattr(own.sharding, "tensor_layout"):
-        changed["tensor_layout"] = "1d"
-    return dataclasses.replace(own.sharding, **changed)
+def _sharding(own: Sharding, tensor: int) -> Sharding:
+    if tensor == 1:
+        return dataclasses.replace(own, sequence_parallel=False, tensor_layout="1d", tensor_depth=1)
+    return dataclasses.replace(own, tensor_depth=min(own.tensor_depth, 2))
+
+
+def _batch_devices(own: Config, mesh: MeshSizes) -> int:
+    """Over how many of the mesh's devices the batch is split."""
+    config = dataclasses.replace(
+        own, mesh=Mesh(**mesh, dcn={}), sharding=_sharding(own.sharding, mesh["tensor"])
+    )
+    return preflight.abstract_layout(config, math.prod(mesh.values())).batch_devices()
 
 
 def _pipeline(own: Pipeline, own_ranks: float, ranks: int) -> Pipeline:
@@ -207,7 +163,8 @@ def _pipeline(own: Pipeline, own_ranks: float, ranks: int) -> Pipeline:
 def _text(
     config: Config, own: Config, sizes: dict[str, float], most: MeshSizes, virtual_stages: int
 ) -> Config:
-    model, data = own.train.model, own.train.data
+    model: Any = own.train.model
+    data: Any = own.train.data
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     length = data.abstract_batch(1).inputs.shape[1]
     shorter = SEQUENCE / length
@@ -268,7 +225,8 @@ def _layers(own: int, stages: int, block: int, own_ranks: float, virtual_stages:
 
 def _heads(own: Config, sizes: dict[str, float], most: MeshSizes) -> dict[str, int]:
     """As many query heads for one key-value head as the user's; both divide where they did."""
-    model, tensor = own.train.model, most["tensor"]
+    model: Any = own.train.model
+    tensor = most["tensor"]
     group = min(model.num_heads // model.num_kv_heads, MAX_GROUP)
     own_tensor = tensor if math.isinf(sizes["tensor"]) else int(sizes["tensor"])
     if tensor == 1:
@@ -296,7 +254,8 @@ def _chunk(own: Loss, length: int) -> int | None:
 
 
 def _images(config: Config, own: Config) -> Config:
-    model, data = own.train.model, own.train.data
+    model: Any = own.train.model
+    data: Any = own.train.data
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     classes = min(model.num_classes, CLASSES)
     small: dict[str, Any] = {"num_classes": classes}
