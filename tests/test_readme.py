@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What makes a command of the docs short; everything else runs as it is written.
 SHORT_TEXT = ["Train.steps = 4", "Schedule.warmup_steps = 2", "Train.eval_batches = 1",
-              "GPT.num_layers = 1", "GPT.embed_dim = 32"]  # fmt: skip
+              "GPT.num_layers = 2", "GPT.embed_dim = 32"]  # fmt: skip
 SHORT_IMAGES = ["Train.steps = 2", "Schedule.warmup_steps = 1", "ResNet.width = 8"]
 
 

@@ -1,0 +1,81 @@
+"""Over a pipeline's boundaries goes what the table sends and nothing else, compiled for TPUs."""
+
+import collections
+import importlib.util
+
+import jax
+import pytest
+from conftest import make_program, text_batch
+
+from jaxtrain.layers import Execution
+from jaxtrain.mesh import Mesh, make_mesh
+from jaxtrain.models.llama import Llama
+from jaxtrain.pipeline.schedules import Pipeline, make_schedule, sends
+from jaxtrain.plan.collectives import collectives
+from jaxtrain.plan.targets import tpu_devices
+from jaxtrain.precision import Precision
+from jaxtrain.sharding import Layout
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
+
+RANKS, MICROBATCHES, ROWS, LENGTH, EMBED, VOCAB = 4, 8, 16, 128, 256, 128
+MODEL = Llama(
+    vocab_size=VOCAB, num_layers=RANKS, embed_dim=EMBED, num_heads=2, num_kv_heads=2,
+    mlp_dim=512, context_length=LENGTH,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_each_boundary_carries_each_microbatch_once_each_way(schedule):
+    table = make_schedule(schedule, ranks=RANKS, microbatches=MICROBATCHES)
+    edges, ticks = {}, {}
+    for way, by_tick in zip(("forward", "backward"), sends(table), strict=True):
+        patterns = collections.Counter(tuple(sorted(tick)) for tick in by_tick)
+        for number, pattern in enumerate(sorted(patterns)):
+            edges[f"send_{way}_{number}"] = pattern
+            ticks[f"send_{way}_{number}"] = patterns[pattern]
+    # Each way each of the p - 1 boundaries is crossed by each of the m microbatches.
+    for way in ("forward", "backward"):
+        crossed = sum(len(edges[n]) * ticks[n] for n in edges if way in n)
+        assert crossed == MICROBATCHES * (RANKS - 1)
+
+    mesh = make_mesh(Mesh(pipe=RANKS, fsdp=1), tpu_devices("v5e:2x2"))
+    program = make_program(
+        MODEL,
+        Layout(mesh),
+        precision=Precision(compute="bfloat16"),
+        execution=Execution(kernel="xla"),
+        pipeline=Pipeline(schedule=schedule, microbatches=MICROBATCHES),
+    )
+    batch = text_batch(rows=ROWS, length=LENGTH, vocab_size=VOCAB)
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        batch,
+        program.batch_shardings(batch),
+    )
+    state = program.abstract_state()
+    step = program.jit_train_step()
+    with program.layout.active():
+        compiled = step.lower(state, shapes).compile()
+    found = collectives(compiled.as_text(), mesh, branch_counts=ticks)
+    assert {one.axis for one in found} == {"pipe"}
+    permutes = [one for one in found if one.kind == "collective-permute"]
+    # One permute for every pattern that has edges; its payload is an activation [b, T, D].
+    names = {n: [one for one in permutes if f"{n}/" in one.op_name] for n in edges}
+    for name, pattern in edges.items():
+        assert len(names[name]) == bool(pattern), name
+        for one in names[name]:
+            assert one.count == ticks[name]
+            assert one.bytes == 2 * (ROWS // MICROBATCHES) * LENGTH * EMBED
+    assert len(permutes) == sum(bool(pattern) for pattern in edges.values())
+    # Beside them, once a step: the tables around the layers (gathered, their gradients reduced).
+    rest = [one for one in found if one.kind != "collective-permute"]
+    assert {one.count for one in rest} == {1}
+    tables = 2 * VOCAB * EMBED + EMBED  # embedding, output matrix, the last norm
+    scalars = 64
+    gathered = sum(one.bytes * RANKS for one in rest if one.kind == "all-gather")
+    assert gathered == 2 * 2 * VOCAB * EMBED
+    assert sum(one.bytes for one in rest if one.kind != "all-gather") <= 4 * tables + 4 * scalars
