@@ -19,7 +19,7 @@ __all__ = ["Action", "Kind", "Pipeline", "Schedule", "Slots", "check", "cut_laye
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How the stages over `Mesh.pipe` take turns; without effect where Mesh.pipe is 1.
+    """How the stages over `Mesh.pipe` take turns; only where Mesh.pipe is above 1.
 
     Attributes:
       schedule: 'gpipe': all forwards, then all backwards (arXiv 1811.06965); '1f1b': one forward,
