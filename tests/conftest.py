@@ -11,6 +11,9 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     + os.environ.get("XLA_FLAGS", "")
 )
+# The lock of libtpu gives a machine's chips to one process; here several only compile.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 import jax  # noqa: E402 - after the flags
 import numpy as np

@@ -13,6 +13,7 @@ from jaxtrain import attention as attention_module
 from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention, refuse
 from jaxtrain.errors import UserError
 from jaxtrain.mesh import Mesh, make_mesh
+from jaxtrain.plan.targets import tpu_devices
 from jaxtrain.sharding import Layout
 
 B, H = 2, 16
@@ -303,14 +304,9 @@ def test_attention_refuses_while_tracing(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tpu_kernel_compiles_for_tpus_that_are_not_there(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tpu_kernel_compiles_for_tpus_that_are_not_there(dtype: str) -> None:
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the libtpu package")
-    from jax.experimental import topologies
-
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    devices = tpu_devices("v5e:2x2")
     layout = Layout(make_mesh(Mesh(data=1, fsdp=2, tensor=2), devices))
 
     def shape(sizes: tuple[int, ...], dtype: str, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:

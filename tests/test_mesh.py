@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import importlib.util
-import os
 
 import jax
 import numpy as np
@@ -210,7 +209,6 @@ def sent_to_other_slices(text: str) -> collections.Counter:
 )
 def test_only_shards_of_gradients_cross_between_slices():
     """Two TPU slices: `fsdp` and `tensor` stay inside; what goes over the network is reduced."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     description = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x2", num_slices=2
     )
