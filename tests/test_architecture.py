@@ -13,7 +13,7 @@ MAX_LINES = 400
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
     ["errors", "tables"],
-    ["config", "plan"],
+    ["config", "planning"],
     ["mesh"],
     ["sharding", "precision", "remat"],
     ["context"],

@@ -13,7 +13,7 @@ from jaxtrain import attention as attention_module
 from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention, refuse
 from jaxtrain.errors import UserError
 from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.plan.targets import tpu_devices
+from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.sharding import Layout
 
 B, H = 2, 16

@@ -10,7 +10,7 @@ from conftest import make_layout, make_program, text_batch
 
 from jaxtrain.exchange import Exchange, with_exchange
 from jaxtrain.models.gpt import GPT
-from jaxtrain.plan.collectives import Collective, collectives
+from jaxtrain.planning.collectives import Collective, collectives
 
 MODEL = GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16)
 BATCH = text_batch(rows=16, length=16, vocab_size=64)

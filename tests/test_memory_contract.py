@@ -12,7 +12,7 @@ from conftest import make_layout, make_program, text_batch
 
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
-from jaxtrain.plan.formulas import zero_bytes
+from jaxtrain.planning.formulas import zero_bytes
 from jaxtrain.precision import Precision
 from jaxtrain.sharding import is_variable
 

@@ -22,8 +22,8 @@ from jaxtrain.mesh import (
     slices_of,
 )
 from jaxtrain.models.llama import Llama
-from jaxtrain.plan.collectives import collectives
-from jaxtrain.plan.hlo import parse
+from jaxtrain.planning.collectives import collectives
+from jaxtrain.planning.hlo import parse
 from jaxtrain.precision import Precision
 from jaxtrain.settings import load_config
 from jaxtrain.sharding import Layout, Sharding, is_variable, logical_axes

@@ -11,8 +11,8 @@ from jaxtrain.layers import Execution
 from jaxtrain.mesh import Mesh, make_mesh
 from jaxtrain.models.llama import Llama
 from jaxtrain.pipeline.schedules import Pipeline, make_schedule, sends
-from jaxtrain.plan.collectives import collectives
-from jaxtrain.plan.targets import tpu_devices
+from jaxtrain.planning.collectives import collectives
+from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.precision import Precision
 from jaxtrain.sharding import Layout
 

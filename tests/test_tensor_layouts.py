@@ -18,8 +18,8 @@ from jaxtrain.layers import Execution, contract
 from jaxtrain.mesh import Mesh, make_mesh
 from jaxtrain.models.gpt import GPT, GPTModel
 from jaxtrain.models.llama import Llama, LlamaModel
-from jaxtrain.plan.collectives import collectives
-from jaxtrain.plan.targets import tpu_devices
+from jaxtrain.planning.collectives import collectives
+from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.preflight import abstract_layout, check
 from jaxtrain.settings import load_config
 from jaxtrain.sharding import Layout, Sharding, is_variable, logical_axes

@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
-from jaxtrain.plan.collectives import collectives, summarize
-from jaxtrain.plan.groups import mesh_axes, replica_groups
-from jaxtrain.plan.hlo import Tensor, parse
-from jaxtrain.plan.targets import parse_tpu, tpu_devices
+from jaxtrain.planning.collectives import collectives, summarize
+from jaxtrain.planning.groups import mesh_axes, replica_groups
+from jaxtrain.planning.hlo import Tensor, parse
+from jaxtrain.planning.targets import parse_tpu, tpu_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 
-from jaxtrain.plan.groups import mesh_axes, replica_groups, source_target_pairs
-from jaxtrain.plan.hlo import Computation, Instruction, Module, parse
+from jaxtrain.planning.groups import mesh_axes, replica_groups, source_target_pairs
+from jaxtrain.planning.hlo import Computation, Instruction, Module, parse
 
 KINDS = (
     "all-reduce",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxtrain.plan import formulas
-from jaxtrain.plan.formulas import Traffic, wire_bytes
+from jaxtrain.planning import formulas
+from jaxtrain.planning.formulas import Traffic, wire_bytes
 
 
 def sent(traffic, devices):
