@@ -1,0 +1,171 @@
+"""What one layer of a model keeps for its backward pass, read from the types that JAX derives.
+
+No formula knows the model: `jax.vjp` of the very layer that is trained is traced from shapes, and
+what it keeps is counted with its sharding. Any model, kernel and remat policy is covered so.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Var
+
+from jaxtrain.loss import document_mask, spread
+from jaxtrain.mesh import Mesh
+from jaxtrain.preflight import abstract_layout
+from jaxtrain.precision import to_compute
+from jaxtrain.remat import RESIDUAL, remat
+from jaxtrain.settings import Config
+from jaxtrain.sharding import Layout
+from jaxtrain.step import Program, parameter_shapes, with_shardings
+from jaxtrain.train import make_program
+
+# Named scopes of a layer; what stands in none of them belongs to the residual stream.
+KINDS = ("attention", "mlp", "experts", "router")
+STREAM = "residual stream"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProfile:
+    """Bytes that one row of a batch takes on a device, in one layer.
+
+    Attributes:
+      kept: what the backward pass keeps, by the scope that made it.
+      products: the results of its matrix products with weights, which elementwise work between
+        them is fused into.
+      stream: the activation that goes from layer to layer.
+      hidden: the same where it is whole along the sequence's tensor axis (sequence parallelism).
+    """
+
+    kept: tuple[tuple[str, int], ...]
+    products: int
+    stream: int
+    hidden: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that is kept."""
+        return sum(size for _, size in self.kept)
+
+
+def on_platform(layout: Layout, platform: str, device_kind: str) -> Layout:
+    """An abstract layout that says what its devices are, so that kernels know where they run."""
+    mesh = layout.mesh
+    assert isinstance(mesh, jax.sharding.AbstractMesh)
+    device = jax.sharding.AbstractDevice(device_kind, 1, platform)
+    return dataclasses.replace(layout, mesh=mesh.update(abstract_device=device))
+
+
+def shard_bytes(aval: Any) -> int:
+    """Bytes of one device's part of an abstract array."""
+    shape = aval.sharding.shard_shape(aval.shape) if aval.sharding is not None else aval.shape
+    return math.prod(shape) * aval.dtype.itemsize
+
+
+def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile:
+    """The profile of a layer of this configuration on this layout.
+
+    It depends on few of the settings, and is traced once for each combination of them.
+    """
+    sizes = dict(layout.mesh.shape)
+    gathers = config.sharding.zero == 3 and sizes["fsdp"] > 1
+    mesh = Mesh(
+        fsdp=2 if gathers else 1,
+        expert=sizes["expert"],
+        context=sizes["context"],
+        tensor=config.mesh.sizes(layout.mesh.size)["tensor"],
+    )
+    train = dataclasses.replace(config.train, accumulation=1)
+    key = dataclasses.replace(
+        config, mesh=mesh, train=train, exchange=type(config.exchange)(),
+        pipeline=type(config.pipeline)(),
+    )  # fmt: skip
+    # What else differs between the candidates of a search does not change a layer.
+    sharding = dataclasses.replace(key.sharding, zero=3 if gathers else 0)
+    return _layer_profile(dataclasses.replace(key, sharding=sharding), platform)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_profile(config: Config, platform: str) -> LayerProfile:
+    devices = math.prod(config.mesh.sizes(_product(config.mesh)).values())
+    layout = on_platform(abstract_layout(config, devices), platform, "planned")
+    program: Any = make_program(config, layout).plain
+    rows = layout.batch_devices()
+    policy = program.execution.remat
+    kept, stream, hidden = _residuals(program, layout, config, rows, policy)
+    products = kept if policy == "dots" else _residuals(program, layout, config, rows, "dots")[0]
+    if policy == "offload":
+        kept = {}  # the stream, which lies in host memory
+    return LayerProfile(tuple(sorted(kept.items())), sum(products.values()), stream, hidden)
+
+
+def _product(mesh: Mesh) -> int:
+    return mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+
+
+def _residuals(
+    program: Program, layout: Layout, config: Config, rows: int, policy: str
+) -> tuple[dict[str, int], int, int]:
+    execution = program.execution
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        shapes = parameter_shapes(program.build)
+        shapes = jax.eval_shape(lambda p: to_compute(p, program.precision.compute), shapes)
+        weights = with_shardings(shapes, program.state_shardings(program.shapes()).params)
+        batch = config.train.data.abstract_batch(rows)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+        graph = nnx.split(parameter_model(program), nnx.Param, ...)[0]
+
+        def into_layer(weights: Any, batch: Any) -> Any:
+            model: Any = nnx.merge(graph, weights)
+            batch = spread(batch, execution.context_parallel)
+            x = model.embed(batch.inputs, batch.positions)
+            layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
+            return layer, x, batch.positions, document_mask(batch), model.finish(x)
+
+        layer, x, positions, mask, finished = jax.eval_shape(into_layer, weights, batch)
+        model = parameter_model(program)
+
+        def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
+            def run(layer: Any, x: jax.Array) -> Any:
+                named = checkpoint_name(x, RESIDUAL)
+                y, _, auxiliary = model.run_layer(layer, named, positions, mask, execution)
+                return y, auxiliary
+
+            return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
+
+        closed = jax.make_jaxpr(forward)(layer, x, positions, mask)
+    given = closed.jaxpr.invars
+    before = len(jax.tree.leaves(layer))
+    # A layer's weights are there anyway, and positions and masks are the same for all layers.
+    unkept = {*given[:before], *given[before + 1 :]}
+    sizes: dict[str, int] = {}
+    for var in dict.fromkeys(v for v in closed.jaxpr.outvars if isinstance(v, Var)):
+        if var not in unkept and var.aval.ndim > 1:
+            kind = _kind(closed.jaxpr, var)
+            sizes[kind] = sizes.get(kind, 0) + shard_bytes(var.aval)
+    return sizes, shard_bytes(x), shard_bytes(finished)
+
+
+def parameter_model(program: Program) -> Any:
+    """The model with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: program.build(jax.random.key(0)))
+
+
+def _kind(jaxpr: Any, var: Var) -> str:
+    """The named scope of the equation that makes a variable, inside calls too."""
+    for equation in jaxpr.eqns:
+        if var in equation.outvars:
+            found = [kind for kind in KINDS if kind in str(equation.source_info.name_stack)]
+            if found:
+                return found[-1]
+            inner = equation.params.get("jaxpr")
+            inner = getattr(inner, "jaxpr", inner)
+            if inner is not None and len(inner.outvars) == len(equation.outvars):
+                made = inner.outvars[equation.outvars.index(var)]
+                return _kind(inner, made) if isinstance(made, Var) else STREAM
+    return STREAM
