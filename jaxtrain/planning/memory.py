@@ -6,12 +6,10 @@ import math
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.pipeline.schedules import make_schedule, slots
-from jaxtrain.planning.profile import layer_profile, on_platform, parameter_model, shard_bytes
-from jaxtrain.precision import is_matrix
+from jaxtrain.planning.profile import layer_profile, on_platform, shard_bytes
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
 from jaxtrain.step import parameter_shapes
@@ -123,7 +121,7 @@ class _Step:
     def _sum(self, spec: Any, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
         total = 0
-        for path, variable in self._params:
+        for _, variable in self._params:
             stacked = "layers" in logical_axes(variable)
             if layers is None or layers == stacked:
                 shape = variable.get_value().shape
@@ -212,7 +210,7 @@ class _Step:
     @property
     def _table(self) -> int:
         """The output matrix (or embedding) as it is computed with, on one device."""
-        for path, variable in self._params:
+        for _, variable in self._params:
             axes = logical_axes(variable)
             if "vocab" in axes:
                 shape = variable.get_value().shape

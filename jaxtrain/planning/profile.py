@@ -16,8 +16,8 @@ from jax.extend.core import Var
 
 from jaxtrain.loss import document_mask, spread
 from jaxtrain.mesh import Mesh
-from jaxtrain.preflight import abstract_layout
 from jaxtrain.precision import to_compute
+from jaxtrain.preflight import abstract_layout
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
