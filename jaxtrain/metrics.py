@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain.errors import UserError
+from jaxtrain.planning.hardware import chip_of
 from jaxtrain.plot import loss_png
 from jaxtrain.progress import Display
 
@@ -33,29 +34,6 @@ EXIT_FILE = "exit.json"
 # prepares the next batch; more would only pile up input batches in device memory, make the clock
 # lie (a dispatched step is not a done one) and delay the news of a loss that is not finite.
 RUN_AHEAD_STEPS = 2
-
-# Peak dense bfloat16 FLOP/s of one JAX device, by device_kind.
-# TPU: cloud.google.com/tpu/docs, page of each version, "Peak compute per chip (bf16)". A TPU7x chip
-# (2307e12) shows as two JAX devices, one for each TensorCore.
-# GPU: NVIDIA data sheets of A100, H100, H200 (SXM) and B200; where they give the figure "with
-# sparsity" it is halved. PCIe and NVL boards are slower than SXM ones and are left unknown.
-_PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12 / 2,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -95,7 +73,8 @@ def means(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak dense bfloat16 FLOP/s of one JAX device of this kind; None where it is not known."""
-    return _PEAK_FLOPS.get(device_kind)
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.bf16_flops
 
 
 @dataclasses.dataclass(frozen=True)

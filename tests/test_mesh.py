@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_program, text_batch
-from jax.experimental import topologies
 from jax.sharding import AxisType
 
 from jaxtrain.errors import UserError
@@ -24,6 +23,7 @@ from jaxtrain.mesh import (
 from jaxtrain.models.llama import Llama
 from jaxtrain.planning.collectives import collectives
 from jaxtrain.planning.hlo import parse
+from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.precision import Precision
 from jaxtrain.settings import load_config
 from jaxtrain.sharding import Layout, Sharding, is_variable, logical_axes
@@ -209,10 +209,8 @@ def sent_to_other_slices(text: str) -> collections.Counter:
 )
 def test_only_shards_of_gradients_cross_between_slices():
     """Two TPU slices: `fsdp` and `tensor` stay inside; what goes over the network is reduced."""
-    description = topologies.get_topology_desc(
-        platform="tpu", topology_name="v5e:2x2", num_slices=2
-    )
-    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2, dcn={"data": 2}), description.devices)
+    devices = tpu_devices("v5e:2x2", slices=2)
+    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2, dcn={"data": 2}), devices)
     by_data = mesh.devices.reshape(2, 4)
     assert [{d.slice_index for d in row} for row in by_data] == [{0}, {1}]
     layout = Layout.of(mesh, Sharding())

@@ -8,11 +8,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.errors import UserError
 from jaxtrain.planning.collectives import collectives, summarize
 from jaxtrain.planning.groups import mesh_axes, replica_groups
 from jaxtrain.planning.hlo import Tensor, parse
-from jaxtrain.planning.targets import parse_tpu, tpu_devices
+from jaxtrain.planning.targets import tpu_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -235,40 +234,3 @@ def test_bytes_of_narrow_and_empty_arrays():
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("module @jit_step { }")
-
-
-# -- targets -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "says"),
-    [
-        ("v5e", "CHIP:GRID"),
-        ("v6:2x4", "did you mean 'v6e'"),
-        ("v5e:3x3", "the nearest is 'v5e:2x4'"),
-        ("v5e:32x32", "the nearest is 'v5e:16x16'"),
-        ("v5p:8x8x6", "the nearest is 'v5p:4x8x8'"),
-    ],
-)
-def test_a_slice_that_does_not_exist_is_refused_with_the_nearest(target, says):
-    with pytest.raises(UserError, match=says):
-        parse_tpu(target)
-
-
-def test_a_large_slice_needs_no_entry():
-    assert parse_tpu("v5p:4x4x12").grid == "4x4x12"
-
-
-@needs_libtpu
-@pytest.mark.parametrize(("target", "count"), [("v5e:1x1", 1), ("v6e:2x4", 8), ("v5p:4x4x4", 64)])
-def test_a_slice_has_its_chips_and_libtpu_is_quiet(target, count, capfd):
-    devices = tpu_devices(target)
-    assert len(devices) == count
-    assert {device.platform for device in devices} == {"tpu"}
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_without_libtpu_the_user_learns_what_to_install():
-    with pytest.raises(UserError, match=r"pip install 'jaxtrain\[tpu\]'"):
-        tpu_devices("v5e:2x4")

@@ -1,0 +1,90 @@
+"""The table of chips against arithmetic on their parts, and against what libtpu says of them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.planning.hardware import CHIPS, GPU_MEMORY_FRACTION, chip_of
+from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
+
+# Multiply-adds per clock of one device, and the clock in Hz. TPUs: matrix units x rows x columns;
+# GPUs: cores x tensor cores x multiply-adds of one (white papers).
+MATRIX_UNITS = {
+    "v4": (8 * 128 * 128, 1.05e9),
+    "v5e": (4 * 128 * 128, 1.5e9),
+    "v5p": (8 * 128 * 128, 1.75e9),
+    "v6e": (4 * 256 * 256, 1.75e9),
+    "7x": (4 * 256 * 256, 2.2e9),
+    "a100": (108 * 4 * 256, 1.41e9),
+    "a100-40": (108 * 4 * 256, 1.41e9),
+    "h100": (132 * 4 * 512, 1.83e9),
+    "h200": (132 * 4 * 512, 1.83e9),
+    "b200": (148 * 4 * 1024, 1.85e9),
+}
+
+
+def test_there_is_a_figure_of_everything_except_of_cpus():
+    assert list(CHIPS) == [*MATRIX_UNITS, "cpu"]
+    for name, chip in CHIPS.items():
+        assert chip.name == name
+        figures = (
+            chip.bf16_flops, chip.float32_flops, chip.hbm_bytes, chip.hbm_bandwidth,
+            chip.link_bandwidth, chip.dcn_bandwidth,
+        )  # fmt: skip
+        assert all((figure is None) == (name == "cpu") for figure in figures)
+
+
+@pytest.mark.parametrize("name", MATRIX_UNITS)
+def test_peak_flops_are_those_of_the_matrix_units(name):
+    per_clock, clock = MATRIX_UNITS[name]
+    assert CHIPS[name].bf16_flops == pytest.approx(2 * per_clock * clock, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["a100", "a100-40", "h100", "h200", "b200"])
+def test_tf32_runs_at_half_the_rate(name):
+    assert CHIPS[name].float32_flops == CHIPS[name].bf16_flops / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("v5e", 400), ("v5p", 1200), ("v6e", 800), ("7x", 1200)]
+)
+def test_links_together_carry_nine_tenths_of_the_documented_bandwidth(name, gigabytes):
+    """cloud.google.com/tpu/docs: "bidirectional ICI bandwidth per chip", which is of all links."""
+    chip = CHIPS[name]
+    devices_per_chip = 2 if name == "7x" else 1
+    ends = chip.links * 2
+    total = chip.link_bandwidth * ends * 2 * devices_per_chip
+    assert total == pytest.approx(0.9 * gigabytes * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "nominal"), [("a100", 80e9), ("a100-40", 40e9), ("h100", 80e9), ("h200", 141e9)]
+)
+def test_programs_on_a_gpu_get_three_quarters_of_its_memory(name, nominal):
+    # A board has a little more than is written on it.
+    assert 1 <= CHIPS[name].hbm_bytes / (GPU_MEMORY_FRACTION * nominal) < 1.07
+
+
+def test_device_kinds_name_one_chip_each():
+    kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+    for kind in kinds:
+        assert kind in chip_of(kind).device_kinds
+    assert chip_of("NVIDIA H100 PCIe") is None
+
+
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "7x:2x2x1"])
+def test_memory_is_what_the_tpu_compiler_has_for_a_program(target):
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the libtpu package")
+    found = parse_target(target)
+    device = target_devices(found)[0]
+    assert device.device_kind == found.chip.device_kinds[0]
+    one = jax.sharding.SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct((2**18, 2**18), jnp.float32, sharding=one)
+    lowered = jax.jit(lambda x: x + 1).lower(x)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        lowered.compile(compiler_options(found))
+    gibibytes = re.search(r"available HBM \(([\d.]+)G\)", str(error.value))
+    assert round(found.chip.hbm_bytes / 2**30, 2) == float(gibibytes[1])
