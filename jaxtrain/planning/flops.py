@@ -1,0 +1,234 @@
+"""Counts the FLOPs of a traced program: its matrix products exactly, loops and recomputation
+included.
+
+A jaxpr says what the mathematics asks for on global shapes, before a compiler rearranges it, so the
+count is of the whole program over all devices. Compiled programs are no such source: their loop
+bodies are counted once, and TPU compilers for many devices give no count at all.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+# Primitives that hold no products but only move, name or compare: they cost no arithmetic.
+_MOVES = frozenset(
+    {
+        "all_gather", "all_to_all", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
+        "convert_element_type", "copy", "copy_p", "device_put", "dynamic_slice",
+        "dynamic_update_slice", "expand_dims", "gather", "get", "iota", "masked_load",
+        "masked_swap", "mesh_cast", "name", "optimization_barrier", "pad", "pbroadcast", "ppermute",
+        "pvary", "ragged_all_to_all", "random_bits", "random_seed", "random_unwrap", "random_wrap",
+        "reduce_precision", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
+        "slice", "sort", "split", "squeeze", "stop_gradient", "swap", "transpose",
+    }
+)  # fmt: skip
+# Code that a jaxpr does not show.
+_OPAQUE = ("callback", "custom_call", "dot_product_attention", "ffi_call")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a program over all devices; a multiply-add is two.
+
+    Attributes:
+      matmul: of matrix products and convolutions. Where a `cond` could go either way, of the
+        dearest branch, so at most this.
+      matmul_least: the same with the cheapest branches; equal to `matmul` where all cost the same.
+      chosen: the part of `matmul` whose scope the caller's predicate picked.
+      elementwise: roughly, of everything else: one for each element that an arithmetic operation
+        makes, or that a reduction reads, whatever the operation.
+      unknown_loops: scopes of `while` loops that compute and do not say how often: counted once.
+      opaque: primitives met whose code a jaxpr does not show: counted as nothing.
+    """
+
+    matmul: int = 0
+    matmul_least: int = 0
+    chosen: int = 0
+    elementwise: int = 0
+    unknown_loops: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Products and the rest together."""
+        return self.matmul + self.elementwise
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            self.matmul + other.matmul,
+            self.matmul_least + other.matmul_least,
+            self.chosen + other.chosen,
+            self.elementwise + other.elementwise,
+            self.unknown_loops + other.unknown_loops,
+            self.opaque + other.opaque,
+        )
+
+    def times(self, count: int) -> "Flops":
+        """The same, done `count` times."""
+        return dataclasses.replace(
+            self,
+            matmul=self.matmul * count,
+            matmul_least=self.matmul_least * count,
+            chosen=self.chosen * count,
+            elementwise=self.elementwise * count,
+        )
+
+
+def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = None) -> Flops:
+    """What a program, traced by `jax.make_jaxpr`, computes.
+
+    - `dot_general`: 2 x elements of the result x length of the contraction.
+    - `conv_general_dilated`: 2 x multiply-adds of real values. Products with padding, and with the
+      holes that dilation leaves (`lhs_dilation` in the gradient of a strided convolution's input),
+      are not counted, so that both gradients cost exactly what the forward pass does.
+    - `ragged_dot_general`: 2 x rows x contraction x columns, as if the groups covered all rows.
+    - A `scan` counts its body as often as it runs, a `pallas_call` once for each place of its grid
+      (a kernel that skips blocks shows it in `matmul_least`), a `shard_map`, whose shapes are one
+      device's, once for each device along its manual axes.
+    - What recomputes (`jax.checkpoint`) is in the jaxpr twice and so counted twice; what XLA may
+      merge again later, or drop because nobody reads it, is not looked at.
+
+    Args:
+      program: the traced function.
+      choose: picks scopes for `Flops.chosen`. A scope is the path of `jax.named_scope` names and
+        transformations around an operation, like 'transpose(jvp(attention))/BTD,DNH->BTNH'.
+    """
+    return _walk(program.jaxpr, "", choose or (lambda scope: False))
+
+
+def _walk(jaxpr: Jaxpr, outer: str, choose: Callable[[str], bool]) -> Flops:
+    return sum((_equation(equation, outer, choose) for equation in jaxpr.eqns), Flops())
+
+
+def _equation(equation: JaxprEqn, outer: str, choose: Callable[[str], bool]) -> Flops:
+    name, parameters = equation.primitive.name, equation.params
+    scope = "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
+    if name in _PRODUCTS:
+        flops = _PRODUCTS[name](equation)
+        return Flops(flops, flops, flops if choose(scope) else 0)
+    if any(part in name for part in _OPAQUE):
+        return Flops(opaque=(name,))
+    bodies = [_walk(body, scope, choose) for body in _jaxprs(parameters)]
+    if name == "cond":
+        return _dearest(bodies)
+    inside = sum(bodies, Flops())
+    if name == "scan":
+        return inside.times(parameters["length"])
+    if name == "pallas_call":
+        return inside.times(math.prod(parameters["grid_mapping"].grid))
+    if name == "shard_map":
+        sizes = parameters["mesh"].shape
+        return inside.times(math.prod(sizes[axis] for axis in parameters["newly_manual_axes"]))
+    if name == "while" and inside.total:
+        return dataclasses.replace(inside, unknown_loops=(*inside.unknown_loops, scope or name))
+    return inside if bodies else Flops(elementwise=_elementwise(equation))
+
+
+def _jaxprs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
+    """The programs among an equation's parameters: loop bodies, branches, called functions."""
+    for value in parameters.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, Jaxpr):
+                yield part
+
+
+def _dearest(branches: list[Flops]) -> Flops:
+    return Flops(
+        max(branch.matmul for branch in branches),
+        min(branch.matmul_least for branch in branches),
+        max(branch.chosen for branch in branches),
+        max(branch.elementwise for branch in branches),
+        sum((branch.unknown_loops for branch in branches), ()),
+        sum((branch.opaque for branch in branches), ()),
+    )
+
+
+def _elementwise(equation: JaxprEqn) -> int:
+    if equation.primitive.name in _MOVES:
+        return 0
+    reads = equation.primitive.name.startswith(("reduce_", "arg"))
+    arrays = [v.aval for v in (equation.invars[:1] if reads else equation.outvars)]
+    return sum(
+        math.prod(array.shape)
+        for array in arrays
+        if hasattr(array, "shape") and np.issubdtype(_kind(array), np.inexact)
+    )
+
+
+def _kind(array: Any) -> Any:
+    """The NumPy dtype; keys have none, and bfloat16 is a float to us though not to NumPy."""
+    name = str(array.dtype)
+    return np.float32 if "float" in name else np.int32 if "key" in name else array.dtype
+
+
+def _dot(equation: JaxprEqn) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    depth = math.prod(left[axis] for axis in contracted)
+    return 2 * math.prod(equation.outvars[0].aval.shape) * depth
+
+
+def _ragged_dot(equation: JaxprEqn) -> int:
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    left = equation.invars[0].aval.shape
+    flops = 2 * math.prod(equation.outvars[0].aval.shape)
+    flops *= math.prod(left[axis] for axis in contracted)
+    # Groups along the contraction (the gradient of the weights): the result has one matrix a
+    # group, and a row contributes to that of its own group alone.
+    if set(numbers.lhs_ragged_dimensions) & set(contracted):
+        flops //= equation.outvars[0].aval.shape[0]
+    return flops
+
+
+def _convolution(equation: JaxprEqn) -> int:
+    parameters = equation.params
+    left, right = (v.aval.shape for v in equation.invars[:2])
+    result = equation.outvars[0].aval.shape
+    numbers = parameters["dimension_numbers"]
+    products = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
+    # Channels that one output value reads: with feature groups the kernel has just those.
+    products *= right[numbers.rhs_spec[1]]
+    for i, axis in enumerate(numbers.lhs_spec[2:]):
+        products *= _pairs(
+            inputs=left[axis],
+            kernel=right[numbers.rhs_spec[2 + i]],
+            outputs=result[numbers.out_spec[2 + i]],
+            stride=parameters["window_strides"][i],
+            before=parameters["padding"][i][0],
+            input_dilation=parameters["lhs_dilation"][i],
+            kernel_dilation=parameters["rhs_dilation"][i],
+        )
+    return 2 * products
+
+
+@functools.cache
+def _pairs(
+    *,
+    inputs: int,
+    kernel: int,
+    outputs: int,
+    stride: int,
+    before: int,
+    input_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Along one dimension, pairs of an output and a kernel place that meet a real input."""
+    start = np.arange(outputs)[:, None] * stride - before
+    place = start + np.arange(kernel)[None, :] * kernel_dilation
+    inside = (place >= 0) & (place < (inputs - 1) * input_dilation + 1)
+    return int((inside & (place % input_dilation == 0)).sum())
+
+
+_PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged_dot,
+}
