@@ -25,13 +25,14 @@ from jaxtrain.sharding import Layout, is_variable, logical_axes, parts_of
 from jaxtrain.tables import RULES, MeshAxes, refuse_tensor_layout
 
 
-def check(config: Config, *, device_count: int, platform: str) -> None:
+def check(config: Config, *, device_count: int, platform: str, reads_data: bool = True) -> None:
     """Raises UserError with every reason why this configuration cannot run on these devices.
 
     Args:
       config: the configuration.
       device_count: devices over all processes.
       platform: 'cpu', 'gpu' or 'tpu'.
+      reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
     """
     found = list(_mesh(config, device_count))
     if not found:
@@ -42,7 +43,7 @@ def check(config: Config, *, device_count: int, platform: str) -> None:
         found += _context(config, layout)
         found += _experts(config, layout)
         found += _stages(config, layout)
-    found += _model_and_data(config, platform)
+    found += _model_and_data(config, platform, reads_data)
     found += _schedule(config)
     if found:
         raise UserError("\n".join(found))
@@ -272,7 +273,7 @@ def _written(axis: str, layout: Layout) -> str:
     return "q" if on_a_grid else f"Mesh.{axis}"
 
 
-def _model_and_data(config: Config, platform: str) -> Iterator[str]:
+def _model_and_data(config: Config, platform: str, reads_data: bool) -> Iterator[str]:
     model, data, name = config.train.model, config.train.data, type(config.train.model).__name__
     batch = data.abstract_batch(config.train.global_batch_size)
     wants = "text" if model.objective == "next_token" else "images"
@@ -283,9 +284,21 @@ def _model_and_data(config: Config, platform: str) -> Iterator[str]:
             f"gives {gives}; use {'@TextData()' if wants == 'text' else '@ImageData()'}"
         )
     elif gives == "text":
+        if reads_data:
+            yield from _vocabulary(model, data)
         yield from _text(config, model, data, batch, platform)
     else:
         yield from _images(config, model, data, batch)
+
+
+def _vocabulary(model: Any, data: Any) -> Iterator[str]:
+    name = type(model).__name__
+    vocab_size = data.vocab_size
+    if vocab_size > model.vocab_size:
+        yield (
+            f"{name}.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
+            f"tokens (TextData.tokenizer={data.tokenizer!r}); use at least {vocab_size}"
+        )
 
 
 def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> Iterator[str]:
@@ -294,12 +307,6 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
         yield (
             f"TextData.sequence_length={length} is longer than {name}.context_length="
             f"{model.context_length}; use at most {model.context_length}"
-        )
-    vocab_size = data.vocab_size
-    if vocab_size > model.vocab_size:
-        yield (
-            f"{name}.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
-            f"tokens (TextData.tokenizer={data.tokenizer!r}); use at least {vocab_size}"
         )
     chunk = config.loss.chunk_size
     if chunk is not None and length % chunk:

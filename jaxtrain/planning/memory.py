@@ -8,8 +8,11 @@ from typing import Any
 import jax
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.mesh import Mesh
+from jaxtrain.models import Model
 from jaxtrain.pipeline.schedules import make_schedule, slots
 from jaxtrain.planning.profile import layer_profile, on_platform, shard_bytes
+from jaxtrain.preflight import abstract_layout
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
 from jaxtrain.step import parameter_shapes
@@ -64,20 +67,50 @@ class Memory:
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
     """The state and the batch on one device; equal to what a compiled step says of its arguments
     up to the padding of its tiles."""
-    state = make_program(config, layout).abstract_state()
+    program = make_program(config, layout)
+    shapes = _state_shapes(_of_state(config))
+    shardings = jax.tree.leaves(program.state_shardings(shapes))
+    parts = [
+        math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        for shape, sharding in zip(jax.tree.leaves(shapes), shardings, strict=True)
+    ]
+    held = {"params": 0, "opt_state": 0, "exchange": 0}
+    for (path, _), size in zip(jax.tree_util.tree_leaves_with_path(shapes), parts, strict=True):
+        name = path[0].name
+        held[name] = held.get(name, 0) + size
+    params, optimizer = held.pop("params"), held.pop("opt_state") + held.pop("exchange")
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    rows = layout.batch_devices()
-    held = {
-        field.name: sum(map(shard_bytes, jax.tree.leaves(getattr(state, field.name))))
-        for field in dataclasses.fields(state)
-    }
-    params, optimizer = held.pop("params"), held.pop("opt_state")
-    extra = held.pop("exchange", 0)
-    return Arguments(params, optimizer + extra, sum(held.values()) + _batch_bytes(batch, rows))
+    given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    return Arguments(params, optimizer, sum(held.values()) + given // layout.batch_devices())
 
 
-def _batch_bytes(batch: Batch, devices: int) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize // devices for x in jax.tree.leaves(batch))
+def _of_state(config: Config) -> Config:
+    """The configuration without what a state's shapes do not depend on: one key for many layouts."""
+    mesh = Mesh(pipe=config.mesh.pipe, data=config.mesh.data, fsdp=1)
+    if config.exchange.method == "synchronous":
+        mesh = dataclasses.replace(mesh, data=1)
+    return dataclasses.replace(
+        config,
+        mesh=mesh,
+        train=dataclasses.replace(config.train, accumulation=1),
+        sharding=type(config.sharding)(),
+        remat=type(config.remat)(),
+        attention=type(config.attention)(),
+        loss=type(config.loss)(),
+        pipeline=type(config.pipeline)(virtual_stages=config.pipeline.virtual_stages),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(model: Model) -> list[Any]:
+    """The model's parameters as named variables, shapes in place of arrays."""
+    return jax.tree.leaves(parameter_shapes(model.build), is_leaf=is_variable)
+
+
+@functools.lru_cache(maxsize=64)
+def _state_shapes(config: Config) -> Any:
+    layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
+    return make_program(config, layout).shapes()
 
 
 def memory(config: Config, layout: Layout, platform: str) -> Memory:
@@ -113,15 +146,14 @@ class _Step:
 
     # -- what is alive all the time --------------------------------------------------------------
 
-    @functools.cached_property
+    @property
     def _params(self) -> list[Any]:
-        shapes = parameter_shapes(self.config.train.model.build)
-        return jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable)
+        return _parameters(self.config.train.model)
 
     def _sum(self, spec: Any, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
         total = 0
-        for _, variable in self._params:
+        for variable in self._params:
             stacked = "layers" in logical_axes(variable)
             if layers is None or layers == stacked:
                 shape = variable.get_value().shape
@@ -210,7 +242,7 @@ class _Step:
     @property
     def _table(self) -> int:
         """The output matrix (or embedding) as it is computed with, on one device."""
-        for _, variable in self._params:
+        for variable in self._params:
             axes = logical_axes(variable)
             if "vocab" in axes:
                 shape = variable.get_value().shape

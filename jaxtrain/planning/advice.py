@@ -1,0 +1,155 @@
+"""What to do about a plan: the cheapest ways to make it fit, and what was noticed beside."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxtrain.planning.audit import Row
+from jaxtrain.planning.pricing import Price, price
+from jaxtrain.planning.targets import Target
+from jaxtrain.planning.variants import (
+    KERNELS,
+    bindings_of,
+    changed,
+    fixes,
+    refusal,
+    slices_of,
+)
+from jaxtrain.report import human_bytes
+from jaxtrain.settings import Config
+
+# Fixes that are shown, and up to how many are combined where one alone does not suffice.
+MOST = 6
+TOGETHER = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Fix:
+    """Bindings that take memory off a device.
+
+    Attributes:
+      changes: binding -> value.
+      saved: bytes of one device, estimated.
+      slower: relative change of the predicted step time; negative is faster.
+      fits: whether it is enough.
+    """
+
+    changes: Mapping[str, Any]
+    saved: int
+    slower: float
+    fits: bool
+
+    @property
+    def bindings(self) -> list[str]:
+        """What to paste after -b."""
+        return bindings_of(self.changes)
+
+    @property
+    def sentence(self) -> str:
+        """For the terminal."""
+        pasted = " ".join(f'-b "{binding}"' for binding in self.bindings)
+        enough = "fits" if self.fits else "not enough alone"
+        return (
+            f"{pasted}: saves about {human_bytes(self.saved)}, step time {self.slower:+.0%} "
+            f"({enough})"
+        )
+
+
+def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
+    """Ways to make a configuration fit, the cheapest in step time first.
+
+    Single changes come first; where none is enough alone, the best of them are combined one after
+    the other until the estimate says that they are.
+
+    Args:
+      config: a configuration that does not fit.
+      target: the machine.
+      over: bytes by which it exceeds a device's memory.
+    """
+    slices = slices_of(config, target)
+    sizes = config.mesh.sizes(target.devices * slices)
+    before = price(config, target)
+    tried: list[Fix] = []
+    for changes in fixes(config, target, sizes):
+        found = _try(config, changes, target, slices, before, over)
+        if found is not None:
+            tried.append(found)
+    enough = sorted((fix for fix in tried if fix.fits), key=lambda fix: (fix.slower, -fix.saved))
+    if enough:
+        return enough[:MOST]
+    combined = _combined(config, tried, target, slices, before, over)
+    rest = sorted(tried, key=lambda fix: -fix.saved)
+    return [*combined, *rest][:MOST]
+
+
+def _try(
+    config: Config,
+    changes: Mapping[str, Any],
+    target: Target,
+    slices: int,
+    before: Price,
+    over: int,
+) -> Fix | None:
+    """The change with its saving; None where it is refused or saves nothing."""
+    variant = _changed(config, changes)
+    if variant is None or refusal(variant, target, slices=slices) is not None:
+        return None
+    after = price(variant, target)
+    saved = before.memory.total - after.memory.total
+    if saved <= 0:
+        return None
+    slower = after.seconds / before.seconds - 1 if before.seconds else 0.0
+    return Fix(dict(changes), saved, slower, saved >= over)
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config | None:
+    try:
+        return changed(config, changes)
+    except ValueError:  # a UserError is one: the sections themselves refuse some values
+        return None
+
+
+def _combined(
+    config: Config,
+    tried: list[Fix],
+    target: Target,
+    slices: int,
+    before: Price,
+    over: int,
+) -> list[Fix]:
+    """One combination of changes to different bindings that is enough, or nothing."""
+    together: dict[str, Any] = {}
+    by_worth = sorted(tried, key=lambda fix: -fix.saved / (1 + max(fix.slower, 0.0) * 4))
+    for fix in by_worth:
+        if len(together) >= TOGETHER or set(fix.changes) & set(together):
+            continue
+        found = _try(config, {**together, **fix.changes}, target, slices, before, over)
+        if found is None:
+            continue
+        together.update(fix.changes)
+        if found.fits:
+            return [found]
+    return []
+
+
+def remarks(
+    config: Config, target: Target, rows: Iterable[Row], warnings: Iterable[str]
+) -> list[str]:
+    """Sentences on what an audit flagged and on what is left unused."""
+    found = []
+    kernel = KERNELS.get(target.chip.kind)
+    if kernel and config.attention.kernel in ("xla", "reference"):
+        variant = changed(config, {"Attention.kernel": kernel})
+        if hasattr(config.train.model, "num_heads") and refusal(variant, target) is None:
+            found.append(
+                f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of "
+                f'tokens; -b "Attention.kernel={kernel!r}" does not'
+            )
+    flagged = [row for row in rows if not row.explained]
+    for row in flagged:
+        found.append(
+            f"flagged: {row.kind} over {row.axis}, {human_bytes(row.bytes)} a step, has no reason "
+            f"in the textbook ({row.cause})"
+        )
+    found += [f"the compiler warns: {words}" for words in dict.fromkeys(warnings)]
+    return found

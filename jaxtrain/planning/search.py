@@ -1,0 +1,250 @@
+"""Looks for the best mesh, ZeRO stage, remat policy, accumulation and schedule for a machine."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxtrain.errors import UserError, nearest_divisor
+from jaxtrain.mesh import MESH_AXES
+from jaxtrain.planning.pricing import Price, price
+from jaxtrain.planning.targets import Target
+from jaxtrain.planning.variants import bindings_of, changed, refusal, slices_of
+from jaxtrain.report import human_bytes
+from jaxtrain.settings import Config
+
+# What is tried of each axis: wider ones lose everywhere on today's chips, or need a model that has
+# the heads and layers for it, in which case they are wider than a host's or torus's fast links.
+MOST = {"pipe": 16, "context": 8, "tensor": 16, "expert": 64}
+# Sequences below this are not split over context.
+LONG = 4096
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+# From the fastest step to the smallest; offload is left to the advice.
+POLICIES = ("none", "dots", "full")
+SHOWN, COMPILED = 10, 3
+
+Progress = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One configuration of a search.
+
+    Attributes:
+      changes: binding -> value, over the user's configuration.
+      config: with them.
+      price: by closed forms.
+      reason: a sentence: why it stands where it does.
+      compiled_bytes: memory of a device as the compiler says; None where it was not compiled.
+      fits: by the compiler where it was compiled, else by the estimate.
+    """
+
+    changes: Mapping[str, Any]
+    config: Config
+    price: Price
+    reason: str = ""
+    compiled_bytes: int | None = None
+    fits: bool = True
+
+    @property
+    def bindings(self) -> list[str]:
+        """What to paste after -b."""
+        return bindings_of(self.changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `plan --json`."""
+        return {
+            "bindings": self.bindings,
+            "step_seconds": self.price.time.seconds,
+            "mfu": self.price.time.mfu,
+            "memory": self.price.memory.total,
+            "compiled_memory": self.compiled_bytes,
+            "fits": self.fits,
+            "reason": self.reason,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      candidates: the best first.
+      priced: configurations that were priced.
+      too_large: of these, which do not fit.
+      refused: reason -> configurations that `jaxtrain train` would refuse.
+    """
+
+    candidates: list[Candidate]
+    priced: int
+    too_large: int
+    refused: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `plan --json`."""
+        return {
+            "candidates": [one.to_json() for one in self.candidates[:SHOWN]],
+            "search": {
+                "priced": self.priced,
+                "too_large": self.too_large,
+                "refused": self.refused,
+            },
+        }
+
+
+def search(config: Config, target: Target) -> Found:
+    """Prices every layout of a configuration on a target by closed forms.
+
+    The model, data, global batch and kernels stay as they are. Of each mesh, ZeRO stage, remat
+    policy and schedule the fewest microbatches that fit are taken, since more only repeat the
+    weights' traffic. The same question has the same answer.
+
+    Raises:
+      UserError: nothing fits, or nothing may run.
+    """
+    slices = slices_of(config, target)
+    fitting: list[Candidate] = []
+    priced = too_large = 0
+    refused: dict[str, int] = {}
+    for layout in _layouts(config, target.devices * slices):
+        for counts in _counts(config, layout):
+            changes = {**layout, **counts}
+            try:
+                variant = changed(config, changes)
+            except ValueError as error:
+                refused[str(error)] = refused.get(str(error), 0) + 1
+                continue
+            said = refusal(variant, target, slices=slices)
+            if said is not None:
+                reason = said.splitlines()[0]
+                refused[reason] = refused.get(reason, 0) + 1
+                continue
+            found = price(variant, target)
+            priced += 1
+            if found.fits:
+                fitting.append(Candidate(changes, variant, found))
+                break
+            too_large += 1
+    if not fitting:
+        raise UserError(_nothing(config, target, priced, refused))
+    ranked = sorted(fitting, key=_order)
+    return Found(_with_reasons(ranked, target), priced, too_large, refused)
+
+
+def _nothing(config: Config, target: Target, priced: int, refused: Mapping[str, int]) -> str:
+    if not priced:
+        most = max(refused, key=lambda reason: refused[reason])
+        return f"target {target.name!r}: no layout of this configuration may run there: {most}"
+    return (
+        f"target {target.name!r}: none of {priced} layouts fits into {target.devices} x "
+        f"{human_bytes(target.chip.hbm_bytes or 0)}; the nearest is more devices, a smaller "
+        f"Train.global_batch_size than {config.train.global_batch_size}, or Remat.policy='offload'"
+    )
+
+
+def _order(candidate: Candidate) -> tuple[float, int, list[str]]:
+    return candidate.price.seconds, candidate.price.memory.total, candidate.bindings
+
+
+# -- the space ------------------------------------------------------------------------------------
+
+
+def _layouts(config: Config, devices: int) -> Iterator[dict[str, Any]]:
+    """Meshes with ZeRO stages, remat policies and schedules, without the count of microbatches."""
+    transformer = hasattr(config.train.model, "num_layers")
+    policies = POLICIES if transformer else (config.remat.policy,)
+    for sizes in _meshes(config, devices):
+        mesh = {f"Mesh.{axis}": size for axis, size in sizes.items()}
+        if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
+            mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
+        if sizes["context"] > 1 and config.attention.kernel not in ("xla", "reference"):
+            mesh["Attention.context_parallel"] = "ulysses"
+        stages = (3, 2, 1) if sizes["fsdp"] > 1 else (0,)
+        schedules = SCHEDULES if sizes["pipe"] > 1 else ((None, 1),)
+        for stage, policy, (name, chunks) in itertools.product(stages, policies, schedules):
+            found = {**mesh, "Sharding.zero": stage, "Remat.policy": policy}
+            if name is not None:
+                found |= {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
+            yield found
+
+
+def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
+    """Every way to give the devices to the axes that this model and data can use."""
+    model: Any = config.train.model
+    length = config.train.data.abstract_batch(1).inputs.shape[1]
+    most = dict.fromkeys(MESH_AXES, devices)
+    most |= {axis: min(limit, devices) for axis, limit in MOST.items()}
+    if not hasattr(model, "num_layers"):
+        most |= {"pipe": 1, "context": 1, "tensor": 1}
+    if length < LONG:
+        most["context"] = 1
+    if not hasattr(model, "num_experts"):
+        most["expert"] = 1
+
+    def ways(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
+        axis, *rest = axes
+        if not rest:
+            if left <= most[axis]:
+                yield {axis: left}
+            return
+        for size in range(1, min(left, most[axis]) + 1):
+            if left % size == 0:
+                for others in ways(tuple(rest), left // size):
+                    yield {axis: size, **others}
+
+    yield from ways(MESH_AXES, devices)
+
+
+def _counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Microbatches, the fewest first: in a pipeline its own, elsewhere accumulation."""
+    split = layout["Mesh.data"] * layout["Mesh.fsdp"] * layout["Mesh.expert"]
+    rows = config.train.global_batch_size // split
+    ranks = layout["Mesh.pipe"]
+    if rows == 0:
+        # The check says why in its own words.
+        yield {"Train.accumulation": 1}
+        return
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    if ranks == 1:
+        for count in counts:
+            yield {"Train.accumulation": count}
+        return
+    # A bubble of at most a third, where there are rows enough for that.
+    enough = [count for count in counts if count >= 2 * ranks and count % ranks == 0]
+    for count in enough or [nearest_divisor(rows, 2 * ranks)]:
+        yield {"Train.accumulation": 1, "Pipeline.microbatches": count}
+
+
+# -- the reasons ----------------------------------------------------------------------------------
+
+
+def _with_reasons(ranked: list[Candidate], target: Target) -> list[Candidate]:
+    best = ranked[0]
+    return [
+        dataclasses.replace(one, reason=_reason(one, best, target.chip.hbm_bytes)) for one in ranked
+    ]
+
+
+def _reason(one: Candidate, best: Candidate, hbm_bytes: int | None) -> str:
+    time, room = one.price.time, human_bytes(one.price.memory.total)
+    if hbm_bytes is not None:
+        room += f" of {human_bytes(hbm_bytes)}"
+    if time.seconds is None or best.price.time.seconds is None:
+        return f"takes {room}; the chip's speed is not known, so memory alone decides"
+    if one is best:
+        return (
+            f"the fastest that fits ({room}): {time.compute:.3g} s of computation, "
+            f"{time.exposed:.2g} s of communication that nothing hides, {time.bubble:.2g} s of "
+            "pipeline bubble"
+        )
+    pieces = {
+        "recomputation and computation": (time.compute or 0) - (best.price.time.compute or 0),
+        "communication that nothing hides": (time.exposed or 0) - (best.price.time.exposed or 0),
+        "pipeline bubble": (time.bubble or 0) - (best.price.time.bubble or 0),
+    }
+    name, more = max(pieces.items(), key=lambda piece: piece[1])
+    slower = time.seconds / best.price.time.seconds - 1
+    if more <= 0 or slower < 0.0005:
+        return f"as fast as the best, with {room}"
+    return f"{slower:.1%} slower than the best: {more:.2g} s more {name} ({room})"
