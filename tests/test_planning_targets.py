@@ -1,21 +1,35 @@
 """Targets: what is written, what exists, and the devices that compilers give for it."""
 
+import collections
+import importlib.util
+import math
+import os
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
+from conftest import make_program, text_batch
 from jax.experimental import topologies
 
 from jaxtrain.errors import UserError
+from jaxtrain.mesh import Mesh, make_mesh
+from jaxtrain.models.llama import Llama
+from jaxtrain.planning import gpu
+from jaxtrain.planning.collectives import collectives
 from jaxtrain.planning.hardware import CHIPS
 from jaxtrain.planning.targets import (
     TPU_GRIDS,
+    compiler_options,
     native_stderr_kept,
     parse_target,
     target_devices,
     tpu_devices,
 )
+from jaxtrain.precision import Precision
+from jaxtrain.sharding import Layout, Sharding
+from jaxtrain.step import with_shardings
 
 
 def libtpu():
@@ -168,3 +182,102 @@ def test_native_stderr_is_kept_and_given_back(capfd):
         assert noise() == "complaint\n"
     subprocess.run(["sh", "-c", "echo heard >&2"], check=True)
     assert capfd.readouterr().err == "heard\n"
+
+
+# -- GPUs ----------------------------------------------------------------------------------------
+
+
+# Memory in bytes, multiprocessors and compute capability as drivers report them: XLA's own
+# descriptions of these GPUs (xla/backends/gpu/target_config/specs).
+@pytest.mark.parametrize(
+    ("name", "description", "memory", "cores", "capability"),
+    [
+        ("a100", "NVIDIA A100-SXM4-80GB", 85100068864, 108, "major: 8 minor: 0"),
+        ("a100-40", "NVIDIA A100-SXM4-40GB", 42331013120, 108, "major: 8 minor: 0"),
+        ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 132, "major: 9 minor: 0"),
+        ("b200", "NVIDIA B200", 191514411008, 148, "major: 10 minor: 0"),
+    ],
+)
+def test_a_gpu_is_described_as_its_driver_would(name, description, memory, cores, capability):
+    text = gpu.target_config(CHIPS[name])
+    assert f'\ndevice_description_str: "{description}"\n' in text
+    assert f"\n  device_memory_size: {memory}\n" in text
+    assert f"\n  core_count: {cores}\n" in text
+    assert f"\n  cuda_compute_capability {{ {capability} " in text
+    assert ("ACCELERATED" in text) == (not name.startswith("a100"))
+    assert text.count("{") == text.count("}")
+
+
+@pytest.mark.parametrize("target", ["a100:1x8", "a100-40:1x8", "h100:2x8", "h200:1x8", "b200:4x4"])
+def test_hosts_are_nvlink_domains_of_their_own(target, monkeypatch):
+    """The compiler is told: NVLink domains x hosts in each x GPUs of a host."""
+    asked = {}
+
+    def describe(**arguments):
+        asked.update(arguments)
+        return types.SimpleNamespace(devices=["a device"])
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    assert target_devices(parse_target(target)) == ["a device"]
+    hosts, per_host = target.split(":")[1].split("x")
+    assert asked["topology"] == f"{hosts}x1x{per_host}"
+    assert asked["platform"] == "cuda"
+    assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        (False, "not installed; pip install 'jaxtrain[cuda13]' (4.4 GB), or --no-compile"),
+        (True, "set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before it starts"),
+    ],
+)
+def test_without_the_cuda_plugin_the_user_learns_what_to_do(installed, says, monkeypatch):
+    def unknown(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    find = importlib.util.find_spec
+    spec = find("json") if installed else None
+    monkeypatch.setattr(topologies, "get_topology_desc", unknown)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: spec if name.startswith("jax_cuda") else find(name),
+    )
+    with pytest.raises(UserError) as error:
+        tpu_devices("h100:1x8")
+    assert str(error.value).startswith("target 'h100:1x8'")
+    assert says in str(error.value)
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("target", ["a100:1x8", "a100-40:1x8", "h100:1x8", "h200:1x8", "b200:1x8"])
+def test_the_cuda_compiler_compiles_a_train_step_where_no_gpu_is(target, capfd):
+    found = parse_target(target)
+    devices = target_devices(found)
+    assert len(devices) == found.devices
+    assert {device.device_kind for device in devices} == {found.chip.device_kinds[0]}
+    per_host = collections.Counter(device.process_index for device in devices)
+    assert per_host == dict.fromkeys(range(found.shape[0]), found.shape[1])
+
+    layout = Layout.of(make_mesh(Mesh(fsdp=8), devices), Sharding(zero=3))
+    model = Llama(
+        vocab_size=128, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
+        context_length=128,
+    )  # fmt: skip
+    program = make_program(model, layout, precision=Precision(compute="bfloat16"))
+    state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
+    batch = with_shardings(batch, program.batch_shardings(batch))
+    with layout.active():
+        compiled = program.jit_train_step().lower(state, batch).compile(compiler_options(found))
+    arguments = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((state, batch))
+    )
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes == arguments
+    assert memory.temp_size_in_bytes > 0
+    rows = collectives(compiled.as_text(), layout.mesh)
+    assert {row.axis for row in rows if row.bytes > 4096} == {"fsdp"}
+    assert "all-gather" in {row.kind for row in rows}
+    assert capfd.readouterr().err == ""
