@@ -1,5 +1,4 @@
-"""Counts the FLOPs of a traced program: its matrix products exactly, loops and recomputation
-included.
+"""Counts the FLOPs of a traced program: matrix products exactly, loops and recomputation included.
 
 A jaxpr says what the mathematics asks for on global shapes, before a compiler rearranges it, so the
 count is of the whole program over all devices. Compiled programs are no such source: their loop
@@ -12,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -154,44 +154,44 @@ def _elementwise(equation: JaxprEqn) -> int:
     if equation.primitive.name in _MOVES:
         return 0
     reads = equation.primitive.name.startswith(("reduce_", "arg"))
-    arrays = [v.aval for v in (equation.invars[:1] if reads else equation.outvars)]
-    return sum(
-        math.prod(array.shape)
-        for array in arrays
-        if hasattr(array, "shape") and np.issubdtype(_kind(array), np.inexact)
-    )
+    arrays = equation.invars[:1] if reads else equation.outvars
+    return sum(math.prod(_shape(array)) for array in arrays if _is_float(array))
 
 
-def _kind(array: Any) -> Any:
-    """The NumPy dtype; keys have none, and bfloat16 is a float to us though not to NumPy."""
-    name = str(array.dtype)
-    return np.float32 if "float" in name else np.int32 if "key" in name else array.dtype
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def _is_float(variable: Any) -> bool:
+    # Tokens, which order effects, have no dtype; keys have one that NumPy does not know.
+    dtype = getattr(variable.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _dot(equation: JaxprEqn) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
+    left = _shape(equation.invars[0])
     depth = math.prod(left[axis] for axis in contracted)
-    return 2 * math.prod(equation.outvars[0].aval.shape) * depth
+    return 2 * math.prod(_shape(equation.outvars[0])) * depth
 
 
 def _ragged_dot(equation: JaxprEqn) -> int:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
-    left = equation.invars[0].aval.shape
-    flops = 2 * math.prod(equation.outvars[0].aval.shape)
+    left, result = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    flops = 2 * math.prod(result)
     flops *= math.prod(left[axis] for axis in contracted)
     # Groups along the contraction (the gradient of the weights): the result has one matrix a
     # group, and a row contributes to that of its own group alone.
     if set(numbers.lhs_ragged_dimensions) & set(contracted):
-        flops //= equation.outvars[0].aval.shape[0]
+        flops //= result[0]
     return flops
 
 
 def _convolution(equation: JaxprEqn) -> int:
     parameters = equation.params
-    left, right = (v.aval.shape for v in equation.invars[:2])
-    result = equation.outvars[0].aval.shape
+    left, right = (_shape(variable) for variable in equation.invars[:2])
+    result = _shape(equation.outvars[0])
     numbers = parameters["dimension_numbers"]
     products = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
     # Channels that one output value reads: with feature groups the kernel has just those.

@@ -1,0 +1,75 @@
+"""Parameters and FLOPs of the transformers in closed form, from their sizes alone.
+
+Letters: L layers, D embed, T sequence length, V vocab, C context, N query heads, K kv heads, H
+head_dim, F mlp, E experts, k experts a token.
+"""
+
+
+def transformer_parameters(L: int, D: int) -> int:
+    """12 L D^2: the rule of thumb for blocks with an mlp of 4 D, embeddings aside.
+
+    Attention 4 D^2 and mlp 8 D^2 a layer (arXiv 2001.08361, table 1).
+    """
+    return 12 * L * D**2
+
+
+def gpt_parameters(*, V: int, L: int, D: int, C: int) -> int:
+    """All of a GPT-2's: 12 L D^2, biases and norms 13 D a layer, tied embeddings, the last norm.
+
+    A layer's vectors: two norms of 2 D, biases of qkv 3 D, out D, up 4 D, down D.
+    """
+    return transformer_parameters(L, D) + 13 * L * D + (V + C) * D + 2 * D
+
+
+def attention_parameters(*, D: int, N: int, K: int, H: int) -> int:
+    """Of one layer's grouped-query attention (arXiv 2305.13245): queries and outputs D N H each,
+    keys and values D K H each."""
+    return 2 * D * (N + K) * H
+
+
+def llama_parameters(*, V: int, L: int, D: int, N: int, K: int, F: int, tied: bool = False) -> int:
+    """All of a Llama's: attention, gate, up and down of D F, two norms a layer; two tables of
+    V D unless they are tied, the last norm (arXiv 2302.13971)."""
+    layer = attention_parameters(D=D, N=N, K=K, H=D // N) + 3 * D * F + 2 * D
+    return L * layer + (1 if tied else 2) * V * D + D
+
+
+def mixtral_parameters(
+    *, V: int, L: int, D: int, N: int, K: int, F: int, E: int, tied: bool = False
+) -> int:
+    """All of a Mixtral's: a Llama with E mlps a layer and a router of D E (arXiv 2401.04088).
+
+    With the k experts that a token goes through instead of E in the mlps it is what a token uses:
+    `mixtral_active_parameters`.
+    """
+    dense = llama_parameters(V=V, L=L, D=D, N=N, K=K, F=F, tied=tied)
+    return dense + L * ((E - 1) * 3 * D * F + D * E)
+
+
+def mixtral_active_parameters(
+    *, V: int, L: int, D: int, N: int, K: int, F: int, E: int, k: int, tied: bool = False
+) -> int:
+    """Those of `mixtral_parameters` that one token goes through."""
+    total = mixtral_parameters(V=V, L=L, D=D, N=N, K=K, F=F, E=E, tied=tied)
+    return total - L * (E - k) * 3 * D * F
+
+
+def attention_flops_per_token(*, L: int, D: int, T: int, causal: bool) -> int:
+    """Training FLOPs a token of the products with keys and values, D = N H.
+
+    Two products of 2 D FLOPs for each key, forward once and backward twice: 12 L D T with all T
+    keys (arXiv 2204.02311, appendix B), and half of it with the T / 2 that a causal query sees on
+    average.
+    """
+    return (6 if causal else 12) * L * D * T
+
+
+def flops_per_token(matmul_parameters: int, *, L: int, D: int, T: int, causal: bool) -> int:
+    """Training FLOPs a token: 6 for each parameter in a matrix product, and attention's.
+
+    Args:
+      matmul_parameters: those that multiply every token: the output matrix is one, the table that
+        tokens are looked up in is not, of experts the active ones.
+      L, D, T, causal: as in `attention_flops_per_token`.
+    """
+    return 6 * matmul_parameters + attention_flops_per_token(L=L, D=D, T=T, causal=causal)
