@@ -13,7 +13,14 @@ MAX_LINES = 400
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
     ["errors", "tables"],
-    ["config", "planning"],
+    [
+        "config",
+        "planning.hlo",
+        "planning.groups",
+        "planning.collectives",
+        "planning.formulas",
+        "planning.targets",
+    ],
     ["mesh"],
     ["sharding", "precision", "remat"],
     ["context"],
@@ -30,6 +37,7 @@ LAYERS = [
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume"],
     ["train"],
+    ["planning"],
     ["verify"],
     ["__init__"],
     ["__main__"],

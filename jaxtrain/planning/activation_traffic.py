@@ -1,0 +1,211 @@
+"""What a step moves of activations: between layers' parts, places of a sequence, experts, stages.
+
+Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
+N query heads, K kv heads, H head_dim, L layers on a device, k devices along the axis.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtrain.experts import slots_per_expert
+from jaxtrain.planning.facts import Expected, Facts
+
+
+def activation_traffic(facts: Facts) -> Iterator[Expected]:
+    """Collectives of the activations and of their gradients."""
+    if not facts.is_text:
+        return
+    traffic = _Activations(facts)
+    if facts.size("tensor") > 1 and facts.layout.tensor_layout == "1d":
+        yield from traffic.blocks()
+        yield from traffic.ends()
+        yield from traffic.loss()
+    if facts.size("context") > 1:
+        ring = facts.config.attention.context_parallel == "ring"
+        yield from traffic.ring() if ring else traffic.ulysses()
+    if facts.size("expert") > 1:
+        yield from traffic.experts()
+    if facts.size("pipe") > 1:
+        yield from traffic.boundaries()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Activations:
+    facts: Facts
+
+    @property
+    def model(self) -> Any:
+        return self.facts.model
+
+    @property
+    def forwards(self) -> int:
+        """How often the layers' forward pass runs for one backward pass."""
+        facts = self.facts
+        again = facts.size("pipe") > 1 and facts.config.pipeline.backward == "recompute"
+        return 2 if again else 1
+
+    @property
+    def runs(self) -> int:
+        """Layers a step."""
+        return self.facts.passes * self.facts.L
+
+    def sums(self, cause: str, forward: int, backward: int, formula: str) -> Iterator[Expected]:
+        """Sums over `tensor` of [B, T, D], or what sequence parallelism makes of them."""
+        facts = self.facts
+        whole, k = facts.stream_bytes, facts.size("tensor")
+        if not facts.layout.sequence_parallel:
+            yield Expected("all-reduce", "tensor", forward + backward, whole, cause, formula)
+            return
+        yield Expected("reduce-scatter", "tensor", forward + backward, whole, cause, formula)
+        yield Expected("all-gather", "tensor", forward + backward, whole // k, cause, formula)
+
+    # -- tensor -----------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[Expected]:
+        """Megatron's f and g (arXiv 1909.08053, section 3)."""
+        facts = self.facts
+        experts = hasattr(self.model, "num_experts")
+        for name in ("attention", "experts" if experts else "mlp"):
+            # The recomputation stops before the last sum of a layer: nothing reads it.
+            again = facts.recomputes and name == "attention"
+            forward = (self.forwards + again) * self.runs
+            yield from self.sums(f"{name} output", forward, self.runs, "4 L B T D")
+        if experts:
+            if not facts.layout.sequence_parallel:
+                # A hand-written sum has a sum as its transpose, though all devices have the same.
+                yield Expected(
+                    "all-reduce", "tensor", self.runs, facts.stream_bytes,
+                    "experts output: transpose of the sum", "B T D beyond the textbook",
+                )  # fmt: skip
+            gates = 4 * facts.B * facts.T * self.model.experts_per_token
+            yield Expected("all-reduce", "tensor", self.runs, gates, "router: gates", "B T k")
+        if facts.layout.sequence_parallel and (facts.recomputes or facts.gathers_weights):
+            # What is computed again starts from the part of the stream that a device keeps.
+            yield Expected(
+                "all-gather", "tensor", (1 if facts.recomputes else 2) * self.runs,
+                facts.stream_bytes // facts.size("tensor"), "recomputation: stream", "B T D",
+            )  # fmt: skip
+
+    def ends(self) -> Iterator[Expected]:
+        """The vocabulary-parallel lookup, and the gradient that leaves the logits."""
+        facts = self.facts
+        passes, whole, k = facts.passes, facts.stream_bytes, facts.size("tensor")
+        lookups = self.forwards * passes
+        split = facts.layout.sequence_parallel
+        kind = "reduce-scatter" if split else "all-reduce"
+        yield Expected(kind, "tensor", lookups, whole, "embedding", "B T D")
+        chunks = facts.chunks
+        yield Expected(
+            kind if chunks == 1 else "all-reduce", "tensor", passes * chunks, whole // chunks,
+            "loss: gradient of the stream", "B T D",
+        )  # fmt: skip
+        if split:
+            yield Expected("all-gather", "tensor", passes, whole // k, "embedding", "B T D")
+            yield Expected("all-gather", "tensor", passes, whole // k, "loss: stream", "B T D")
+
+    def loss(self) -> Iterator[Expected]:
+        """Three numbers a token: the greatest logit (in the compute dtype, of which it is one), the
+        sum of exponentials, the target's logit."""
+        facts, chunks = self.facts, self.facts.chunks
+        tokens = facts.B * facts.T // chunks
+        times = facts.passes * chunks
+        again = 1 if chunks == 1 else 2  # a chunk's logits are computed again
+        yield Expected(
+            "all-reduce", "tensor", again * times, tokens * facts.value_bytes,
+            "loss: greatest logit", "B T",
+        )  # fmt: skip
+        yield Expected(
+            "all-reduce", "tensor", (1 + again) * times, 4 * tokens,
+            "loss: sums over the vocabulary", "2 B T",
+        )  # fmt: skip
+
+    # -- context ----------------------------------------------------------------------------------
+
+    def heads(self) -> tuple[int, int]:
+        """Query heads and kv heads of a device, before anything is exchanged."""
+        t = self.facts.size("tensor")
+        K = math.lcm(self.model.num_kv_heads, t) // t
+        return self.model.num_heads // t, K
+
+    def ring(self) -> Iterator[Expected]:
+        """Keys and values go round forward and backward; float32 gradients follow them
+        (arXiv 2310.01889).
+
+        The first step of a recomputed round is that of the backward pass too, and the first step of
+        the segment ids is the same in every layer: the compiler does either once.
+        """
+        facts, steps = self.facts, self.facts.size("context") - 1
+        numbers = 2 * facts.B * facts.T * self.heads()[1] * self.model.head_dim
+        forwards = self.forwards + facts.recomputes
+        yield Expected(
+            "collective-permute", "context",
+            ((forwards + 1) * steps - facts.recomputes) * self.runs, numbers * facts.value_bytes,
+            "ring of keys and values", "2 (k-1) 2 B T K H",
+        )  # fmt: skip
+        yield Expected(
+            "collective-permute", "context", steps * self.runs, 4 * numbers,
+            "ring of their gradients", "(k-1) 2 B T K H in float32",
+        )  # fmt: skip
+        yield Expected(
+            "collective-permute", "context",
+            (forwards + 1) * (steps - 1) * self.runs + facts.passes, 4 * facts.B * facts.T,
+            "segment ids", "2 (k-1) B T",
+        )  # fmt: skip
+
+    def ulysses(self) -> Iterator[Expected]:
+        """One exchange to whole sequences, one back; the same backward (arXiv 2309.14509)."""
+        facts, c = self.facts, self.facts.size("context")
+        N, K = self.heads()
+        place = facts.B * facts.T * self.model.head_dim * facts.value_bytes
+        forwards = self.forwards + facts.recomputes
+        there = N + 2 * K * (c // math.gcd(K, c))
+        for heads, cause, formula in (
+            (there, "queries, keys and values", "2 B T (N + 2 K) H"),
+            (N, "attention output", "2 B T N H"),
+        ):
+            yield Expected(
+                "all-to-all", "context", (forwards + 1) * self.runs, place * heads,
+                f"{cause}: heads for places", formula,
+            )  # fmt: skip
+        yield Expected(
+            "all-gather", "context", facts.passes * (1 + facts.recomputes * facts.L),
+            4 * facts.B * facts.T, "segment ids", "B T",
+        )  # fmt: skip
+
+    # -- experts and stages -----------------------------------------------------------------------
+
+    def experts(self) -> Iterator[Expected]:
+        """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668)."""
+        facts, model = self.facts, self.model
+        k, ranks = model.experts_per_token, facts.size("expert")
+        if model.capacity_factor is None:
+            rows, formula = ranks * facts.B * facts.T * k, "4 R B T k D"
+        else:
+            slots = slots_per_expert(model.capacity_factor, facts.T, k, model.num_experts)
+            rows, formula = model.num_experts * facts.B * slots, "4 E B C D"
+        forwards = self.forwards + facts.recomputes
+        yield Expected(
+            "all-to-all", "expert", (2 * forwards + 2) * self.runs,
+            rows * model.embed_dim * facts.value_bytes, "tokens to experts and back", formula,
+        )  # fmt: skip
+        if model.capacity_factor is None:
+            yield Expected(
+                "all-to-all", "expert", forwards * self.runs, 4 * model.num_experts,
+                "rows for each expert", "E",
+            )  # fmt: skip
+
+    def boundaries(self) -> Iterator[Expected]:
+        """A microbatch crosses a boundary of stages forward, its gradient backward
+        (arXiv 1811.06965). A run is a tick in which anything crosses."""
+        facts = self.facts
+        payload = facts.stream_bytes
+        if facts.layout.sequence_parallel:
+            payload //= facts.size("tensor")
+        for way, patterns in facts.crossings().items():
+            count = sum(patterns.values()) * facts.config.train.accumulation
+            yield Expected(
+                "collective-permute", "pipe", count, payload, f"pipeline boundary, {way}",
+                "B T D each microbatch",
+            )  # fmt: skip
