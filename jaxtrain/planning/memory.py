@@ -97,7 +97,11 @@ def _of_state(config: Config) -> Config:
         remat=type(config.remat)(),
         attention=type(config.attention)(),
         loss=type(config.loss)(),
-        pipeline=type(config.pipeline)(virtual_stages=config.pipeline.virtual_stages),
+        pipeline=dataclasses.replace(
+            config.pipeline,
+            schedule="interleaved" if config.pipeline.virtual_stages > 1 else "gpipe",
+            microbatches=config.mesh.pipe,
+        ),
     )
 
 

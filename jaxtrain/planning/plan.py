@@ -18,9 +18,8 @@ from jaxtrain.planning.compiled import Compiled, compile_step, planned_layout
 from jaxtrain.planning.liveness import Buffer, fullest
 from jaxtrain.planning.memory import Memory, memory
 from jaxtrain.planning.search import Found
-from jaxtrain.planning.search import search as search_layouts
 from jaxtrain.planning.targets import Target, parse_target
-from jaxtrain.planning.timing import StepTime, link_of, step_time
+from jaxtrain.planning.timing import StepTime, names_of, slow_axes, step_time
 from jaxtrain.planning.traffic import Expected, branch_counts, expected
 from jaxtrain.planning.variants import slices_of
 from jaxtrain.settings import Config
@@ -206,13 +205,16 @@ def plan(
       UserError: the target is unknown, its compiler is missing, or the configuration cannot run.
     """
     machine = parse_target(target)
-    candidates = None
+    found = None
     if search:
-        candidates = search_candidates(config, machine, compile=compile, progress=progress)
-        config = candidates[0].config
+        with progress("pricing layouts"):
+            found = search_layouts(config, machine)
+        config = found.candidates[0].config
     slices = slices_of(config, machine)
     count = machine.devices * slices
-    preflight.check(config, device_count=count, platform=machine.chip.kind)
+    preflight.check(
+        config, device_count=count, platform=machine.chip.kind, reads_data=False
+    )
     abstract = preflight.abstract_layout(config, count)
     with progress("closed forms"):
         estimate = memory(config, abstract, machine.chip.kind)
@@ -223,22 +225,23 @@ def plan(
         with progress(f"compiling the train step for {machine.name}"):
             layout = planned_layout(config, machine)
             compiled = compile_step(config, layout, machine)
-    found = _collectives(config, layout, compiled) if compiled and compiled.text else None
-    beyond = [axis for axis in layout.mesh.shape if link_of(axis, config, machine) == "dcn"]
-    if found is None:
+    moved = _collectives(config, layout, compiled) if compiled and compiled.text else None
+    beyond = slow_axes(config, layout, machine)
+    if moved is None:
         rows = [
             Row(one.kind, one.axis, one.count, one.count * one.bytes, one.cause,
-                link_of(one.axis, config, machine), one.count * one.bytes, True)
+                "dcn" if beyond & set(names_of(one.axis)) else "ici", one.count * one.bytes, True)
             for one in textbook
         ]  # fmt: skip
     else:
-        rows = audit(found, textbook, dict(layout.mesh.shape), dcn=beyond)
+        rows = audit(moved, textbook, dict(layout.mesh.shape), dcn=beyond)
     update = estimate.arguments.params + estimate.arguments.optimizer + estimate.gradients
-    time = step_time(config, layout, machine, found or textbook, update_bytes=update)
+    time = step_time(config, layout, machine, moved or textbook, update_bytes=update)
     result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [], candidates)
     if not result.fits:
         with progress("fixes"):
-            return dataclasses.replace(result, fixes=fixes_for(result))
+            over = result.total - (machine.chip.hbm_bytes or 0)
+            return dataclasses.replace(result, fixes=fixes_for(config, machine, over=max(over, 1)))
     return result
 
 

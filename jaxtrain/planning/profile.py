@@ -71,40 +71,50 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
 
     It depends on few of the settings, and is traced once for each combination of them.
     """
-    sizes = dict(layout.mesh.shape)
-    gathers = config.sharding.zero == 3 and sizes["fsdp"] > 1
+    sizes = layout.mesh.shape
     mesh = Mesh(
-        fsdp=2 if gathers else 1,
+        # Weights are gathered, so that what is kept of them is known from what is not.
+        fsdp=2,
         expert=sizes["expert"],
         context=sizes["context"],
         tensor=config.mesh.sizes(layout.mesh.size)["tensor"],
     )
-    train = dataclasses.replace(config.train, accumulation=1)
-    key = dataclasses.replace(
-        config, mesh=mesh, train=train, exchange=type(config.exchange)(),
+    plain = dataclasses.replace(
+        config,
+        mesh=mesh,
+        train=dataclasses.replace(config.train, accumulation=1),
+        sharding=dataclasses.replace(config.sharding, zero=3),
+        exchange=type(config.exchange)(),
         pipeline=type(config.pipeline)(),
-    )  # fmt: skip
-    # What else differs between the candidates of a search does not change a layer.
-    sharding = dataclasses.replace(key.sharding, zero=3 if gathers else 0)
-    return _layer_profile(dataclasses.replace(key, sharding=sharding), platform)
+        remat=type(config.remat)(),
+        loss=type(config.loss)(),
+    )
+    products = _kept(plain, platform, "dots")
+    policy = config.remat.policy
+    if policy in ("none", "dots"):
+        kept = _kept(plain, platform, policy).kept
+    else:
+        # The layer's input alone, and with offload that lies in the host's memory.
+        kept = ((STREAM, products.stream),) if policy == "full" else ()
+    total = sum(size for _, size in products.kept)
+    return LayerProfile(kept, total, products.stream, products.hidden)
 
 
-@functools.lru_cache(maxsize=4096)
-def _layer_profile(config: Config, platform: str) -> LayerProfile:
-    devices = math.prod(config.mesh.sizes(_product(config.mesh)).values())
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    kept: tuple[tuple[str, int], ...]
+    stream: int
+    hidden: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(config: Config, platform: str, policy: str) -> _Kept:
+    mesh = config.mesh
+    devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     layout = on_platform(abstract_layout(config, devices), platform, "planned")
     program: Any = make_program(config, layout).plain
-    rows = layout.batch_devices()
-    policy = program.execution.remat
-    kept, stream, hidden = _residuals(program, layout, config, rows, policy)
-    products = kept if policy == "dots" else _residuals(program, layout, config, rows, "dots")[0]
-    if policy == "offload":
-        kept = {}  # the stream, which lies in host memory
-    return LayerProfile(tuple(sorted(kept.items())), sum(products.values()), stream, hidden)
-
-
-def _product(mesh: Mesh) -> int:
-    return mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    kept, stream, hidden = _residuals(program, layout, config, layout.batch_devices(), policy)
+    return _Kept(tuple(sorted(kept.items())), stream, hidden)
 
 
 def _residuals(

@@ -1,9 +1,9 @@
 """Looks for the best mesh, ZeRO stage, remat policy, accumulation and schedule for a machine."""
 
-import contextlib
+import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.errors import UserError, nearest_divisor
@@ -23,8 +23,6 @@ SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
 # From the fastest step to the smallest; offload is left to the advice.
 POLICIES = ("none", "dots", "full")
 SHOWN, COMPILED = 10, 3
-
-Progress = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +79,15 @@ class Found:
     too_large: int
     refused: dict[str, int]
 
+    @property
+    def shown(self) -> list[Candidate]:
+        """The best few."""
+        return self.candidates[:SHOWN]
+
     def to_json(self) -> dict[str, Any]:
         """For `plan --json`."""
         return {
-            "candidates": [one.to_json() for one in self.candidates[:SHOWN]],
+            "candidates": [one.to_json() for one in self.shown],
             "search": {
                 "priced": self.priced,
                 "too_large": self.too_large,
@@ -105,27 +108,19 @@ def search(config: Config, target: Target) -> Found:
     """
     slices = slices_of(config, target)
     fitting: list[Candidate] = []
-    priced = too_large = 0
     refused: dict[str, int] = {}
-    for layout in _layouts(config, target.devices * slices):
-        for counts in _counts(config, layout):
-            changes = {**layout, **counts}
-            try:
-                variant = changed(config, changes)
-            except ValueError as error:
-                refused[str(error)] = refused.get(str(error), 0) + 1
-                continue
-            said = refusal(variant, target, slices=slices)
-            if said is not None:
-                reason = said.splitlines()[0]
-                refused[reason] = refused.get(reason, 0) + 1
-                continue
-            found = price(variant, target)
-            priced += 1
-            if found.fits:
-                fitting.append(Candidate(changes, variant, found))
-                break
-            too_large += 1
+    priced = too_large = 0
+    for mesh in _meshes_and_schedules(config, target.devices * slices):
+        counts = list(_counts(config, mesh))
+        said = _refused(config, {**mesh, **counts[0]}, target, slices)
+        if said is not None:
+            refused[said] = refused.get(said, 0) + 1
+            continue
+        for rest in _stages_and_policies(config, mesh):
+            found, tried = _fewest(config, {**mesh, **rest}, counts, target)
+            priced += tried
+            too_large += tried if found is None else tried - 1
+            fitting += [] if found is None else [found]
     if not fitting:
         raise UserError(_nothing(config, target, priced, refused))
     ranked = sorted(fitting, key=_order)
@@ -147,26 +142,57 @@ def _order(candidate: Candidate) -> tuple[float, int, list[str]]:
     return candidate.price.seconds, candidate.price.memory.total, candidate.bindings
 
 
+def _refused(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
+    try:
+        variant = changed(config, changes)
+    except UserError as error:
+        return str(error)
+    said = refusal(variant, target, slices=slices)
+    return None if said is None else said.splitlines()[0]
+
+
+def _fewest(
+    config: Config, changes: Mapping[str, Any], counts: list[dict[str, int]], target: Target
+) -> tuple[Candidate | None, int]:
+    """The fewest microbatches that fit, by halves: more of them never take more memory; and how
+    many were priced for that."""
+    tried: dict[int, Candidate] = {}
+
+    def fits(number: int) -> bool:
+        everything = {**changes, **counts[number]}
+        variant = changed(config, everything)
+        tried[number] = Candidate(everything, variant, price(variant, target))
+        return tried[number].price.fits
+
+    if not fits(len(counts) - 1):
+        return None, 1
+    number = bisect.bisect_left(range(len(counts) - 1), True, key=fits)
+    return tried[number], len(tried)
+
+
 # -- the space ------------------------------------------------------------------------------------
 
 
-def _layouts(config: Config, devices: int) -> Iterator[dict[str, Any]]:
-    """Meshes with ZeRO stages, remat policies and schedules, without the count of microbatches."""
-    transformer = hasattr(config.train.model, "num_layers")
-    policies = POLICIES if transformer else (config.remat.policy,)
+def _meshes_and_schedules(config: Config, devices: int) -> Iterator[dict[str, Any]]:
     for sizes in _meshes(config, devices):
-        mesh = {f"Mesh.{axis}": size for axis, size in sizes.items()}
+        mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
         if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
         if sizes["context"] > 1 and config.attention.kernel not in ("xla", "reference"):
             mesh["Attention.context_parallel"] = "ulysses"
-        stages = (3, 2, 1) if sizes["fsdp"] > 1 else (0,)
-        schedules = SCHEDULES if sizes["pipe"] > 1 else ((None, 1),)
-        for stage, policy, (name, chunks) in itertools.product(stages, policies, schedules):
-            found = {**mesh, "Sharding.zero": stage, "Remat.policy": policy}
-            if name is not None:
-                found |= {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
-            yield found
+        if sizes["pipe"] == 1:
+            yield mesh
+            continue
+        for name, chunks in SCHEDULES:
+            yield {**mesh, "Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
+
+
+def _stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    transformer = hasattr(config.train.model, "num_layers")
+    policies = POLICIES if transformer else (config.remat.policy,)
+    stages = (3, 2, 1) if mesh["Mesh.fsdp"] > 1 else (0,)
+    for stage, policy in itertools.product(stages, policies):
+        yield {"Sharding.zero": stage, "Remat.policy": policy}
 
 
 def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
