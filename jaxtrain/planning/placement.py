@@ -1,4 +1,4 @@
-"""Where parameters lie: whole on devices that could share them, elsewhere than meant, or unevenly."""
+"""Where parameters lie: whole where they could be shared, elsewhere than meant, or unevenly."""
 
 import dataclasses
 import math
