@@ -159,6 +159,20 @@ SLOW = {
         ),
         set(),
     ),
+    "2d": (
+        config_of(LLAMA8, {"tensor": 4, "data": 2}, sharding=Sharding(tensor_layout="2d")),
+        {WHOLE, "reduced whole over data+row, then sliced"},
+    ),
+    "2.5d": (
+        config_of(
+            LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="2.5d", tensor_depth=2)
+        ),
+        {WHOLE, "reduced whole over depth+row, then sliced"},
+    ),
+    "3d": (
+        config_of(LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="3d")),
+        {WHOLE},
+    ),
     "local sgd": (
         config_of(
             MODELS["gpt"], {"data": 4, "fsdp": 2},

@@ -105,6 +105,11 @@ class _Activations:
         N, K = self.heads()
         N, K, D = N * q * model.head_dim, K * q * model.head_dim, model.embed_dim
         ups = [w.shape[-1] for w in facts.weights if w.axes == ("embed", "mlp")]
+        rotary = all(weight.name != "position_embedding" for weight in facts.weights)
+        yield Expected(
+            "collective-permute", "row+tensor", (1 + rotary) * facts.passes, 4 * facts.B * facts.T,
+            "segment ids and positions: side of the cube", "B T",
+        )  # fmt: skip
         blocks = {"attention": ([N, K, K], N), "mlp": (ups, ups[0])}
         for name, (into, out) in blocks.items():
             again = facts.recomputes or facts.gathers_weights

@@ -139,6 +139,13 @@ class _Weight:
             yield Expected("all-reduce", facts.joined(rest), times, size, cause, "2 N (k-1)/k")
         if self.copies and facts.layout.tensor_layout == "1d":
             yield Expected("all-gather", "tensor", times, size, f"{cause}, copies of heads", "N")
+        kept = {axis for _, axis in split_over(facts.layout.parameter(self.weight.axes))}
+        computed = [axis for _, axis in split_over(facts.layout.weight(self.weight.axes))]
+        whole_at_rest = [axis for axis in computed if axis not in kept]
+        if whole_at_rest:  # a grid's norms: each device has the gradient of its part of embed
+            yield Expected(
+                "all-gather", facts.joined(whole_at_rest), times, size, cause, "N (k-1)/k"
+            )
         yield from self.over_pipe()
 
     def scatters_to(self):  # noqa: ANN201 - one of the layout's methods
