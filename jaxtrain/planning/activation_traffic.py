@@ -18,10 +18,13 @@ def activation_traffic(facts: Facts) -> Iterator[Expected]:
     if not facts.is_text:
         return
     traffic = _Activations(facts)
-    if facts.size("tensor") > 1 and facts.layout.tensor_layout == "1d":
-        yield from traffic.blocks()
+    if facts.size("tensor") > 1:
+        cube = facts.layout.tensor_layout == "3d"
+        yield from traffic.cube() if cube else traffic.blocks()
         yield from traffic.ends()
         yield from traffic.loss()
+        if facts.layout.tensor_layout != "1d":
+            yield from traffic.norms()
     if facts.size("context") > 1:
         ring = facts.config.attention.context_parallel == "ring"
         yield from traffic.ring() if ring else traffic.ulysses()
@@ -51,11 +54,17 @@ class _Activations:
         """Layers a step."""
         return self.facts.passes * self.facts.L
 
+    @property
+    def splits_stream(self) -> bool:
+        """Whether the stream between blocks is split over `tensor`: along the sequence, or (on a
+        grid, arXiv 2104.05343) along embed."""
+        return self.facts.layout.sequence_parallel or self.facts.layout.tensor_layout != "1d"
+
     def sums(self, cause: str, forward: int, backward: int, formula: str) -> Iterator[Expected]:
-        """Sums over `tensor` of [B, T, D], or what sequence parallelism makes of them."""
+        """Sums over `tensor` of [B, T, D], scattered and gathered where the stream is split."""
         facts = self.facts
         whole, k = facts.stream_bytes, facts.size("tensor")
-        if not facts.layout.sequence_parallel:
+        if not self.splits_stream:
             yield Expected("all-reduce", "tensor", forward + backward, whole, cause, formula)
             return
         yield Expected("reduce-scatter", "tensor", forward + backward, whole, cause, formula)
@@ -73,7 +82,7 @@ class _Activations:
             forward = (self.forwards + again) * self.runs
             yield from self.sums(f"{name} output", forward, self.runs, "4 L B T D")
         if experts:
-            if not facts.layout.sequence_parallel:
+            if not self.splits_stream:
                 # A hand-written sum has a sum as its transpose, though all devices have the same.
                 yield Expected(
                     "all-reduce", "tensor", self.runs, facts.stream_bytes,
@@ -81,19 +90,67 @@ class _Activations:
                 )  # fmt: skip
             gates = 4 * facts.B * facts.T * self.model.experts_per_token
             yield Expected("all-reduce", "tensor", self.runs, gates, "router: gates", "B T k")
-        if facts.layout.sequence_parallel and (facts.recomputes or facts.gathers_weights):
+        if self.splits_stream and (facts.recomputes or facts.gathers_weights):
             # What is computed again starts from the part of the stream that a device keeps.
             yield Expected(
                 "all-gather", "tensor", (1 if facts.recomputes else 2) * self.runs,
                 facts.stream_bytes // facts.size("tensor"), "recomputation: stream", "B T D",
             )  # fmt: skip
 
+    def cube(self) -> Iterator[Expected]:
+        """A product gathers what goes in along one side of the cube and scatters its sum along
+        another; `row` and `tensor` change places from product to product (arXiv 2105.14450)."""
+        facts, model = self.facts, self.model
+        q, tokens = facts.size("tensor"), facts.B * facts.T * facts.value_bytes
+        N, K = self.heads()
+        N, K, D = N * q * model.head_dim, K * q * model.head_dim, model.embed_dim
+        ups = [w.shape[-1] for w in facts.weights if w.axes == ("embed", "mlp")]
+        rotary = all(weight.name != "position_embedding" for weight in facts.weights)
+        yield Expected(
+            "collective-permute", "row+tensor", (1 + rotary) * facts.passes, 4 * facts.B * facts.T,
+            "segment ids and positions: side of the cube", "B T",
+        )  # fmt: skip
+        blocks = {"attention": ([N, K, K], N), "mlp": (ups, ups[0])}
+        for name, (into, out) in blocks.items():
+            again = facts.recomputes or facts.gathers_weights
+            last = 2 + (facts.recomputes and name == "attention")  # as in `blocks`
+            for axis, width, gathers, scatters in (
+                ("row", D, 2 + again, last),
+                ("tensor", out, 1 + again, 1),
+            ):
+                yield Expected(
+                    "all-gather", axis, gathers * self.runs, tokens * width // q,
+                    f"{name}: side of the cube", "L B T D / q^3 a product",
+                )  # fmt: skip
+                yield Expected(
+                    "reduce-scatter", axis, scatters * self.runs, tokens * width,
+                    f"{name}: side of the cube", "L B T D / q^2 a product",
+                )  # fmt: skip
+            for width in into:
+                yield Expected(
+                    "reduce-scatter", "tensor", (1 + facts.recomputes) * self.runs, tokens * width,
+                    f"{name}: into the block", "L B T F / q^2",
+                )  # fmt: skip
+                yield Expected(
+                    "all-gather", "tensor", self.runs, tokens * width // q,
+                    f"{name}: into the block", "L B T F / q^3",
+                )  # fmt: skip
+
+    def norms(self) -> Iterator[Expected]:
+        """A norm of a stream that is split along embed: its sums of a token, both ways."""
+        facts = self.facts
+        biased = any(weight.name == "norm_bias" for weight in facts.weights)
+        count = (2 if biased else 1) * (2 * self.runs + facts.passes)
+        again = (2 if biased else 1) * 2 * self.runs * facts.recomputes
+        size = 4 * facts.B * facts.T
+        yield Expected("all-reduce", "tensor", 2 * count + again, size, "norms", "B T a norm")
+
     def ends(self) -> Iterator[Expected]:
         """The vocabulary-parallel lookup, and the gradient that leaves the logits."""
         facts = self.facts
         passes, whole, k = facts.passes, facts.stream_bytes, facts.size("tensor")
         lookups = self.forwards * passes
-        split = facts.layout.sequence_parallel
+        split = self.splits_stream
         kind = "reduce-scatter" if split else "all-reduce"
         yield Expected(kind, "tensor", lookups, whole, "embedding", "B T D")
         chunks = facts.chunks

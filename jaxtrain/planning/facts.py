@@ -221,7 +221,8 @@ class Facts:
     @functools.cached_property
     def chunks(self) -> int:
         """Parts of the sequence whose logits are made one after the other."""
-        size, data = self.config.loss.chunk_size, self.config.train.data
+        data: Any = self.config.train.data
+        size = self.config.loss.chunk_size
         return 1 if size is None or not self.is_text else data.sequence_length // size
 
     @functools.cached_property

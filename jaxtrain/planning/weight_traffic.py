@@ -75,11 +75,8 @@ class _Weight:
         if self.weight.is_layer:
             # Forward, and again for the backward pass; a pipeline's stage that is recomputed from
             # its input goes forward once more.
-            recomputed = pipelined and facts.config.pipeline.backward == "recompute"
-            if self.name.endswith("/router") and facts.config.remat.policy == "none":
-                # Its float32 copy is kept, which is no gathered array by name.
-                return 1 + recomputed + (facts.value_bytes == 4)
-            return 3 if recomputed else 2
+            once_more = pipelined and facts.config.pipeline.backward == "recompute"
+            return 1 + once_more + self.is_gathered_again
         if not facts.is_text:
             return 1  # no loop, no recomputation
         tied = name == "token_embedding" and self.is_output
@@ -89,6 +86,26 @@ class _Weight:
             return lookups * (name != "output") + (name == "output" or tied)
         # One gather serves lookup and logits; a chunk's logits are computed again, gather and all.
         return 1 + facts.chunks * self.is_output if facts.chunks > 1 else 1
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether the backward pass gathers a layer's weight again instead of keeping it."""
+        facts = self.facts
+        if facts.config.remat.policy != "none":
+            return True
+        # What is made of a gathered weight is kept: a router's float32 copy, repeated heads.
+        router = self.name.endswith("/router") and facts.value_bytes < 4
+        return facts.gathers_weights and not router and not self.copies
+
+    @property
+    def copies(self) -> int:
+        """Copies of kv heads on each device, where heads do not divide over `tensor`; else 0."""
+        axes = self.weight.axes
+        if "kv_heads" not in axes or "kv_heads" not in self.facts.layout.whole:
+            return 0
+        split = dataclasses.replace(self.facts.layout, whole=frozenset())
+        t = split.size(split.weight(("kv_heads",))[0])
+        return math.lcm(self.weight.shape[axes.index("kv_heads")], t) // t
 
     @property
     def is_output(self) -> bool:
@@ -104,7 +121,12 @@ class _Weight:
         if self.is_output and facts.chunks > 1:
             # Each chunk's part is reduced; so is that of the lookup, where it is the same table.
             times *= facts.chunks + (self.name == "token_embedding")
+        elif self.is_output and self.name == "token_embedding" and facts.size("pipe") > 1:
+            times *= 2  # the first stage's part and the last one's
         size = self.elements * facts.gradient_bytes(self.weight)
+        if self.copies:  # only of what the device computes with
+            heads = self.weight.shape[self.weight.axes.index("kv_heads")]
+            size = size // heads * self.copies
         cause = f"gradients: {self.name}"
         scattered = [a for a in self.extra(self.scatters_to()) if a in axes and a != "pipe"]
         rest = [axis for axis in axes if axis not in scattered]
@@ -115,11 +137,15 @@ class _Weight:
         if facts.joined(rest):
             size //= facts.devices(scattered)
             yield Expected("all-reduce", facts.joined(rest), times, size, cause, "2 N (k-1)/k")
-        if "kv_heads" in self.weight.axes and "kv_heads" in facts.layout.whole:
-            # Each device has the gradient of the one copy of a head that it computes with.
-            heads, t = self.weight.shape[self.weight.axes.index("kv_heads")], facts.size("tensor")
-            held = math.lcm(heads, t) // t * (size // heads)
-            yield Expected("all-gather", "tensor", times, held, f"{cause}, copies of heads", "N")
+        if self.copies and facts.layout.tensor_layout == "1d":
+            yield Expected("all-gather", "tensor", times, size, f"{cause}, copies of heads", "N")
+        kept = {axis for _, axis in split_over(facts.layout.parameter(self.weight.axes))}
+        computed = [axis for _, axis in split_over(facts.layout.weight(self.weight.axes))]
+        whole_at_rest = [axis for axis in computed if axis not in kept]
+        if whole_at_rest:  # a grid's norms: each device has the gradient of its part of embed
+            yield Expected(
+                "all-gather", facts.joined(whole_at_rest), times, size, cause, "N (k-1)/k"
+            )
         yield from self.over_pipe()
 
     def scatters_to(self):  # noqa: ANN201 - one of the layout's methods

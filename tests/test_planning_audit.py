@@ -1,0 +1,250 @@
+"""The audit names what has no reason, what took another form and what lies elsewhere than meant."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import pytest
+import test_traffic
+from jax.sharding import PartitionSpec as P
+from test_planning_traffic import LLAMA, MODELS, audited, config_of
+
+from jaxtrain.errors import UserError
+from jaxtrain.models.llama import LlamaModel
+from jaxtrain.planning.audit import SMALL_THINGS, Row, audit, over_dcn, over_hosts
+from jaxtrain.planning.collectives import Collective
+from jaxtrain.planning.placement import misplaced, paddings, replicated
+from jaxtrain.planning.traffic import Expected
+from jaxtrain.preflight import abstract_layout, check, layout
+from jaxtrain.settings import load_config
+from jaxtrain.sharding import Sharding, shard
+from jaxtrain.train import make_program
+
+SIZES = {"data": 2, "fsdp": 4}
+KIB = 1024
+
+
+def moved(kind: str, axis: str, count: int, kib: int, op_name: str = "", shape=()) -> Collective:
+    return Collective(kind, axis, count, kib * KIB, "bf16", shape, op_name, "")
+
+
+def meant(kind: str, axis: str, count: int, kib: int, cause: str) -> Expected:
+    return Expected(kind, axis, count, kib * KIB, cause, "")
+
+
+def one(rows: list[Row]) -> Row:
+    (row,) = rows
+    return row
+
+
+def test_equal_arrays_share_their_reasons():
+    expected = [
+        meant("all-reduce", "data", 3, 100, "gradients: up"),
+        meant("all-reduce", "data", 3, 100, "gradients: gate"),
+    ]
+    rows = audit([moved("all-reduce", "data", 6, 100)], expected, SIZES)
+    assert {row.cause: (row.count, row.bytes, row.textbook_bytes) for row in rows} == {
+        "gradients: up": (3, 300 * KIB, 300 * KIB),
+        "gradients: gate": (3, 300 * KIB, 300 * KIB),
+    }
+    assert all(row.explained for row in rows)
+
+
+def test_named_scopes_decide_between_equal_arrays():
+    expected = [
+        meant("all-reduce", "data", 1, 100, "attention output"),
+        meant("all-reduce", "data", 1, 100, "mlp output"),
+    ]
+    rows = audit([moved("all-reduce", "data", 1, 100, "jvp()/mlp/dot")], expected, SIZES)
+    assert {row.cause: row.count for row in rows} == {
+        "mlp output": 1,
+        "attention output (not moved)": 0,
+    }
+
+
+def test_layers_in_one_array_are_their_layers():
+    expected = [meant("all-gather", "fsdp", 3, 100, "update: up")]
+    rows = audit([moved("all-gather", "fsdp", 1, 300, shape=(3, 64, 64))], expected, SIZES)
+    assert (one(rows).bytes, one(rows).textbook_bytes) == (300 * KIB, 300 * KIB)
+    # Thrice the bytes of something else, without a dimension of 3, are not.
+    rows = audit([moved("all-gather", "fsdp", 1, 300, shape=(64, 64))], expected, SIZES)
+    assert [row.explained for row in rows] == [False, True]
+
+
+def test_another_form_of_a_reduce_scatter_is_said():
+    expected = [meant("reduce-scatter", "fsdp", 3, 100, "gradients: up")]
+    row = one(audit([moved("all-reduce", "fsdp", 3, 100)], expected, SIZES))
+    assert row.explained
+    assert "twice the wire" in row.cause
+    assert row.kind == "all-reduce"
+    expected.append(meant("all-reduce", "data", 3, 25, "gradients: up"))
+    row = one(audit([moved("all-reduce", "data+fsdp", 3, 100)], expected, SIZES))
+    assert row.explained
+    assert "reduced whole over data+fsdp" in row.cause
+    assert row.textbook_bytes == 3 * 125 * KIB
+
+
+def test_a_gather_written_as_a_sum_is_a_gather():
+    expected = [meant("all-gather", "fsdp", 1, 25, "replicas: scales")]
+    row = one(audit([moved("all-reduce", "fsdp", 1, 100)], expected, SIZES))
+    assert row.explained
+    assert "all-gather as all-reduce" in row.cause
+
+
+def test_what_nobody_expects_is_flagged_unless_it_is_small():
+    found = [
+        moved("all-gather", "data", 2, 500, "jit(step)/mlp/reshard", (8, 128)),
+        moved("all-reduce", "data", 2, 30),
+        moved("all-reduce", "data", 1, 1),
+    ]
+    large, small = audit(found, [], SIZES)
+    assert not large.explained
+    assert large.textbook_bytes is None
+    assert large.cause == "unexpected: bf16[8,128] from jit(step)/mlp/reshard"
+    assert (small.cause, small.count, small.bytes) == (SMALL_THINGS, 3, 61 * KIB)
+    assert small.explained
+    # More often than expected: what is too much has no reason.
+    rows = audit(
+        [moved("all-reduce", "data", 3, 100)], [meant("all-reduce", "data", 2, 100, "x")], SIZES
+    )
+    assert [(row.explained, row.count) for row in rows] == [(True, 2), (False, 1)]
+
+
+def test_what_does_not_move_is_said():
+    row = one(audit([], [meant("all-gather", "fsdp", 2, 100, "parameters: up")], SIZES))
+    assert (row.count, row.bytes, row.textbook_bytes) == (0, 0, 200 * KIB)
+    assert row.cause == "parameters: up (not moved)"
+
+
+def test_axes_over_slices_and_hosts_are_slow():
+    expected = [
+        meant("all-reduce", "data+fsdp", 1, 100, "x"),
+        meant("all-reduce", "fsdp", 1, 9, "y"),
+    ]
+    found = [moved("all-reduce", "data+fsdp", 1, 100), moved("all-reduce", "fsdp", 1, 9)]
+    rows = audit(found, expected, SIZES, dcn=over_dcn({"data": 2, "fsdp": 1}))
+    assert [row.link for row in rows] == ["dcn", "ici"]
+    assert [row.link for row in audit(found, expected, SIZES)] == ["ici", "ici"]
+    sizes = {"data": 4, "fsdp": 4, "tensor": 2}
+    assert over_hosts(sizes, 8) == {"data"}
+    assert over_hosts(sizes, 4) == {"data", "fsdp"}
+    assert over_hosts(sizes, 32) == set()
+    assert over_hosts(sizes, 1) == {"data", "fsdp", "tensor"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
+def test_a_sharding_without_need_is_found_in_a_compiled_step(monkeypatch):
+    """Between two parts of the model every device is given the whole batch, and drops it again."""
+    finish = LlamaModel.finish
+
+    def planted(self, x_BTD):  # noqa: ANN001, ANN202
+        x_BTD = jax.sharding.reshard(finish(self, x_BTD), P(None, None, None))
+        return shard(jax.lax.optimization_barrier(x_BTD), ("batch", "length", "embed"))
+
+    monkeypatch.setattr(LlamaModel, "finish", planted)
+    # Two layers: no other test compiles this, so none is handed the planted program.
+    step, mesh = test_traffic.step_of("llama", 2, data=8)
+    config = config_of(dataclasses.replace(LLAMA, num_layers=2), {"data": 8})
+    rows = audited(config, step.as_text(), dict(mesh.shape))
+    flagged = [row for row in rows if not row.explained]
+    row_bytes = 128 * 256 * 2  # of the one row of the batch that a device has
+    # Forward and, of the gradient, backward.
+    assert [(row.kind, row.axis, row.bytes) for row in flagged] == [
+        ("all-gather", "data", row_bytes)
+    ] * 2
+    assert all("reshard" in row.cause for row in flagged)
+
+
+# -- where parameters lie ------------------------------------------------------------------------
+
+
+def test_parameters_that_could_be_shared_are_listed():
+    config = config_of(LLAMA, {"fsdp": 8}, sharding=Sharding(zero=1))
+    found = replicated(config, abstract_layout(config, 8), threshold=100_000)
+    bytes_of = {row.name: row.bytes for row in found}
+    assert bytes_of["layers/up"] == 4 * 3 * 256 * 512
+    assert bytes_of["output"] == 4 * 128 * 256
+    assert all("norm" not in name for name in bytes_of)
+    assert {row.way_out for row in found} == {"Sharding.zero = 3"}
+    assert all(8 * (row.bytes - row.saving) == row.bytes for row in found)
+    config = config_of(LLAMA, {"fsdp": 8})
+    assert replicated(config, abstract_layout(config, 8), threshold=10_000) == []
+    few = dataclasses.replace(MODELS["llama8"], num_kv_heads=2)
+    config = config_of(few, {"tensor": 8})
+    found = replicated(config, abstract_layout(config, 8), threshold=10_000)
+    assert {row.name for row in found} == {"layers/key", "layers/value"}
+    assert {row.axis for row in found} == {"tensor"}
+    assert "Llama.num_kv_heads a multiple of 8" in found[0].way_out
+
+
+@functools.cache
+def tiny(out: bool):
+    """A program, and its train step compiled with or without the intended results' shardings."""
+    config = config_of(dataclasses.replace(LLAMA, num_layers=1), {"fsdp": 4}, length=16)
+    over = layout(config, jax.devices()[:4])
+    program = make_program(config, over)
+    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    batch = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        batch,
+        program.batch_shardings(batch),
+    )
+    state = program.abstract_state()
+    step = program.jit_train_step() if out else jax.jit(_gathered(program))
+    with over.active():
+        return program, step.lower(state, batch).compile()
+
+
+def _gathered(program):
+    """A step that gives one of its results whole to every device."""
+
+    def step(state, batch):  # noqa: ANN001, ANN202
+        params = state.params
+        whole = jax.tree.map(lambda x: x, params)
+        spec = P(None, None)
+        value = jax.sharding.reshard(params["output"].get_value(), spec)
+        whole["output"] = params["output"].replace(value)
+        return dataclasses.replace(state, params=whole), batch.inputs
+
+    return step
+
+
+def test_where_the_state_lies_is_held_against_the_intention():
+    assert misplaced(*tiny(True)) == []
+    row = one(misplaced(*tiny(False)))
+    assert (row.name, row.way, row.bytes) == ("params/output/value", "out", 4 * 128 * 256)
+    assert "fsdp" in row.intended
+    assert "fsdp" not in row.actual
+
+
+def test_a_configuration_that_does_not_divide_does_with_the_proposals():
+    bindings = [
+        "Mesh.fsdp = 1",
+        "Mesh.data = 1",
+        "Mesh.tensor = 8",
+        "GPT.vocab_size = 257",
+        "GPT.embed_dim = 96",
+        "GPT.num_heads = 6",
+        "Train.global_batch_size = 8",
+    ]
+    config = load_config("gpt_quickstart", bindings)
+    with pytest.raises(UserError, match="does not divide"):
+        check(config, device_count=8, platform="cpu")
+    found = paddings(config, abstract_layout(config, 8))
+    assert [one.binding for one in found] == ["GPT.num_heads = 8", "GPT.vocab_size = 264"]
+    padded = load_config("gpt_quickstart", [*bindings, *(one.binding for one in found)])
+    check(padded, device_count=8, platform="cpu")
+    assert paddings(padded, abstract_layout(padded, 8)) == []
+
+
+def test_a_padded_setting_is_one_that_the_model_takes():
+    """mlp is 4 embed_dim, so 4 x 90 would do with 92; but 6 heads want a multiple of 6."""
+    bindings = ["GPT.embed_dim = 90", "GPT.num_heads = 6"]
+    bindings += ["Mesh.fsdp = 1", "Mesh.data = 1", "Mesh.tensor = 16"]
+    config = load_config("gpt_quickstart", bindings)
+    found = {one.setting: one for one in paddings(config, abstract_layout(config, 16))}
+    assert found["GPT.embed_dim"].padded == 96

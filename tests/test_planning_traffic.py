@@ -1,0 +1,363 @@
+"""The list of what a step moves equals the compiled program's, byte for byte and axis for axis.
+
+Compiled for TPUs; what the compiler does in another form than the textbook's is named, mode by
+mode. Without a compile the list equals the closed forms of the papers.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+
+import jax
+import pytest
+import test_traffic
+from test_traffic import LAYERS, LENGTH, MODELS, MODES, ROWS, VOCAB, step_of
+
+from jaxtrain.attention import Attention
+from jaxtrain.exchange import Exchange
+from jaxtrain.loss import Loss
+from jaxtrain.mesh import Mesh
+from jaxtrain.models.mixtral import Mixtral
+from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.planning import facts, formulas
+from jaxtrain.planning.audit import Row, audit
+from jaxtrain.planning.collectives import collectives
+from jaxtrain.planning.targets import tpu_devices
+from jaxtrain.planning.traffic import Expected, branch_counts, expected
+from jaxtrain.precision import Precision
+from jaxtrain.preflight import abstract_layout, layout
+from jaxtrain.remat import Remat
+from jaxtrain.settings import Config, load_config
+from jaxtrain.sharding import Sharding
+from jaxtrain.train import make_program
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
+
+MIXTRAL = Mixtral(
+    vocab_size=VOCAB, num_layers=LAYERS, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512,
+    num_experts=4, context_length=LENGTH,
+)  # fmt: skip
+# Everything of the gradient is float32 or bfloat16; numbers alone are 4 bytes.
+NUMBER = 4
+
+# What the compiler makes of the textbook's collectives.
+WHOLE = "reduce-scatter as all-reduce: twice the wire"
+GATHERED = "all-gather as all-reduce: twice the wire"
+
+
+@functools.cache
+def base() -> Config:
+    return load_config("gpt_quickstart")
+
+
+def config_of(
+    model,
+    mesh: dict,
+    *,
+    rows: int = ROWS,
+    length: int = LENGTH,
+    accumulation: int = 1,
+    **sections,
+) -> Config:
+    """A configuration of a tiny model; `sections` replace those of the quickstart."""
+    data = dataclasses.replace(base().train.data, sequence_length=length)
+    model = dataclasses.replace(model, context_length=length)
+    train = dataclasses.replace(
+        base().train, model=model, data=data, global_batch_size=rows, accumulation=accumulation
+    )
+    plain = {"precision": Precision(compute="bfloat16"), "attention": Attention(kernel="reference")}
+    return dataclasses.replace(
+        base(), train=train, mesh=Mesh(**{"fsdp": 1, **mesh}), **{**plain, **sections}
+    )
+
+
+def tied(model):
+    return dataclasses.replace(model, tie_embeddings=True)
+
+
+def deep(model):
+    return dataclasses.replace(model, num_layers=4)
+
+
+LLAMA, LLAMA8 = MODELS["llama"], MODELS["llama8"]
+FULL = Remat(policy="full")
+ULYSSES = Attention(kernel="reference", context_parallel="ulysses")
+
+# The configuration, and the forms that the compiler chooses.
+OWN = {
+    "data x tensor, tied": (config_of(tied(LLAMA8), {"data": 2, "tensor": 4}), set()),
+    "fsdp x tensor, accumulation, full, chunks": (
+        config_of(
+            LLAMA8, {"fsdp": 2, "tensor": 4}, rows=16, accumulation=2, remat=FULL,
+            loss=Loss(chunk_size=32),
+        ),
+        {WHOLE},
+    ),
+    "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
+    "ulysses, full": (
+        config_of(
+            LLAMA8, {"context": 4, "data": 2}, length=256, remat=FULL, attention=ULYSSES
+        ),
+        set(),
+    ),
+    "expert": (config_of(MIXTRAL, {"expert": 4, "data": 2}), set()),
+    "pipe x data, 1f1b": (
+        config_of(deep(LLAMA), {"pipe": 4, "data": 2}, rows=16, pipeline=Pipeline(microbatches=4)),
+        set(),
+    ),
+    "pipe x fsdp, gpipe, tied": (
+        config_of(
+            tied(deep(LLAMA)), {"pipe": 4, "fsdp": 2}, rows=16,
+            pipeline=Pipeline(schedule="gpipe", microbatches=4),
+        ),
+        {WHOLE},
+    ),
+}  # fmt: skip
+SLOW = {
+    "accumulation, zero 1": (
+        config_of(LLAMA, {"fsdp": 8}, rows=16, accumulation=2, sharding=Sharding(zero=1)), set(),
+    ),
+    "expert x tensor, slots": (
+        config_of(dataclasses.replace(MIXTRAL, capacity_factor=1.0), {"expert": 4, "tensor": 2}),
+        set(),
+    ),
+    "expert x fsdp": (
+        config_of(MIXTRAL, {"expert": 4, "fsdp": 2}),
+        {WHOLE, "reduced whole over fsdp+expert, then sliced"},
+    ),
+    "fewer kv heads than devices": (
+        config_of(dataclasses.replace(LLAMA8, num_kv_heads=2), {"tensor": 8}), set(),
+    ),
+    "pipe x tensor": (
+        config_of(
+            deep(LLAMA), {"pipe": 4, "tensor": 2}, rows=16, pipeline=Pipeline(microbatches=4)
+        ),
+        {WHOLE},
+    ),
+    "pipe x fsdp, zero 1": (
+        config_of(
+            deep(LLAMA), {"pipe": 4, "fsdp": 2}, rows=16, pipeline=Pipeline(microbatches=4),
+            sharding=Sharding(zero=1),
+        ),
+        {WHOLE},
+    ),
+    "zero bubble": (
+        config_of(
+            deep(LLAMA), {"pipe": 4, "data": 2}, rows=16,
+            pipeline=Pipeline(schedule="zero_bubble", microbatches=4),
+        ),
+        set(),
+    ),
+    "interleaved": (
+        config_of(
+            deep(LLAMA), {"pipe": 2, "data": 4}, rows=16,
+            pipeline=Pipeline(schedule="interleaved", microbatches=4, virtual_stages=2),
+        ),
+        set(),
+    ),
+    "2d": (
+        config_of(LLAMA8, {"tensor": 4, "data": 2}, sharding=Sharding(tensor_layout="2d")),
+        {WHOLE, "reduced whole over data+row, then sliced"},
+    ),
+    "2.5d": (
+        config_of(
+            LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="2.5d", tensor_depth=2)
+        ),
+        {WHOLE, "reduced whole over depth+row, then sliced"},
+    ),
+    "3d": (
+        config_of(LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="3d")),
+        {WHOLE},
+    ),
+    "local sgd": (
+        config_of(
+            MODELS["gpt"], {"data": 4, "fsdp": 2},
+            exchange=Exchange(method="local_sgd", period=2),
+        ),
+        {WHOLE},
+    ),
+    "gossip": (
+        config_of(MODELS["gpt"], {"data": 4, "fsdp": 2}, exchange=Exchange(method="gossip")),
+        {WHOLE},
+    ),
+    "int8": (
+        config_of(MODELS["gpt"], {"data": 4, "fsdp": 2}, exchange=Exchange(method="int8")),
+        {WHOLE, GATHERED},
+    ),
+    "top_k": (
+        config_of(MODELS["gpt"], {"data": 4, "fsdp": 2}, exchange=Exchange(method="top_k")),
+        {WHOLE, GATHERED},
+    ),
+}  # fmt: skip
+CASES = [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@functools.cache
+def compiled(name: str) -> tuple[str, dict[str, int]]:
+    """The text of the compiled step, and the sizes of its mesh."""
+    config, _ = {**OWN, **SLOW}[name]
+    over = layout(config, tpu_devices("v5e:2x4"))
+    program = make_program(config, over)
+    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    batch = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        batch,
+        program.batch_shardings(batch),
+    )
+    with over.active():
+        lowered = program.jit_train_step().lower(program.abstract_state(), batch)
+        done = lowered.compile({"exec_time_optimization_effort": -1.0})
+    return done.as_text(), dict(over.mesh.shape)
+
+
+def audited(config: Config, text: str, sizes: dict[str, int]) -> list[Row]:
+    """The audit without its row of numbers alone (losses, norms), of which there are few."""
+    over = abstract_layout(config, 8)
+    found = collectives(text, sizes, branch_counts(config, over))
+    rows = audit(found, expected(config, over), sizes, small=NUMBER)
+    moved, textbook = {}, {}
+    for one in found:
+        moved[one.axis] = moved.get(one.axis, 0) + one.total_bytes
+    for row in rows:
+        textbook[row.axis] = textbook.get(row.axis, 0) + row.bytes
+    assert moved == textbook  # nothing is lost between the two
+    return rows
+
+
+def held_against_the_textbook(rows: list[Row], forms: set[str]) -> None:
+    """Everything is explained, nothing is missing, and bytes are equal but for the named forms."""
+    numbers = [row for row in rows if row.textbook_bytes is None and row.bytes <= row.count * 64]
+    assert [row for row in rows if row not in numbers and not row.explained] == []
+    assert sum(row.count for row in numbers) <= 200
+    chosen = {row.cause.partition(" (")[2].rstrip(")") for row in rows if row not in numbers}
+    assert chosen - {""} == forms
+    for row in rows:
+        if row not in numbers and " (" not in row.cause:
+            assert row.bytes == row.textbook_bytes, row
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", CASES)
+def test_everything_that_moves_is_explained_and_the_textbooks(name):
+    config, forms = {**OWN, **SLOW}[name]
+    held_against_the_textbook(audited(config, *compiled(name)), forms)
+
+
+# The modes that test_traffic.py holds to its own closed forms, the compiled programs shared.
+@needs_libtpu
+@pytest.mark.parametrize("name", [name for name in MODES if name not in ("data", "zero0")])
+def test_the_modes_of_test_traffic(name):
+    mode = MODES[name]
+    sizes = dict(mode.layout)
+    sharding = Sharding(
+        zero=sizes.pop("zero", 3), sequence_parallel=sizes.pop("sequence_parallel", False)
+    )
+    config = config_of(MODELS[mode.model], sizes, sharding=sharding)
+    step, mesh = step_of(mode.model, **mode.layout)
+    forms = {"hsdp": {"reduced whole over data+fsdp, then sliced"}}
+    rows = audited(config, step.as_text(), dict(mesh.shape))
+    held_against_the_textbook(rows, forms.get(name, set()))
+
+
+# -- without a compile ---------------------------------------------------------------------------
+
+
+def of(config: Config, cause: str, devices: int = 8) -> list[Expected]:
+    found = expected(config, abstract_layout(config, devices))
+    return [one for one in found if one.cause.startswith(cause)]
+
+
+def total(found: list[Expected]) -> dict[str, tuple[int, int]]:
+    """Kind -> arrays, bytes."""
+    sums: dict[str, tuple[int, int]] = {}
+    for one in found:
+        count, size = sums.get(one.kind, (0, 0))
+        sums[one.kind] = count + one.count, size + one.total_bytes
+    return sums
+
+
+def same(found: list[Expected], textbook: list[formulas.Traffic], layers: int) -> None:
+    sums = {}
+    for one in textbook:
+        count, size = sums.get(one.kind, (0, 0))
+        sums[one.kind] = count + layers * one.count, size + layers * one.count * one.bytes
+    assert total(found) == sums
+
+
+def test_the_list_holds_the_closed_forms():
+    B, T, D, N, K, H, w = 4, 512, 1024, 16, 4, 64, 2
+    model = dataclasses.replace(
+        LLAMA, embed_dim=D, num_heads=N, num_kv_heads=K, mlp_dim=4096, num_layers=6
+    )
+
+    def make(mesh, rows, model=model, **sections):
+        return config_of(model, mesh, rows=rows, length=T, **sections)
+
+    three = make({"fsdp": 8}, 8 * B)
+    query = formulas.zero3_weight(D * N * H, devices=8, element_bytes=w)
+    same([*of(three, "parameters: layers/query"), *of(three, "gradients: layers/query")], query, 6)
+    two = make({"fsdp": 8}, 8 * B, sharding=Sharding(zero=2))
+    gate = formulas.zero2_weight(D * 4096, devices=8, element_bytes=w, master_bytes=4)
+    same([*of(two, "update: layers/gate"), *of(two, "gradients: layers/gate")], gate, 6)
+
+    split = make({"tensor": 4}, B)
+    blocks = [*of(split, "attention output", 4), *of(split, "mlp output", 4)]
+    same(blocks, [formulas.tensor_layer(B, T, D, element_bytes=w)], 6)
+    split = make({"tensor": 4}, B, sharding=Sharding(sequence_parallel=True))
+    blocks = [*of(split, "attention output", 4), *of(split, "mlp output", 4)]
+    same(blocks, formulas.sequence_layer(B, T, D, devices=4, element_bytes=w), 6)
+
+    ring = make({"context": 4}, B)
+    around = formulas.ring_attention(B, T // 4, K, H, devices=4, element_bytes=w)
+    found = total(of(ring, "ring of keys and values", 4))["collective-permute"]
+    # Keys and values go together, once forward and once backward.
+    assert found == (6 * around.count, 6 * 2 * around.count * around.bytes)
+    ring = make({"context": 4}, B, attention=ULYSSES)
+    there, back = of(ring, "queries", 4)[0], of(ring, "attention output", 4)[0]
+    textbook = formulas.ulysses(B, T // 4, N, K, H, element_bytes=w)
+    assert there.total_bytes + back.total_bytes == 6 * 2 * sum(t.count * t.bytes for t in textbook)
+
+    mixture = dataclasses.replace(
+        MIXTRAL, embed_dim=D, num_heads=N, num_kv_heads=K, capacity_factor=1.0
+    )
+    slots = mixture.num_experts * B * math.ceil(T * 2 / mixture.num_experts)
+    experts = make({"expert": 4}, 4 * B, mixture)
+    same(of(experts, "tokens to experts", 4), [formulas.expert_layer(slots, D, element_bytes=w)], 3)
+
+    pipeline = Pipeline(schedule="gpipe", microbatches=8)
+    piped = make({"pipe": 2}, 8 * B, pipeline=pipeline)
+    one = formulas.pipeline_boundary(B, T, D, element_bytes=w)
+    same(of(piped, "pipeline boundary", 2), [one], 8)
+
+
+def test_gradients_of_data_parallelism_are_all_parameters():
+    config = config_of(LLAMA, {"data": 8}, precision=Precision(compute="float32"))
+    parameters = sum(
+        weight.copies * math.prod(weight.shape) for weight in test_traffic.weights(LLAMA)
+    )
+    found = total(expected(config, abstract_layout(config, 8)))
+    assert found["all-reduce"][1] == formulas.data_parallel(parameters, element_bytes=4).bytes
+    assert list(found) == ["all-reduce"]
+
+
+def test_one_device_moves_nothing_and_a_model_is_traced_once(monkeypatch):
+    config = config_of(LLAMA, {}, rows=3)
+    assert expected(config, abstract_layout(config, 1)) == []
+    monkeypatch.setattr(facts, "parameter_shapes", None)  # would fail if it were asked again
+    for mesh in ({"data": 8}, {"fsdp": 8}, {"tensor": 2, "fsdp": 4}):
+        config = config_of(LLAMA, mesh)
+        assert expected(config, abstract_layout(config, 8))
+
+
+def test_what_runs_seldom_says_so():
+    exchange = Exchange(method="diloco", period=50)
+    config = config_of(MODELS["gpt"], {"data": 8}, exchange=exchange)
+    assert {one.every for one in of(config, "")} == {50}
+    parameters = sum(
+        weight.copies * math.prod(weight.shape) for weight in test_traffic.weights(MODELS["gpt"])
+    )
+    assert total(of(config, "replicas"))["all-reduce"][1] == 4 * parameters
