@@ -29,7 +29,7 @@ from jaxtrain.mesh import Mesh, make_mesh  # noqa: E402
 from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedule  # noqa: E402
 from jaxtrain.precision import Precision  # noqa: E402
 from jaxtrain.sharding import Layout  # noqa: E402
-from jaxtrain.step import Program  # noqa: E402
+from jaxtrain.step import Program, with_shardings  # noqa: E402
 
 
 def text_batch(*, rows: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
@@ -70,6 +70,13 @@ def make_program(model, layout: Layout, **changes) -> Program:
         execution=Execution(kernel="reference"),
     )
     return dataclasses.replace(program, **changes)
+
+
+def lower_step(program: Program, batch: Batch) -> jax.stages.Lowered:
+    """The train step for batches like this one, lowered from shapes alone: no array is made."""
+    shapes = with_shardings(batch, program.batch_shardings(batch))
+    with program.layout.active():
+        return program.jit_train_step().lower(program.abstract_state(), shapes)
 
 
 @pytest.fixture(scope="session")
