@@ -56,13 +56,11 @@ def shares(weight: jax.Array) -> jax.Array:
 
 @jax.jit
 def means(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars of metrics that may hold one number for each replica [k], weighed with `weight` [k].
+    """Scalars of metrics that hold one number for each replica [k], weighed with `weight` [k].
 
     Where replicas take steps without waiting for one another this is what makes them meet, so it
     is called for the steps that are written and for no other.
     """
-    if "weight" not in metrics:
-        return dict(metrics)
     share = shares(metrics["weight"])
     return {
         name: (value * share).sum() if jnp.ndim(value) else value

@@ -29,7 +29,7 @@ from jaxtrain.metrics import MetricsLog, peak_flops, write_atomically
 from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.settings import Config, TextSource
 from jaxtrain.sharding import Layout
-from jaxtrain.step import Program, TrainState
+from jaxtrain.step import Program, TrainState, with_shardings
 
 
 class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
@@ -144,11 +144,7 @@ class Trainer:
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""
         batch = self.config.train.data.abstract_batch(self.config.train.global_batch_size)
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            batch,
-            self.program.batch_shardings(batch),
-        )
+        return with_shardings(batch, self.program.batch_shardings(batch))
 
     # -- the loop --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").glob("*.py"))
 MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
@@ -92,7 +93,7 @@ def test_imports_flow_one_way(path):
         assert [other for other in imports(path) if other.startswith("models.")] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@pytest.mark.parametrize("path", MODULES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_short_and_says_what_it_is_for(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES

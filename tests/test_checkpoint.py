@@ -1,3 +1,5 @@
+"""A checkpoint is whole or absent, fits what it is restored into, and says what it lacks."""
+
 import dataclasses
 import logging
 import os

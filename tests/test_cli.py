@@ -1,5 +1,7 @@
 """The command line as a user would try it: files, output, exit statuses and refusals."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -30,16 +32,22 @@ def start(*arguments: str, **keywords) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_config, tmp_path_factory):
-    """A finished run's folder."""
+def finished(tiny_config, tmp_path_factory):
+    """A finished run: its folder, what it printed, and its exit.json as it was then."""
     workdir = tmp_path_factory.mktemp("cli")
-    assert main(["train", str(tiny_config), "--workdir", str(workdir), *TINY]) == 0
-    return workdir
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["train", str(tiny_config), "--workdir", str(workdir), *TINY]) == 0
+    return workdir, out.getvalue(), json.loads((workdir / "exit.json").read_text())
 
 
-def test_train_prints_what_a_run_shows(tiny_config, tmp_path, capsys):
-    assert main(["train", str(tiny_config), "--workdir", str(tmp_path), *TINY]) == 0
-    out = capsys.readouterr().out
+@pytest.fixture
+def run(finished):
+    """A finished run's folder."""
+    return finished[0]
+
+
+def test_train_prints_what_a_run_shows(finished):
+    _, out, exit_file = finished
     for words in (
         "Train.steps = 4",
         "Mesh: data=2 x fsdp=2 x tensor=2 over 8 cpu",
@@ -56,7 +64,6 @@ def test_train_prints_what_a_run_shows(tiny_config, tmp_path, capsys):
     ):
         assert words in out, words
     assert "\x1b[" not in out  # plain where it is no terminal
-    exit_file = json.loads((tmp_path / "exit.json").read_text())
     assert exit_file == {
         "status": "done",
         "reason": "trained to step 4",

@@ -6,7 +6,7 @@ import re
 
 import jax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_program, text_batch
 
 from jaxtrain.exchange import Exchange, with_exchange
 from jaxtrain.models.gpt import GPT
@@ -27,13 +27,7 @@ def program_on(sizes: dict[str, int], **settings):
 def compiled(sizes: tuple[tuple[str, int], ...], method: str, period: int = 1) -> str:
     """The text of the compiled step."""
     program = program_on(dict(sizes), method=method, period=period)
-    placed = program.batch_shardings(BATCH)
-    batch = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), BATCH, placed
-    )
-    with program.layout.active():
-        lowered = program.jit_train_step().lower(program.abstract_state(), batch)
-        return lowered.compile().as_text()
+    return lower_step(program, BATCH).compile().as_text()
 
 
 def over_data(sizes: dict[str, int], method: str, period: int = 1) -> list[Collective]:

@@ -8,7 +8,7 @@ import math
 
 import jax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_program, text_batch
 
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
@@ -39,15 +39,7 @@ def memory_of(model: str, precision: str, zero: int, **sizes: int):
     """The compiler's account of the step."""
     settings, _ = PRECISIONS[precision]
     program = make_program(MODELS[model], make_layout(zero, **sizes), precision=settings)
-    state = program.abstract_state()
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        BATCH,
-        program.batch_shardings(BATCH),
-    )
-    step = program.jit_train_step()
-    with program.layout.active():
-        return step.lower(state, batch).compile().memory_analysis()
+    return lower_step(program, BATCH).compile().memory_analysis()
 
 
 def elements(model: str) -> tuple[int, int]:
@@ -72,8 +64,8 @@ CASES = [
     ("gpt", "float32", 3, {"fsdp": 8}),
     ("llama", "mixed", 1, {"fsdp": 8}),
     ("llama", "mixed", 3, {"fsdp": 8}),
-    pytest.param("llama", "bfloat16", 1, {"fsdp": 8}),
-    pytest.param("llama", "bfloat16", 3, {"fsdp": 8}),
+    ("llama", "bfloat16", 1, {"fsdp": 8}),
+    ("llama", "bfloat16", 3, {"fsdp": 8}),
     # The data axis replicates: the table's divisor is fsdp alone.
     ("llama", "mixed", 3, {"data": 2, "fsdp": 4}),
 ]

@@ -7,7 +7,7 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
-from conftest import make_program, text_batch
+from conftest import lower_step, make_program, text_batch
 from jax.sharding import AxisType
 
 from jaxtrain.errors import UserError
@@ -219,18 +219,12 @@ def test_only_shards_of_gradients_cross_between_slices():
         context_length=128,
     )  # fmt: skip
     program = make_program(model, layout, precision=Precision(compute="bfloat16"))
-    state, batch = program.abstract_state(), text_batch(rows=8, length=128, vocab_size=128)
-    step, rows = program.jit_train_step(), program.batch_shardings(batch)
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, rows
-    )
-    with layout.active():
-        compiled = step.lower(state, batch).compile({"exec_time_optimization_effort": -1.0})
-    text = compiled.as_text()
+    lowered = lower_step(program, text_batch(rows=8, length=128, vocab_size=128))
+    text = lowered.compile({"exec_time_optimization_effort": -1.0}).as_text()
     # Every collective of the links; the network is reached by sends of the host.
     assert {one.axis for one in collectives(text, mesh)} == {"fsdp", "tensor"}
     matrices = vectors = 0
-    for variable in jax.tree.leaves(state.params, is_leaf=is_variable):
+    for variable in jax.tree.leaves(program.abstract_state().params, is_leaf=is_variable):
         value = variable.get_value()
         if "vector" in logical_axes(variable):
             vectors += value.size

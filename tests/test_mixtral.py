@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_program, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import C, D, F, K, N, V, name_of, parameters, places, some_tokens
@@ -151,14 +151,14 @@ SLOW = [("dropless", "expert_tensor_sequence"), ("dropless", "expert_hsdp")]
 CASES = [pytest.param(*c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES]
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """The same model on one device, evaluated once a model."""
-    return functools.cache(lambda name: evaluate(make_program(MODELS[name], make_layout()), BATCH))
+@functools.cache
+def one_device(name):
+    """The same model on one device."""
+    return evaluate(make_program(MODELS[name], make_layout()), BATCH)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_loss_and_gradients_equal_one_device(name, layout, one_device, capfd):
+def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     expected = one_device(name)
     capfd.readouterr()
     found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
@@ -172,13 +172,13 @@ def test_loss_and_gradients_equal_one_device(name, layout, one_device, capfd):
     assert metrics["router_max_load"] > 1.2
 
 
-def test_accumulation_equals_the_big_batch_auxiliary_losses_included(one_device):
+def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     layout = make_layout(expert=4, fsdp=2)
     program = make_program(MODELS["capacity"], layout, accumulation=2)
     assert_equal(evaluate(program, BATCH), one_device("capacity"))
 
 
-def test_remat_and_unrolling_change_nothing(one_device):
+def test_remat_and_unrolling_change_nothing():
     execution = Execution(kernel="xla", remat="full", layers_per_iteration=2)
     layout = make_layout(2, sequence_parallel=True, fsdp=2, expert=2, tensor=2)
     program = make_program(SIZES, layout, accumulation=2, execution=execution)
@@ -187,7 +187,7 @@ def test_remat_and_unrolling_change_nothing(one_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_inside_the_stages_of_a_pipeline(name, one_device):
+def test_experts_inside_the_stages_of_a_pipeline(name):
     layout = make_layout(sequence_parallel=True, pipe=2, expert=2, tensor=2)
     pipeline = Pipeline(schedule="1f1b", microbatches=4)
     program = make_program(MODELS[name], layout, pipeline=pipeline)
@@ -201,14 +201,7 @@ def test_experts_inside_the_stages_of_a_pipeline(name, one_device):
 def test_two_exchanges_of_the_closed_form_and_each_rank_its_experts(name):
     ranks, rows, T, k, D_ = 4, 16, 16, 2, 32
     program = make_program(MODELS[name], make_layout(expert=ranks))
-    state = program.abstract_state()
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        BATCH, program.batch_shardings(BATCH),
-    )  # fmt: skip
-    with program.layout.active():
-        compiled = jax.jit(program.gradients).lower(state, batch).compile()
-    found = exchanges(compiled.as_text())
+    found = exchanges(lower_step(program, BATCH).compile().as_text())
     own = rows // ranks
     if name == "capacity":
         payload = SIZES.num_experts * own * slots_per_expert(1.0, T, k, SIZES.num_experts) * D_
@@ -218,7 +211,7 @@ def test_two_exchanges_of_the_closed_form_and_each_rank_its_experts(name):
     assert found["f32"] == [payload] * 4
     assert found["s32"] == ([] if name == "capacity" else [SIZES.num_experts])
     for path in ("gate", "up", "down"):
-        weight = state.params["layers"]["experts"][path].get_value()
+        weight = program.abstract_state().params["layers"]["experts"][path].get_value()
         shard = weight.sharding.shard_shape(weight.shape)
         assert math.prod(shard) * ranks == math.prod(weight.shape)
         assert shard[1] == SIZES.num_experts // ranks

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_program, text_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import TOLERANCE, assert_equal, evaluate
@@ -162,14 +162,7 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
         pipeline=Pipeline(schedule=schedule, microbatches=microbatches),
     )
     batch = text_batch(rows=2 * microbatches, length=LENGTH, vocab_size=48)
-    shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        batch,
-        program.batch_shardings(batch),
-    )
-    with program.layout.active():
-        compiled = program.jit_train_step().lower(program.abstract_state(), shapes).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return lower_step(program, batch).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_1f1b_keeps_few_microbatches_alive_and_gpipe_keeps_all():

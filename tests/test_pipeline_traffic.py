@@ -3,9 +3,8 @@
 import collections
 import importlib.util
 
-import jax
 import pytest
-from conftest import make_program, text_batch
+from conftest import lower_step, make_program, text_batch
 
 from jaxtrain.layers import Execution
 from jaxtrain.mesh import Mesh, make_mesh
@@ -51,15 +50,7 @@ def test_each_boundary_carries_each_microbatch_once_each_way(schedule):
         pipeline=Pipeline(schedule=schedule, microbatches=MICROBATCHES),
     )
     batch = text_batch(rows=ROWS, length=LENGTH, vocab_size=VOCAB)
-    shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        batch,
-        program.batch_shardings(batch),
-    )
-    state = program.abstract_state()
-    step = program.jit_train_step()
-    with program.layout.active():
-        compiled = step.lower(state, shapes).compile()
+    compiled = lower_step(program, batch).compile()
     found = collectives(compiled.as_text(), mesh, branch_counts=ticks)
     assert {one.axis for one in found} == {"pipe"}
     permutes = [one for one in found if one.kind == "collective-permute"]

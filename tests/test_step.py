@@ -1,12 +1,13 @@
 """The step on every mesh equals the step on one device, keeps its layout, and compiles once."""
 
 import dataclasses
+import functools
 import re
 
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_program, text_batch
 from parity import TOLERANCE, assert_equal, evaluate
 
 from jaxtrain.layers import Execution
@@ -43,24 +44,17 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """The same model on one device, evaluated once a model."""
-    found = {}
-
-    def get(name):
-        if name not in found:
-            found[name] = evaluate(make_program(MODELS[name], make_layout()), BATCH)
-        return found[name]
-
-    return get
+@functools.cache
+def one_device(name):
+    """The same model on one device."""
+    return evaluate(make_program(MODELS[name], make_layout()), BATCH)
 
 
 CASES = [("gpt", layout) for layout in LAYOUTS] + [("llama", "zero3"), ("llama", "all_sequence")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_loss_and_gradients_equal_one_device(name, layout, one_device, capfd):
+def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     expected = one_device(name)
     capfd.readouterr()
     found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
@@ -88,7 +82,7 @@ def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
 @pytest.mark.parametrize(
     "sizes", [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "zero": 2}], ids=str
 )
-def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes, one_device):
+def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes):
     counts = [m.sum() for m in split_microbatches(BATCH, 4).loss_mask]
     assert len(set(map(float, counts))) == 4
     expected = one_device("gpt")
@@ -102,7 +96,7 @@ def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes, o
     )
 
 
-def test_everything_at_once_equals_one_device(one_device):
+def test_everything_at_once_equals_one_device():
     expected = one_device("gpt")
     program = make_program(
         MODELS["gpt"],
@@ -122,19 +116,9 @@ def test_everything_at_once_equals_one_device(one_device):
 # -- memory and traffic --------------------------------------------------------------------------
 
 
-def compiled(program):
-    state = program.abstract_state()
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        BATCH,
-        program.batch_shardings(BATCH),
-    )
-    with program.layout.active():
-        return program.jit_train_step().lower(state, batch).compile()
-
-
 def test_zero3_moves_no_activations_between_devices():
-    text = compiled(make_program(MODELS["gpt"], make_layout(3, fsdp=8))).as_text()
+    program = make_program(MODELS["gpt"], make_layout(3, fsdp=8))
+    text = lower_step(program, BATCH).compile().as_text()
     assert re.search(r"= \S+ all-gather\(", text)
     assert "all-to-all" not in text
     assert "collective-permute" not in text
@@ -148,7 +132,8 @@ def test_zero3_holds_one_gathered_layer_at_a_time(remat):
         sizes = dataclasses.replace(MODELS["gpt"], num_layers=num_layers, embed_dim=embed_dim)
         execution = Execution(kernel="reference", remat=remat)
         program = make_program(sizes, make_layout(zero, fsdp=8), execution=execution)
-        return compiled(program).memory_analysis().temp_size_in_bytes
+        compiled = lower_step(program, BATCH).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
     embed_dim = 256
     layer_weights = 12 * embed_dim**2 * 4

@@ -8,31 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_program
 from flax import nnx
 from parity import assert_equal, evaluate
+from test_step import BATCH, MODELS, one_device
 
 from jaxtrain.errors import UserError
 from jaxtrain.generate import Sampling, generate
 from jaxtrain.layers import Execution, contract
 from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.gpt import GPT, GPTModel
-from jaxtrain.models.llama import Llama, LlamaModel
+from jaxtrain.models.gpt import GPTModel
+from jaxtrain.models.llama import LlamaModel
 from jaxtrain.planning.collectives import collectives
 from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.preflight import abstract_layout, check
 from jaxtrain.settings import load_config
 from jaxtrain.sharding import Layout, Sharding, is_variable, logical_axes
 from jaxtrain.tables import factor_tensor
-
-MODELS = {
-    "gpt": GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16),
-    "llama": Llama(
-        vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=48,
-        context_length=16,
-    ),
-}  # fmt: skip
-BATCH = text_batch(rows=16, length=16, vocab_size=48)
 
 GRIDS = {
     "2d": (Sharding(tensor_layout="2d"), {"tensor": 4, "data": 2}),
@@ -55,19 +47,6 @@ def grid(name: str, model=None, devices=None) -> Layout:
     return Layout.of(mesh, sharding, None if model is None else MODELS[model].num_kv_heads)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """The same model on one device, evaluated once a model."""
-    found = {}
-
-    def get(name):
-        if name not in found:
-            found[name] = evaluate(make_program(MODELS[name], make_layout()), BATCH)
-        return found[name]
-
-    return get
-
-
 CASES = [
     ("gpt", "2d"), ("gpt", "2d_zero2"), ("gpt", "3d"),
     ("llama", "2d_fsdp"), ("llama", "2.5d"), ("llama", "3d"),
@@ -77,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_loss_and_gradients_equal_one_device(model, name, one_device, capfd):
+def test_loss_and_gradients_equal_one_device(model, name, capfd):
     expected = one_device(model)
     capfd.readouterr()
     found = evaluate(make_program(MODELS[model], grid(name, model)), BATCH)
@@ -122,14 +101,7 @@ def test_arguments_of_the_compiled_step_are_those_bytes():
     )
     scalars = 4 * (1 + 2 + 2)  # step, loss_scale, and optax's two counts
     batch = 5 * BATCH.inputs.size * 4 // Q**2
-    arguments = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        BATCH,
-        program.batch_shardings(BATCH),
-    )
-    step = program.jit_train_step()
-    with program.layout.active():
-        compiled = step.lower(state, arguments).compile()
+    compiled = lower_step(program, BATCH).compile()
     assert compiled.memory_analysis().argument_size_in_bytes == 4 * held + scalars + batch
 
 

@@ -12,7 +12,7 @@ import math
 
 import jax
 import pytest
-from conftest import make_program, text_batch
+from conftest import lower_step, make_program, text_batch
 
 from jaxtrain.layers import Execution
 from jaxtrain.mesh import Mesh, make_mesh
@@ -239,17 +239,9 @@ def step_of(model: str, num_layers: int = LAYERS, remat: str = "none", **layout:
         precision=Precision(compute="bfloat16"),
         execution=Execution(kernel="reference", remat=remat),
     )
-    state = program.abstract_state()
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        BATCH,
-        program.batch_shardings(BATCH),
-    )
-    step = program.jit_train_step()
-    with program.layout.active():
-        # The traffic is decided before the compiler searches for fast tilings: spare the search.
-        compiled = step.lower(state, batch).compile({"exec_time_optimization_effort": -1.0})
-    return compiled, mesh
+    # The traffic is decided before the compiler searches for fast tilings: spare the search.
+    options = {"exec_time_optimization_effort": -1.0}
+    return lower_step(program, BATCH).compile(options), mesh
 
 
 def moved_by(found) -> collections.Counter:

@@ -10,6 +10,7 @@ from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.mesh import MESH_AXES
 from jaxtrain.planning.pricing import Price, price
 from jaxtrain.planning.targets import Target
+from jaxtrain.planning.timing import least_seconds
 from jaxtrain.planning.variants import bindings_of, changed, refusal, slices_of
 from jaxtrain.report import human_bytes
 from jaxtrain.settings import Config
@@ -71,12 +72,15 @@ class Found:
       candidates: the best first.
       priced: configurations that were priced.
       too_large: of these, which do not fit.
+      slower: layouts that were not priced: without any communication they take longer than all
+        that are shown.
       refused: reason -> configurations that `jaxtrain train` would refuse.
     """
 
     candidates: list[Candidate]
     priced: int
     too_large: int
+    slower: int
     refused: dict[str, int]
 
     @property
@@ -91,6 +95,7 @@ class Found:
             "search": {
                 "priced": self.priced,
                 "too_large": self.too_large,
+                "slower": self.slower,
                 "refused": self.refused,
             },
         }
@@ -109,22 +114,24 @@ def search(config: Config, target: Target) -> Found:
     slices = slices_of(config, target)
     fitting: list[Candidate] = []
     refused: dict[str, int] = {}
-    priced = too_large = 0
-    for mesh in _meshes_and_schedules(config, target.devices * slices):
-        counts = list(_counts(config, mesh))
-        said = _refused(config, {**mesh, **counts[0]}, target, slices)
-        if said is not None:
-            refused[said] = refused.get(said, 0) + 1
-            continue
-        for rest in _stages_and_policies(config, mesh):
-            found, tried = _fewest(config, {**mesh, **rest}, counts, target)
-            priced += tried
-            too_large += tried if found is None else tried - 1
-            fitting += [] if found is None else [found]
+    priced = too_large = slower = 0
+    layouts = list(_allowed(config, target, slices, refused))
+    layouts.sort(key=lambda layout: (layout.least_seconds, str(layout.changes)))
+    for layout in layouts:
+        # Nothing that is left can be among those that are shown.
+        if len(fitting) >= SHOWN:
+            fitting.sort(key=_order)
+            if layout.least_seconds > fitting[SHOWN - 1].price.seconds:
+                slower += 1
+                continue
+        found, tried = _fewest(config, layout, target)
+        priced += tried
+        too_large += tried if found is None else tried - 1
+        fitting += [] if found is None else [found]
     if not fitting:
         raise UserError(_nothing(config, target, priced, refused))
     ranked = sorted(fitting, key=_order)
-    return Found(_with_reasons(ranked, target), priced, too_large, refused)
+    return Found(_with_reasons(ranked, target), priced, too_large, slower, refused)
 
 
 def _nothing(config: Config, target: Target, priced: int, refused: Mapping[str, int]) -> str:
@@ -142,7 +149,41 @@ def _order(candidate: Candidate) -> tuple[float, int, list[str]]:
     return candidate.price.seconds, candidate.price.memory.total, candidate.bindings
 
 
-def _refused(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """A layout that may run, but for the count of its microbatches.
+
+    Attributes:
+      changes: its bindings.
+      counts: bindings of every possible count of microbatches, the fewest first.
+      least_seconds: of its computation and its smallest bubble alone.
+    """
+
+    changes: dict[str, Any]
+    counts: list[dict[str, int]]
+    least_seconds: float
+
+
+def _allowed(
+    config: Config, target: Target, slices: int, refused: dict[str, int]
+) -> Iterator[_Layout]:
+    """All layouts that the checks let pass; the others are counted by reason."""
+    for mesh in _meshes_and_schedules(config, target.devices * slices):
+        counts = list(_counts(config, mesh))
+        said = _refusal(config, {**mesh, **counts[0]}, target, slices)
+        if said is not None:
+            refused[said] = refused.get(said, 0) + 1
+            continue
+        for rest in _stages_and_policies(config, mesh):
+            changes = {**mesh, **rest}
+            last = changed(config, {**changes, **counts[-1]})
+            devices = target.devices * slices
+            yield _Layout(changes, counts, least_seconds(last, devices, target))
+
+
+def _refusal(
+    config: Config, changes: Mapping[str, Any], target: Target, slices: int
+) -> str | None:
     try:
         variant = changed(config, changes)
     except UserError as error:
@@ -151,22 +192,21 @@ def _refused(config: Config, changes: Mapping[str, Any], target: Target, slices:
     return None if said is None else said.splitlines()[0]
 
 
-def _fewest(
-    config: Config, changes: Mapping[str, Any], counts: list[dict[str, int]], target: Target
-) -> tuple[Candidate | None, int]:
+def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate | None, int]:
     """The fewest microbatches that fit, by halves: more of them never take more memory; and how
     many were priced for that."""
     tried: dict[int, Candidate] = {}
 
     def fits(number: int) -> bool:
-        everything = {**changes, **counts[number]}
+        everything = {**layout.changes, **layout.counts[number]}
         variant = changed(config, everything)
         tried[number] = Candidate(everything, variant, price(variant, target))
         return tried[number].price.fits
 
-    if not fits(len(counts) - 1):
+    last = len(layout.counts) - 1
+    if not fits(last):
         return None, 1
-    number = bisect.bisect_left(range(len(counts) - 1), True, key=fits)
+    number = bisect.bisect_left(range(last), True, key=fits)
     return tried[number], len(tried)
 
 
@@ -190,7 +230,10 @@ def _meshes_and_schedules(config: Config, devices: int) -> Iterator[dict[str, An
 def _stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     transformer = hasattr(config.train.model, "num_layers")
     policies = POLICIES if transformer else (config.remat.policy,)
-    stages = (3, 2, 1) if mesh["Mesh.fsdp"] > 1 else (0,)
+    stages = (0,)
+    if mesh["Mesh.fsdp"] > 1:
+        # Beside replicas only stage 3 is worth a name of its own (HSDP).
+        stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
     for stage, policy in itertools.product(stages, policies):
         yield {"Sharding.zero": stage, "Remat.policy": policy}
 

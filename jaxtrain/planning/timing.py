@@ -130,17 +130,36 @@ def model_flops_per_step(config: Config) -> float:
 def executed_flops(config: Config, layout: Layout) -> float:
     """FLOPs of products that one device executes in a step."""
     row = row_flops(config)
+    return _executed(config, row, pipelined=layout.mesh.shape["pipe"] > 1) / layout.mesh.size
+
+
+def _executed(config: Config, row: RowFlops, *, pipelined: bool) -> float:
     flops = float(row.executed)
     if config.attention.kernel in _SKIPPING:
         flops -= row.scores / 2
-    if layout.mesh.shape["pipe"] > 1 and config.pipeline.backward == "recompute":
+    if pipelined and config.pipeline.backward == "recompute":
         flops += flops / 3 if config.remat.policy in ("none", "dots") else flops / 4
-    return flops * config.train.global_batch_size / layout.mesh.size
+    return flops * config.train.global_batch_size
 
 
-def bubble_fraction(config: Config, layout: Layout) -> float:
-    """The idle share of the pipeline's schedule; 0 without one."""
-    ranks, pipeline = layout.mesh.shape["pipe"], config.pipeline
+def peak_flops(config: Config, target: Target) -> float | None:
+    """FLOP/s of one device in the compute dtype."""
+    fast = config.precision.compute in ("bfloat16", "float16")
+    return target.chip.bf16_flops if fast else target.chip.float32_flops
+
+
+def least_seconds(config: Config, devices: int, target: Target) -> float:
+    """What a step cannot be predicted below: its products and its bubble; 0 without a peak."""
+    peak, ranks = peak_flops(config, target), config.mesh.pipe
+    if peak is None:
+        return 0.0
+    flops = _executed(config, row_flops(config), pipelined=ranks > 1) / devices
+    return flops / (peak * EFFICIENCY) / (1 - bubble_fraction(config, ranks))
+
+
+def bubble_fraction(config: Config, ranks: int) -> float:
+    """The idle share of the pipeline's schedule on this many ranks; 0 without one."""
+    pipeline = config.pipeline
     if ranks == 1:
         return 0.0
     return _bubble(
@@ -217,8 +236,7 @@ def step_time(
     chip = target.chip
     flops = executed_flops(config, layout)
     model = model_flops_per_step(config) / layout.mesh.size
-    fast = config.precision.compute in ("bfloat16", "float16")
-    peak = chip.bf16_flops if fast else chip.float32_flops
+    peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
         return StepTime(None, None, None, None, flops, model, None, {}, words)
@@ -231,7 +249,7 @@ def step_time(
         assert rate is not None, "a chip with a peak has links"
         names = names_of(one.axis)
         devices = math.prod(sizes[name] for name in names)
-        seconds = one.count * wire_bytes(one.kind, one.bytes, devices) / rate
+        seconds = one.count / getattr(one, "every", 1) * wire_bytes(one.kind, one.bytes, devices) / rate
         by_axis[one.axis] = by_axis.get(one.axis, 0.0) + seconds
         if set(names) <= _HIDDEN_AXES or one.kind == "collective-permute":
             hideable += seconds
@@ -239,7 +257,7 @@ def step_time(
             exposed += seconds
     hidden = min(hideable, compute)
     exposed += hideable - hidden
-    bubble = bubble_fraction(config, layout)
+    bubble = bubble_fraction(config, layout.mesh.shape["pipe"])
     waiting = (compute + exposed) * bubble / (1 - bubble)
     total = compute + exposed + waiting
     return StepTime(

@@ -71,6 +71,7 @@ class Step:
 
 
 def equal(found: Step, expected: Step) -> Finding:
+    """Loss, gradients and statistics to the rounding of float32 sums; measured is the worst."""
     loss = relative(found.loss, expected.loss)
     gradients, name = worst(found.gradients, expected.gradients)
     statistics, _ = worst(found.statistics, expected.statistics)
@@ -81,16 +82,25 @@ def equal(found: Step, expected: Step) -> Finding:
 
 
 def relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; infinite where that is no number."""
     error = abs(found - expected) / abs(expected)
     return error if np.isfinite(error) else np.inf
 
 
 def same_bits(found: Any, expected: Any) -> bool:
+    """Whether two arrays have one dtype and the same bytes: -0.0 is not 0.0, a NaN is itself."""
     found, expected = np.asarray(found), np.asarray(expected)
     return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
 
 
 def bits(different: list[str], count: int, of: str) -> Finding:
+    """How many of `count` things, and the first, are not bit for bit the same; none may differ.
+
+    Args:
+      different: the names of those that differ.
+      count: how many were compared.
+      of: what they are called, in the plural.
+    """
     first = f": {different[0]}" if different else ""
     return Finding(len(different), 0, f"{len(different)} of {count} {of} differ{first}")
 
