@@ -1,12 +1,14 @@
 """The command line: one function per command, nothing else."""
 
 import argparse
+import contextlib
 import json
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -18,9 +20,15 @@ from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.mesh import offer_cpu_devices
 from jaxtrain.metrics import previous_attempt, write_atomically, write_exit
+from jaxtrain.options import parser
 from jaxtrain.pipeline.schedules import make_schedule
 from jaxtrain.pipeline.stages import deal
 from jaxtrain.pipeline.timeline import draw, simulate, table
+from jaxtrain.planning.budget import plan_budget
+from jaxtrain.planning.budget import show as show_budget
+from jaxtrain.planning.plan import plan as make_plan
+from jaxtrain.planning.tables import show as show_plan
+from jaxtrain.planning.targets import parse_target
 from jaxtrain.settings import QUICKSTART, Config, load_config
 from jaxtrain.step import parameter_shapes
 from jaxtrain.train import Preempted, Trainer
@@ -31,7 +39,7 @@ QUICKSTART_DEVICES = 8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
-    parsed = _parser().parse_args(arguments)
+    parsed = parser(_COMMANDS).parse_args(arguments)
     try:
         return parsed.run(parsed)
     except UserError as error:
@@ -178,10 +186,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Proves a shrunk configuration on simulated devices."""
-    name, file = arguments.config, None if arguments.json is None else Path(arguments.json)
+    name, file = arguments.config, _writable("--json", arguments.json)
     config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
-    if file is not None and not file.absolute().parent.is_dir():
-        raise UserError(f"--json {file}: there is no folder {file.absolute().parent}")
     verification.simulate()
     console = _console()
     with verification.showing(console) as show:
@@ -190,6 +196,54 @@ def verify(arguments: argparse.Namespace) -> int:
     if file is not None:
         write_atomically(file, json.dumps({"config": name, **found.to_json()}, indent=2).encode())
     return DONE if found.passed else FAILED
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Plans a run for a machine that need not be there, or for a budget of FLOPs."""
+    console = _console()
+    target = None if arguments.target is None else parse_target(arguments.target)
+    if arguments.budget is not None:
+        chip = None if target is None else target.chip
+        devices = None if target is None else target.devices
+        peak = None if chip is None else chip.bf16_flops
+        show_budget(console, plan_budget(arguments.budget, peak_flops=peak, devices=devices))
+        return DONE
+    if arguments.config is None or target is None:
+        missing = "CONFIG" if arguments.config is None else "--target"
+        raise UserError(
+            f"plan: {missing} is missing; write for example 'jaxtrain plan llama_8b --target "
+            "v5p:4x4x4', or 'jaxtrain plan --budget 1e21'"
+        )
+    config = load_config(
+        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
+    )
+    picture, file = _writable("--png", arguments.png), _writable("--json", arguments.json)
+    if target.chip.kind == "cpu":
+        offer_cpu_devices(target.devices)
+    # Accelerators of this machine are not asked: the target's compiler needs none.
+    jax.config.update("jax_platforms", "cpu")
+
+    def progress(words: str) -> contextlib.AbstractContextManager[Any]:
+        return console.status(words) if console.is_terminal else contextlib.nullcontext()
+
+    found = make_plan(
+        config, target.name, compile=arguments.compile, search=arguments.search, progress=progress
+    )
+    show_plan(console, found)
+    if picture is not None:
+        found.plot(picture)
+        console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
+    if file is not None:
+        write_atomically(file, json.dumps(found.to_json(), indent=2).encode())
+    return DONE
+
+
+def _writable(option: str, name: str | None) -> Path | None:
+    """The file that an option names, in a folder that is there."""
+    file = None if name is None else Path(name)
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.absolute().parent}")
+    return file
 
 
 def timeline(arguments: argparse.Namespace) -> int:
@@ -218,10 +272,8 @@ def timeline(arguments: argparse.Namespace) -> int:
     console = _console()
     console.print(table(simulated))
     console.print(f"Layers on each stage: {', '.join(map(str, cut))}")
-    if arguments.png:
-        picture = Path(arguments.png)
-        if not picture.absolute().parent.is_dir():
-            raise UserError(f"--png {picture}: there is no folder {picture.absolute().parent}")
+    picture = _writable("--png", arguments.png)
+    if picture is not None:
         draw(simulated, picture)
         console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
     return DONE
@@ -245,87 +297,16 @@ def _existing_run(workdir: str) -> Path:
     return folder
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxtrain", description="Trains models over device meshes."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    command = _add(commands, "train", train, "trains, or continues from the newest checkpoint")
-    command.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a .gin file or a shipped config; the quickstart",
-    )
-    command.add_argument("--workdir", metavar="DIR", help="the run's folder; runs/CONFIG")
-    command.add_argument(
-        "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
-    )
-    _add_config_options(command)
-
-    command = _add(
-        commands, "eval", evaluate, "evaluates the newest checkpoint, prints one JSON line"
-    )
-    command.add_argument("--workdir", metavar="DIR", required=True)
-    _add_config_options(command)
-
-    command = _add(commands, "generate", generate, "prints a sample from a trained language model")
-    command.add_argument("--workdir", metavar="DIR", required=True)
-    command.add_argument("--prompt", metavar="TEXT", required=True)
-    command.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
-    )
-    command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
-    command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    command.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="S")
-    _add_config_options(command)
-
-    command = _add(commands, "inspect", inspect, "prints what a checkpoint holds")
-    command.add_argument("--workdir", metavar="DIR", required=True)
-    command.add_argument(
-        "--verify",
-        action="store_true",
-        help="read every array and check it against its fingerprint",
-    )
-
-    command = _add(commands, "verify", verify, "proves a config, shrunk, on 8 simulated devices")
-    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
-    command.add_argument("--json", metavar="FILE", help="write the table into this file too")
-    _add_config_options(command)
-
-    command = _add(commands, "timeline", timeline, "simulates the pipeline schedule and draws it")
-    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
-    command.add_argument("--png", metavar="FILE", help="draw the schedule into this file")
-    _add_config_options(command)
-
-    _add(commands, "doctor", lambda _: doctor.show(_console()), "prints versions, devices, extras")
-    return parser
-
-
-def _add(commands, name: str, run, text: str) -> argparse.ArgumentParser:  # noqa: ANN001
-    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    command.set_defaults(run=run)
-    return command
-
-
-def _add_config_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "-b",
-        "--gin_bindings",
-        action="append",
-        default=[],
-        metavar="BINDING",
-        help="one gin binding, such as 'Mesh.tensor=2'; may be repeated",
-    )
-    command.add_argument(
-        "--allow-imports",
-        action="store_true",
-        help="let import lines of the .gin file run modules from outside jaxtrain",
-    )
+_COMMANDS = {
+    "train": train,
+    "eval": evaluate,
+    "generate": generate,
+    "inspect": inspect,
+    "plan": plan,
+    "verify": verify,
+    "timeline": timeline,
+    "doctor": lambda _: doctor.show(_console()),
+}
 
 
 if __name__ == "__main__":

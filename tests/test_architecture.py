@@ -13,13 +13,15 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables"],
+    ["errors", "tables", "options"],
     [
         "config",
         "planning.hlo",
         "planning.groups",
         "planning.collectives",
         "planning.formulas",
+        "planning.hardware",
+        "planning.gpu",
         "planning.targets",
     ],
     ["mesh"],

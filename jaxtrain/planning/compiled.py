@@ -101,7 +101,8 @@ def lower(config: Config, layout: Layout) -> jax.stages.Lowered:
 
 def compile_step(config: Config, layout: Layout, target: Target) -> Compiled:
     """The compiled step of a layout from `planned_layout`, from the cache where it has it."""
-    options = {**compiler_options(target), **(_TPU_OPTIONS if target.chip.kind == "tpu" else {})}
+    options: Any = compiler_options(target)
+    options |= _TPU_OPTIONS if target.chip.kind == "tpu" else {}
     with native_stderr_kept() as noise:
         lowered = lower(config, layout)
         key = _key(lowered, target, layout, options)
@@ -194,7 +195,8 @@ def _read(key: str) -> Compiled | None:
         stored = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
     except (OSError, ValueError, EOFError):
         return None  # not there, or cut short: it is compiled again
-    return Compiled(**{**stored, "warnings": tuple(stored["warnings"]), "cached": True})
+    fields: dict[str, Any] = {**stored, "warnings": tuple(stored["warnings"]), "cached": True}
+    return Compiled(**fields)
 
 
 def _write(key: str, compiled: Compiled, said: str) -> None:

@@ -85,7 +85,7 @@ def argument_bytes(config: Config, layout: Layout) -> Arguments:
 
 
 def _of_state(config: Config) -> Config:
-    """The configuration without what a state's shapes do not depend on: one key for many layouts."""
+    """The configuration without what a state's shapes do not depend on: a key for many layouts."""
     mesh = Mesh(pipe=config.mesh.pipe, data=config.mesh.data, fsdp=1)
     if config.exchange.method == "synchronous":
         mesh = dataclasses.replace(mesh, data=1)
@@ -152,7 +152,7 @@ class _Step:
 
     @property
     def _params(self) -> list[Any]:
-        return _parameters(self.config.train.model)
+        return _parameters(self._model)
 
     def _sum(self, spec: Any, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
@@ -164,6 +164,10 @@ class _Step:
                 part = self.layout.named(spec(logical_axes(variable))).shard_shape(shape)
                 total += math.prod(part) * itemsize
         return total
+
+    @property
+    def _model(self) -> Any:
+        return self.config.train.model
 
     @property
     def _compute(self) -> int:
@@ -213,7 +217,7 @@ class _Step:
     @functools.cached_property
     def _kept(self) -> dict[str, int]:
         """Activations that wait for the backward pass of the layers."""
-        layers = self.config.train.model.num_layers
+        layers = self._model.num_layers
         kept = {f"activations: {k}": round(v * self._rows) for k, v in self._profile.kept}
         if self._ranks == 1:
             return {name: size * layers for name, size in kept.items()}
@@ -270,7 +274,7 @@ class _Step:
         if chunk is not None:
             length = min(length, chunk // self.layout.mesh.shape["context"])
         tokens = self._rows * length
-        vocabulary = self._table / self._compute / self.config.train.model.embed_dim
+        vocabulary = self._table / self._compute / self._model.embed_dim
         return round(tokens * vocabulary * 4)  # in float32; their gradient is fused into products
 
     def _head(self) -> dict[str, int]:
@@ -289,7 +293,7 @@ class _Step:
 
     def _layers(self) -> dict[str, int]:
         of_layers = self._sum(self.layout.gradient, itemsize=self._compute, layers=True)
-        layers = self.config.train.model.num_layers
+        layers = self._model.num_layers
         weights = self._sum(self.layout.weight, itemsize=self._compute, layers=True) // layers
         # Each product's gradient, and where the layer runs again its results too.
         times = 2 if self.config.remat.policy in ("full", "offload") else 1
@@ -308,8 +312,8 @@ class _Step:
 
 def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Arguments) -> Memory:
     """A model without a loop over equal layers: what the objective's backward pass keeps."""
-    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     layout = on_platform(layout, platform, "planned")
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     program: Any = make_program(config, layout).plain
     rows = config.train.global_batch_size // config.train.accumulation
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():

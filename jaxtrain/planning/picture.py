@@ -1,5 +1,6 @@
 """The picture of a plan: memory against capacity, time and traffic."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -31,7 +32,9 @@ def plan_figure(plan: "Plan") -> Figure:
     _traffic(traffic, plan)
     kind = "compiled" if plan.compiled else "estimate"
     mesh = written_mesh(plan.layout.mesh.shape)
-    figure.suptitle(f"{type(plan.config.train.model).__name__} on {plan.target.name}: {mesh} ({kind})")
+    figure.suptitle(
+        f"{type(plan.config.train.model).__name__} on {plan.target.name}: {mesh} ({kind})"
+    )
     return figure
 
 
@@ -39,25 +42,27 @@ def _memory(axes: Any, plan: "Plan") -> None:
     bottom = 0.0
     parts = {name: size for name, size in memory_parts(plan).items() if size}
     for (name, size), fill in zip(parts.items(), _FILLS, strict=False):
-        axes.bar("closed forms", size / _GIB, bottom=bottom, label=name, **fill)
+        axes.bar("closed forms", size / _GIB, bottom=bottom, width=0.5, label=name, **fill)
         bottom += size / _GIB
     compiled = plan.compiled
     if compiled is not None:
-        axes.bar("compiled", compiled.argument_bytes / _GIB, color="dimgrey", label="arguments")
+        bar = functools.partial(axes.bar, "compiled", width=0.5)
+        bar(compiled.argument_bytes / _GIB, color="dimgrey", label="arguments")
         live = compiled.live_bytes or compiled.temp_bytes or 0
         start = compiled.argument_bytes / _GIB
-        axes.bar("compiled", live / _GIB, bottom=start, color="darkgrey", label="alive beside them")
+        bar(live / _GIB, bottom=start, color="darkgrey", label="alive beside them")
         rest = (compiled.temp_bytes or 0) - live
         if rest > 0:
             start += live / _GIB
-            axes.bar(
-                "compiled", rest / _GIB, bottom=start, color="0.92", edgecolor="grey",
+            bar(
+                rest / _GIB, bottom=start, color="0.92", edgecolor="grey",
                 label="reserved besides",
             )  # fmt: skip
     if plan.target.chip.hbm_bytes is not None:
         capacity = plan.target.chip.hbm_bytes / _GIB
         label = f"capacity {capacity:.4g} GiB"
         axes.axhline(capacity, color="black", linestyle="--", label=label)
+    axes.set_xlim(-0.5, 0.5 if compiled is None else 1.5)
     axes.set_ylabel("GiB of one device")
     axes.set_title("Memory")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -73,10 +78,11 @@ def _time(axes: Any, plan: "Plan") -> None:
         return
     pieces = {"computation": time.compute, "communication": time.exposed, "bubble": time.bubble}
     for (name, seconds), fill in zip(pieces.items(), _FILLS, strict=False):
-        axes.bar("step", seconds, bottom=bottom, label=name, **fill)
+        axes.bar("step", seconds, bottom=bottom, width=0.5, label=name, **fill)
         bottom += seconds or 0.0
+    axes.set_xlim(-0.5, 0.5)
     axes.set_ylabel("seconds, predicted")
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.05))
 
 
 def _traffic(axes: Any, plan: "Plan") -> None:
@@ -84,7 +90,8 @@ def _traffic(axes: Any, plan: "Plan") -> None:
     for row in plan.rows:
         together[row.axis] = together.get(row.axis, 0) + row.bytes
     names = sorted(together, key=lambda name: together[name])
-    axes.barh(names, [together[name] / _GIB for name in names], color="#5b9bd5")
-    axes.set_xlabel("GiB put in by one device")
-    axes.set_title("Traffic by mesh axis")
+    axes.barh(names, [together[name] / _GIB for name in names], height=0.5, color="#5b9bd5")
+    axes.margins(y=0.5)
+    axes.set_xlabel("GiB by one device")
+    axes.set_title("Traffic by axis")
     axes.spines[["top", "right"]].set_visible(False)

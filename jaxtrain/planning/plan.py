@@ -17,7 +17,8 @@ from jaxtrain.planning.collectives import collectives, summarize
 from jaxtrain.planning.compiled import Compiled, compile_step, planned_layout
 from jaxtrain.planning.liveness import Buffer, fullest
 from jaxtrain.planning.memory import Memory, memory
-from jaxtrain.planning.search import Found
+from jaxtrain.planning.search import COMPILED, Candidate, Found, with_reasons
+from jaxtrain.planning.search import search as search_layouts
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.timing import StepTime, names_of, slow_axes, step_time
 from jaxtrain.planning.traffic import Expected, branch_counts, expected
@@ -61,13 +62,16 @@ class Plan:
     @property
     def arguments(self) -> int:
         """State and batch."""
-        return self.estimate.arguments.total if not self.compiled else self.compiled.argument_bytes
+        if self.compiled is not None:
+            return self.compiled.argument_bytes
+        return self.estimate.arguments.total
 
     @property
     def temporaries(self) -> int:
         """What the step takes beside them, as the compiler reports it, else as estimated."""
-        reported = self.compiled and self.compiled.temp_bytes
-        return self.estimate.temporaries if reported is None else reported
+        if self.compiled is None or self.compiled.temp_bytes is None:
+            return self.estimate.temporaries
+        return self.compiled.temp_bytes
 
     @property
     def total(self) -> int:
@@ -207,14 +211,48 @@ def plan(
     machine = parse_target(target)
     found = None
     if search:
-        with progress("pricing layouts"):
+        with progress("pricing layouts by closed forms"):
             found = search_layouts(config, machine)
-        config = found.candidates[0].config
+        return _best_compiled(found, machine, compile=compile, progress=progress)
+    return _plan(config, machine, compile=compile, progress=progress)
+
+
+def _best_compiled(found: Found, machine: Target, *, compile: bool, progress: Progress) -> Plan:  # noqa: A002
+    """The plan of the best candidate, which with `compile` is the best of those that compile.
+
+    As many are compiled as it takes until `COMPILED` of them fit; their own traffic then ranks
+    them.
+    """
+    if not compile:
+        best = _plan(found.candidates[0].config, machine, compile=False, progress=progress)
+        return dataclasses.replace(best, found=found)
+    plans: list[tuple[Candidate, Plan]] = []
+    rest = list(found.candidates)
+    while rest and sum(made.fits for _, made in plans) < COMPILED and len(plans) < 2 * COMPILED:
+        one = rest.pop(0)
+        made = _plan(one.config, machine, compile=True, progress=progress, advise=False)
+        done = dataclasses.replace(one, compiled_bytes=made.total, fits=made.fits)
+        plans.append(
+            (dataclasses.replace(done, price=dataclasses.replace(one.price, time=made.time)), made)
+        )
+    plans.sort(key=lambda pair: (not pair[1].fits, pair[1].time.seconds or 0.0))
+    fitting = [one for one, made in plans if made.fits]
+    large = [one for one, made in plans if not made.fits]
+    ranked = with_reasons([*fitting, *rest, *large], machine)
+    return dataclasses.replace(plans[0][1], found=dataclasses.replace(found, candidates=ranked))
+
+
+def _plan(
+    config: Config,
+    machine: Target,
+    *,
+    compile: bool,  # noqa: A002
+    progress: Progress,
+    advise: bool = True,
+) -> Plan:
     slices = slices_of(config, machine)
     count = machine.devices * slices
-    preflight.check(
-        config, device_count=count, platform=machine.chip.kind, reads_data=False
-    )
+    preflight.check(config, device_count=count, platform=machine.chip.kind, reads_data=False)
     abstract = preflight.abstract_layout(config, count)
     with progress("closed forms"):
         estimate = memory(config, abstract, machine.chip.kind)
@@ -231,14 +269,14 @@ def plan(
         rows = [
             Row(one.kind, one.axis, one.count, one.count * one.bytes, one.cause,
                 "dcn" if beyond & set(names_of(one.axis)) else "ici", one.count * one.bytes, True)
-            for one in textbook
+            for one in sorted(textbook, key=lambda one: -one.total_bytes)
         ]  # fmt: skip
     else:
         rows = audit(moved, textbook, dict(layout.mesh.shape), dcn=beyond)
     update = estimate.arguments.params + estimate.arguments.optimizer + estimate.gradients
     time = step_time(config, layout, machine, moved or textbook, update_bytes=update)
-    result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [], candidates)
-    if not result.fits:
+    result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [])
+    if advise and not result.fits:
         with progress("fixes"):
             over = result.total - (machine.chip.hbm_bytes or 0)
             return dataclasses.replace(result, fixes=fixes_for(config, machine, over=max(over, 1)))

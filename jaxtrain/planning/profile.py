@@ -155,9 +155,10 @@ def _residuals(
     unkept = {*given[:before], *given[before + 1 :]}
     sizes: dict[str, int] = {}
     for var in dict.fromkeys(v for v in closed.jaxpr.outvars if isinstance(v, Var)):
-        if var not in unkept and var.aval.ndim > 1:
+        aval: Any = var.aval
+        if var not in unkept and aval.ndim > 1:
             kind = _kind(closed.jaxpr, var)
-            sizes[kind] = sizes.get(kind, 0) + shard_bytes(var.aval)
+            sizes[kind] = sizes.get(kind, 0) + shard_bytes(aval)
     return sizes, shard_bytes(x), shard_bytes(finished)
 
 

@@ -131,7 +131,7 @@ def search(config: Config, target: Target) -> Found:
     if not fitting:
         raise UserError(_nothing(config, target, priced, refused))
     ranked = sorted(fitting, key=_order)
-    return Found(_with_reasons(ranked, target), priced, too_large, slower, refused)
+    return Found(with_reasons(ranked, target), priced, too_large, slower, refused)
 
 
 def _nothing(config: Config, target: Target, priced: int, refused: Mapping[str, int]) -> str:
@@ -181,9 +181,7 @@ def _allowed(
             yield _Layout(changes, counts, least_seconds(last, devices, target))
 
 
-def _refusal(
-    config: Config, changes: Mapping[str, Any], target: Target, slices: int
-) -> str | None:
+def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
     try:
         variant = changed(config, changes)
     except UserError as error:
@@ -288,7 +286,8 @@ def _counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int
 # -- the reasons ----------------------------------------------------------------------------------
 
 
-def _with_reasons(ranked: list[Candidate], target: Target) -> list[Candidate]:
+def with_reasons(ranked: list[Candidate], target: Target) -> list[Candidate]:
+    """The candidates, best first, each with the sentence why it stands there."""
     best = ranked[0]
     return [
         dataclasses.replace(one, reason=_reason(one, best, target.chip.hbm_bytes)) for one in ranked
@@ -296,7 +295,10 @@ def _with_reasons(ranked: list[Candidate], target: Target) -> list[Candidate]:
 
 
 def _reason(one: Candidate, best: Candidate, hbm_bytes: int | None) -> str:
-    time, room = one.price.time, human_bytes(one.price.memory.total)
+    time = one.price.time
+    if not one.fits:
+        return "the compiler cannot fit it, though the estimate could"
+    room = human_bytes(one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes)
     if hbm_bytes is not None:
         room += f" of {human_bytes(hbm_bytes)}"
     if time.seconds is None or best.price.time.seconds is None:

@@ -34,10 +34,25 @@ _SKIPPING = ("tpu", "cudnn")
 class Moved(Protocol):
     """A collective: expected by the textbook or found in a compiled program."""
 
-    kind: str
-    axis: str
-    count: int
-    bytes: int
+    @property
+    def kind(self) -> str:
+        """One of `collectives.KINDS`."""
+        ...
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis, or several joined by "+"."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Runs a step."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Payload of a run."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +264,9 @@ def step_time(
         assert rate is not None, "a chip with a peak has links"
         names = names_of(one.axis)
         devices = math.prod(sizes[name] for name in names)
-        seconds = one.count / getattr(one, "every", 1) * wire_bytes(one.kind, one.bytes, devices) / rate
+        seconds = (
+            one.count / getattr(one, "every", 1) * wire_bytes(one.kind, one.bytes, devices) / rate
+        )
         by_axis[one.axis] = by_axis.get(one.axis, 0.0) + seconds
         if set(names) <= _HIDDEN_AXES or one.kind == "collective-permute":
             hideable += seconds

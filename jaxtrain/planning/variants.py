@@ -98,7 +98,7 @@ def _meshes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]
         for times in (2, 4, 8):
             for giver in ("data", "fsdp"):
                 if sizes[giver] % times == 0:
-                    change = {f"Mesh.{axis}": sizes[axis] * times}
+                    change: dict[str, Any] = {f"Mesh.{axis}": sizes[axis] * times}
                     change[f"Mesh.{giver}"] = sizes[giver] // times
                     if axis == "context":
                         # A ring works with the kernels that do products block by block.
