@@ -234,3 +234,29 @@ def test_bytes_of_narrow_and_empty_arrays():
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("module @jit_step { }")
+
+
+def test_a_kernels_configuration_may_span_lines():
+    """Pallas kernels print theirs so, and one of its lines begins with a closing brace."""
+    text = """HloModule m, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %kernel = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={
+"metadata":"{\\"block\\": 8}"
+}}, metadata={op_name="attention/kernel"}
+  ROOT %after = f32[4]{0} all-reduce(%kernel), replica_groups={{0,1}}, to_apply=%sum
+}
+"""
+    main = parse(text).computations["main"]
+    assert list(main.instructions) == ["x", "kernel", "after"]
+    assert main.instructions["kernel"].op_name == "attention/kernel"
+    assert main.instructions["kernel"].operands == ["x"]
+    found = collectives(text, {"data": 2})
+    assert [(one.kind, one.axis, one.bytes) for one in found] == [("all-reduce", "data", 16)]

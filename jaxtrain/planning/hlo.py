@@ -15,6 +15,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+[a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_END = re.compile(r"\}(, execution_thread=.*)?")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
@@ -167,14 +168,15 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = name = root = ""
     instructions: dict[str, Instruction] = {}
-    inside = False
+    inside, last = False, None
     for line in text.splitlines():
         if not inside:
             header = _COMPUTATION.match(line) if line.endswith("{") else None
             if header:
                 name, root, instructions, inside = header.group(2), "", {}, True
+                last = None
                 entry = name if header.group(1) else entry
-        elif line.startswith("}"):
+        elif _END.fullmatch(line):
             computations[name] = Computation(name, instructions, root)
             inside = False
         else:
@@ -187,8 +189,12 @@ def parse(text: str) -> Module:
                     line[found.start(3) : opcode.start()],
                     line[opcode.end() - 1 :],
                 )
-                instructions[new.name] = new
+                instructions[new.name] = last = new
                 root = new.name if found.group(1) else root
+            elif last is not None and not found:
+                # A kernel's own configuration may stand on lines of its own.
+                last = dataclasses.replace(last, rest=f"{last.rest}\n{line}")
+                instructions[last.name] = last
     if not entry:
         raise ValueError("the text has no ENTRY computation: it is not that of a compiled program")
     return Module(entry, computations)
