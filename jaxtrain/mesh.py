@@ -110,6 +110,10 @@ class Mesh:
                 other = "set Mesh.fsdp=-1 and Mesh.tensor=1"
         else:
             other = "make the other axes divide it"
+            for axis, size in sizes.items():
+                rest = fixed // abs(size)
+                if size > 1 and device_count % rest == 0:
+                    other = f"set Mesh.{axis}={nearest_divisor(device_count // rest, size)}"
         if fixed > device_count:
             return f"{other}, or pass --simulate-devices {fixed}"
         return other

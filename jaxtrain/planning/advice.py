@@ -74,9 +74,12 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
         found = _try(config, changes, target, slices, before, over)
         if found is not None:
             tried.append(found)
-    enough = sorted((fix for fix in tried if fix.fits), key=lambda fix: (fix.slower, -fix.saved))
+    # Of the values of one binding the mildest that is enough.
+    enough: dict[tuple[str, ...], Fix] = {}
+    for fix in sorted((fix for fix in tried if fix.fits), key=lambda fix: (fix.slower, fix.saved)):
+        enough.setdefault(tuple(sorted(fix.changes)), fix)
     if enough:
-        return enough[:MOST]
+        return list(enough.values())[:MOST]
     combined = _combined(config, tried, target, slices, before, over)
     rest = sorted(tried, key=lambda fix: -fix.saved)
     return [*combined, *rest][:MOST]

@@ -11,7 +11,7 @@ from jaxtrain.mesh import MESH_AXES
 from jaxtrain.planning.pricing import Price, price
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.timing import least_seconds
-from jaxtrain.planning.variants import bindings_of, changed, refusal, slices_of
+from jaxtrain.planning.variants import bindings_of, changed, essential, refusal, slices_of
 from jaxtrain.report import human_bytes
 from jaxtrain.settings import Config
 
@@ -124,9 +124,8 @@ def search(config: Config, target: Target) -> Found:
             if layout.least_seconds > fitting[SHOWN - 1].price.seconds:
                 slower += 1
                 continue
-        found, tried = _fewest(config, layout, target)
-        priced += tried
-        too_large += tried if found is None else tried - 1
+        found, fit, large = _fewest(config, layout, target)
+        priced, too_large = priced + fit + large, too_large + large
         fitting += [] if found is None else [found]
     if not fitting:
         raise UserError(_nothing(config, target, priced, refused))
@@ -190,22 +189,24 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
     return None if said is None else said.splitlines()[0]
 
 
-def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate | None, int]:
-    """The fewest microbatches that fit, by halves: more of them never take more memory; and how
-    many were priced for that."""
+def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate | None, int, int]:
+    """The fewest microbatches that fit, by halves, since more of them never take more memory; and
+    how many of those that were priced fit and do not."""
     tried: dict[int, Candidate] = {}
 
     def fits(number: int) -> bool:
         everything = {**layout.changes, **layout.counts[number]}
         variant = changed(config, everything)
-        tried[number] = Candidate(everything, variant, price(variant, target))
+        needed = essential(config, everything)
+        tried[number] = Candidate(needed, variant, price(variant, target))
         return tried[number].price.fits
 
     last = len(layout.counts) - 1
     if not fits(last):
-        return None, 1
+        return None, 0, 1
     number = bisect.bisect_left(range(last), True, key=fits)
-    return tried[number], len(tried)
+    fit = sum(one.price.fits for one in tried.values())
+    return tried[number], fit, len(tried) - fit
 
 
 # -- the space ------------------------------------------------------------------------------------
@@ -310,7 +311,8 @@ def _reason(one: Candidate, best: Candidate, hbm_bytes: int | None) -> str:
             "pipeline bubble"
         )
     pieces = {
-        "recomputation and computation": (time.compute or 0) - (best.price.time.compute or 0),
+        "computation, recomputation and update": (time.compute or 0)
+        - (best.price.time.compute or 0),
         "communication that nothing hides": (time.exposed or 0) - (best.price.time.exposed or 0),
         "pipeline bubble": (time.bubble or 0) - (best.price.time.bubble or 0),
     }

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.mesh import MESH_AXES
 from jaxtrain.report import human_bytes
 
 if TYPE_CHECKING:
@@ -94,11 +95,16 @@ def _buffers(console: Console, plan: "Plan") -> None:
         return
     table = Table(title="Largest arrays alive at the fullest moment", title_justify="left")
     table.add_column("bytes", justify="right")
-    table.add_column("array", overflow="fold")
+    table.add_column("arrays", overflow="fold")
     table.add_column("made by", overflow="fold")
-    for buffer in plan.buffers[:_BUFFERS]:
+    alike: dict[tuple[str, str], list[int]] = {}
+    for buffer in plan.buffers:
         made_by = "/".join(buffer.op_name.split("/")[-4:])
-        table.add_row(human_bytes(buffer.bytes), escape(buffer.type), escape(made_by))
+        alike.setdefault((buffer.type, made_by), []).append(buffer.bytes)
+    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))
+    for (kind, made_by), sizes in largest[:_BUFFERS]:
+        count = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        table.add_row(human_bytes(sum(sizes)), escape(count + kind), escape(made_by))
     console.print(table)
 
 
@@ -162,7 +168,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
     table.add_column("memory", justify="right")
     table.add_column("why", overflow="fold")
     for one in found.shown:
-        mesh = {k.removeprefix("Mesh."): v for k, v in one.changes.items() if k[:5] == "Mesh."}
+        mesh = {axis: getattr(one.config.mesh, axis) for axis in MESH_AXES}
         others = [b for b in one.bindings if not b.startswith("Mesh.")]
         seconds = one.price.time.seconds
         size = one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes
@@ -178,12 +184,13 @@ def _candidates(console: Console, plan: "Plan") -> None:
     refused = sum(found.refused.values())
     _line(
         console,
-        f"{found.priced} layouts priced, {found.too_large} too large; {refused} meshes refused",
+        f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left out, "
+        f"slower than these even without communication; {refused} meshes refused",
     )
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
         _line(console, f"  {count} x {reason}")
     pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
-    _line(console, f"To train so: {pasted}")
+    _line(console, f"To train so: {pasted or 'as it is'}")
 
 
 def _advice(console: Console, plan: "Plan") -> None:

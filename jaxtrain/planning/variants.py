@@ -41,6 +41,16 @@ def bindings_of(changes: Changes) -> list[str]:
     return [f"{name}={value!r}" for name, value in changes.items()]
 
 
+def essential(config: Config, changes: Changes) -> dict[str, Any]:
+    """The changes without those that a configuration has already."""
+    found = {}
+    for binding, value in changes.items():
+        section, field = binding.split(".")
+        if getattr(getattr(config, _SECTIONS[section]), field) != value:
+            found[binding] = value
+    return found
+
+
 def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
     """Why `jaxtrain train` would refuse a configuration on a target; None where it would run."""
     try:
