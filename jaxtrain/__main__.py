@@ -26,6 +26,7 @@ from jaxtrain.pipeline.stages import deal
 from jaxtrain.pipeline.timeline import draw, simulate, table
 from jaxtrain.planning.budget import plan_budget
 from jaxtrain.planning.budget import show as show_budget
+from jaxtrain.planning.out_of_memory import OutOfMemory, explain, is_out_of_memory
 from jaxtrain.planning.plan import plan as make_plan
 from jaxtrain.planning.tables import show as show_plan
 from jaxtrain.planning.targets import parse_target
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
         return USER_ERROR
-    except (CheckpointError, FloatingPointError) as error:
+    except (CheckpointError, FloatingPointError, OutOfMemory) as error:
         print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
         return FAILED
 
@@ -87,6 +88,11 @@ def train(arguments: argparse.Namespace) -> int:
         return PREEMPTED
     except (UserError, FloatingPointError, CheckpointError, KeyboardInterrupt) as error:
         reason = str(error) or type(error).__name__
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error)
+        if is_out_of_memory(error):
+            raise OutOfMemory(explain(config, reason)) from error
         raise
     finally:
         # Nothing was begun where the configuration was refused: nothing is written either.

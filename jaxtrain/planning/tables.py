@@ -184,8 +184,8 @@ def _candidates(console: Console, plan: "Plan") -> None:
     refused = sum(found.refused.values())
     _line(
         console,
-        f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left out, "
-        f"slower than these even without communication; {refused} meshes refused",
+        f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
+        f"out, slower than these even without communication; {refused} meshes refused",
     )
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
         _line(console, f"  {count} x {reason}")
