@@ -30,6 +30,10 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def shortened(words: list[str]) -> list[str]:
+    if words[0] == "plan":
+        # Compiling for accelerators has its own tests; a search is as long as the model is deep.
+        quick = [] if "cpu:8" in words or "--no-compile" in words else ["--no-compile"]
+        return [*words, *quick]
     if words[0] != "train":
         return words
     bindings = SHORT_IMAGES if "resnet" in words[1] else SHORT_TEXT

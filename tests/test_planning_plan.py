@@ -1,0 +1,203 @@
+"""`jaxtrain plan` from end to end: the object, its JSON, the tables, the picture and the command."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from jaxtrain import Trainer, load_config, plan
+from jaxtrain.__main__ import main
+from jaxtrain.errors import UserError
+from jaxtrain.planning.hardware import CHIPS
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
+# The keys that the contract promises.
+KEYS = {
+    "target", "devices", "mesh", "fits", "hbm_bytes", "memory", "collectives", "flops_per_device",
+    "step_seconds", "mfu", "compile_seconds", "advice",
+}  # fmt: skip
+MEMORY_KEYS = {
+    "params", "optimizer", "gradients", "activations", "total", "arguments", "temporaries",
+}  # fmt: skip
+TPU_MODEL = """
+Train.model = @Llama()
+Train.data = @TextData()
+Train.steps = 8
+Train.global_batch_size = 16
+Llama.vocab_size = 1024
+Llama.num_layers = 2
+Llama.embed_dim = 512
+Llama.num_heads = 4
+Llama.num_kv_heads = 4
+Llama.mlp_dim = 1024
+Llama.context_length = 256
+TextData.source = 'synthetic'
+TextData.sequence_length = 256
+Precision.compute = 'bfloat16'
+Attention.kernel = 'tpu'
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """One cache for the file: a test sees what an earlier one compiled, never a user's."""
+    folder = tmp_path_factory.getbasetemp() / "plan_cache"
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("plan") / "llama.gin"
+    file.write_text(TPU_MODEL)
+    return file
+
+
+def test_a_plan_for_cpus_is_the_executable_that_a_run_has(tiny_config):
+    config = load_config(tiny_config)
+    report = plan(config, target="cpu:8")
+    stats = Trainer(config).lower().compile().memory_analysis()
+    assert report.compiled is not None
+    assert report.compiled.argument_bytes == stats.argument_size_in_bytes
+    assert report.compiled.temp_bytes == stats.temp_size_in_bytes
+    # Closed forms: arguments to the byte.
+    assert report.estimate.arguments.total == stats.argument_size_in_bytes
+    found = report.to_json()
+    assert set(found) >= KEYS
+    assert set(found["memory"]) >= MEMORY_KEYS
+    memory = found["memory"]
+    assert memory["arguments"] == stats.argument_size_in_bytes
+    assert memory["gradients"] + memory["activations"] == memory["temporaries"]
+    assert found["mesh"] == {
+        "pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2
+    }  # fmt: skip
+    # Nothing is known of a CPU's speed and room, and nothing is made up.
+    assert found["fits"]
+    assert found["hbm_bytes"] is None
+    assert found["step_seconds"] is None
+    assert "no peak FLOP/s are known of cpu" in report.table()
+    json.dumps(found)
+
+
+@needs_libtpu
+def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(llama_file, tmp_path):
+    config = load_config(llama_file)
+    first = plan(config, target="v5e:2x4")
+    assert first.compiled is not None
+    assert not first.compiled.cached
+    assert first.rows
+    assert all(row.explained for row in first.rows)
+    # ZeRO 3: a layer's weights are gathered twice and its gradients reduce-scattered once.
+    model = config.train.model
+    layer = 3 * model.embed_dim * model.mlp_dim + 4 * model.embed_dim**2
+    scattered = sum(row.bytes for row in first.rows if row.kind == "reduce-scatter")
+    gathered = sum(row.bytes for row in first.rows if row.kind == "all-gather")
+    tables = 2 * model.vocab_size * model.embed_dim
+    assert scattered == 2 * (model.num_layers * layer + tables)
+    assert gathered == 2 * (2 * model.num_layers * layer + tables) // 8
+    assert first.fits
+    assert first.buffers
+    again = plan(config, target="v5e:2x4")
+    assert again.compiled is not None
+    assert again.compiled.cached
+    assert again.to_json()["memory"] == first.to_json()["memory"]
+    assert again.to_json()["collectives"] == first.to_json()["collectives"]
+    first.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    table = first.table()
+    assert "FITS" in table
+    assert "Assumed: 70% of 197 TFLOP/s" in table
+
+
+@needs_libtpu
+def test_what_does_not_fit_gets_fixes_that_do(llama_file):
+    big = ["Mesh.fsdp = 1", "Train.global_batch_size = 2048", "Llama.num_layers = 4"]
+    report = plan(load_config(llama_file, big), target="v5e:1x1")
+    assert not report.fits
+    assert report.to_json()["fits"] is False
+    assert report.compiled is not None
+    assert report.compiled.refusal is not None
+    assert "Ran out of memory" in report.compiled.refusal
+    assert "DOES NOT FIT" in report.table()
+    # The cheapest fix, pasted, fits by the compiler's own word.
+    best = report.fixes[0]
+    assert best.fits
+    assert best.sentence == report.advice[0]
+    assert plan(load_config(llama_file, [*big, *best.bindings]), target="v5e:1x1").fits
+
+
+def test_an_estimate_needs_no_compiler_and_says_what_it_is():
+    config = load_config("llama_8b", ["Attention.kernel = 'tpu'"])  # whose tokenizer is not here
+    report = plan(config, target="v5p:8x8x16", compile=False)
+    assert report.devices == 1024
+    found = report.to_json()
+    assert found["estimate"]
+    assert found["compile_seconds"] is None
+    assert "closed-form ESTIMATE, nothing was compiled" in report.table()
+    # Adam in float32: 4 + 8 bytes of 8.03 billion parameters over 1,024 devices; norms are whole.
+    norms = 65 * 4096
+    sharded = 8_030_261_248 - norms
+    assert found["memory"]["params"] == 4 * (sharded // 1024 + norms)
+    assert found["memory"]["optimizer"] - 2 * found["memory"]["params"] < 64
+    assert 0 < found["mfu"] < CHIPS["v5p"].bf16_flops
+
+
+def test_slices_are_joined_by_the_network():
+    config = load_config(
+        "llama_8b", ["Attention.kernel = 'tpu'", "Mesh.data = 2", "Mesh.dcn = {'data': 2}"]
+    )
+    report = plan(config, target="v5p:4x4x4", compile=False)
+    assert report.devices == 128
+    links = {row.axis: row.link for row in report.rows}
+    assert links["fsdp"] == "ici"
+    assert {link for axis, link in links.items() if "data" in axis} == {"dcn"}
+
+
+def test_the_command_writes_what_it_prints(tiny_config, tmp_path, capsys):
+    files = ["--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png")]
+    assert main(["plan", str(tiny_config), "--target", "cpu:8", *files]) == 0
+    assert "Memory of one device" in capsys.readouterr().out
+    assert set(json.loads((tmp_path / "plan.json").read_text())) >= KEYS
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "v9z:2x2"], "no chip 'v9z'"),
+        (["--target", "v5e:3x3"], "the nearest is 'v5e:2x4'"),
+        (["--target", "cpu:8", "-b", "Mesh.tensor=3"], "set Mesh.tensor=2"),
+        (["--target", "cpu:8", "--json", "no/such/plan.json"], "there is no folder"),
+        ([], "--target is missing"),
+        (["--budget", "-1"], "above 0"),
+    ],
+)
+def test_mistakes_get_a_sentence(arguments, said, tiny_config, capsys):
+    assert main(["plan", str(tiny_config), *arguments, "-b", "Mesh.data=1"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_kernel_of_another_chip_is_refused():
+    config = load_config("llama_8b", ["Attention.kernel = 'cudnn'"])
+    with pytest.raises(UserError, match="cudnn"):
+        plan(config, target="v5p:4x4x4", compile=False)
+
+
+def test_running_out_of_memory_is_explained():
+    from jaxtrain.planning.out_of_memory import explain, is_out_of_memory
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.numpy.zeros((2**46,)).block_until_ready()
+    assert is_out_of_memory(error.value)
+    config = load_config("gpt2_124m", ["Mesh.data = 8", "Attention.kernel = 'xla'"])
+    said = explain(config, str(error.value))
+    assert said.startswith("out of memory: RESOURCE_EXHAUSTED")
+    assert "By closed forms a device needs" in said
+    assert "Remat.policy='full'" in said
+    assert "Attention.kernel" not in said  # no faster one on a CPU

@@ -1,0 +1,83 @@
+"""The search over layouts: deterministic, never behind a hand-written recipe, nothing silent."""
+
+import functools
+
+import pytest
+
+from jaxtrain import load_config
+from jaxtrain.errors import UserError
+from jaxtrain.planning.pricing import price
+from jaxtrain.planning.search import SHOWN, search
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.planning.variants import changed, refusal
+
+KERNEL = ["Attention.kernel = 'tpu'"]
+TARGET = "v5e:4x4"
+
+
+@functools.cache
+def found():
+    """Llama 1B on 16 small chips, where memory is short."""
+    return search(load_config("llama_1b", KERNEL), parse_target(TARGET))
+
+
+def test_the_ranking_is_by_time_and_everything_fits():
+    seconds = [one.price.seconds for one in found().candidates]
+    assert seconds == sorted(seconds)
+    assert len(found().shown) == SHOWN
+    assert all(one.price.fits for one in found().candidates)
+    assert all(one.reason for one in found().shown)
+    assert "the fastest that fits" in found().shown[0].reason
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"Mesh.fsdp": 16},
+        {"Mesh.fsdp": 2, "Mesh.tensor": 8, "Sharding.sequence_parallel": True},
+        {"Mesh.data": 2, "Mesh.fsdp": 4, "Mesh.tensor": 2, "Sharding.sequence_parallel": True},
+        {"Mesh.data": 16, "Mesh.fsdp": 1, "Sharding.zero": 0},
+    ],
+    ids=["fsdp", "fsdp x tensor 8", "3d", "data"],
+)
+@pytest.mark.parametrize("policy", ["none", "dots", "full"])
+def test_no_hand_written_recipe_is_faster(recipe, policy):
+    """With any number of microbatches that fits."""
+    target = parse_target(TARGET)
+    best = found().candidates[0].price.seconds
+    tried = 0
+    for accumulation in (1, 2, 4, 8, 16, 32):
+        changes = {**recipe, "Remat.policy": policy, "Train.accumulation": accumulation}
+        config = changed(load_config("llama_1b", KERNEL), changes)
+        if refusal(config, target) is not None:
+            continue
+        tried += 1
+        priced = price(config, target)
+        assert not priced.fits or best <= priced.seconds * (1 + 1e-9)
+    assert tried
+
+
+def test_bindings_can_be_pasted():
+    for one in found().shown:
+        pasted = load_config("llama_1b", [*KERNEL, *one.bindings])
+        assert pasted == one.config
+        assert refusal(pasted, parse_target(TARGET)) is None
+
+
+def test_the_same_question_has_the_same_answer():
+    again = search(load_config("llama_1b", KERNEL), parse_target(TARGET))
+    assert again == found()
+
+
+def test_what_was_not_taken_is_counted():
+    assert found().priced > found().too_large > 0
+    assert sum(found().refused.values()) > 0
+    assert all(" " in reason for reason in found().refused)
+    counted = found().to_json()["search"]
+    assert counted["priced"] == found().priced
+
+
+def test_nothing_fits():
+    config = load_config("llama_8b", KERNEL)
+    with pytest.raises(UserError, match=r"none of \d+ layouts fits into 1 x 15.8 GiB"):
+        search(config, parse_target("v5e:1x1"))
