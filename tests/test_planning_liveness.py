@@ -1,4 +1,4 @@
-"""What is alive at the fullest moment, against hand-made programs and the TPU compiler's own sum."""
+"""What is alive at the fullest moment, against hand-made programs and the TPU compiler's sum."""
 
 import importlib.util
 from typing import Any
