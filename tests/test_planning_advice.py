@@ -1,0 +1,84 @@
+"""What to change so that a configuration fits: bindings that load, checked, cheapest first."""
+
+import functools
+
+import pytest
+
+from jaxtrain.planning.advice import fixes_for
+from jaxtrain.planning.pricing import price
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.planning.variants import bindings_of, changed, refusal
+from jaxtrain.settings import load_config
+
+NONE = ("Train.accumulation=5", "Remat.policy='none'")
+
+
+@functools.cache
+def too_large(name: str, target: str, bindings: tuple[str, ...] = ()):
+    config, machine = load_config(name, bindings), parse_target(target)
+    before = price(config, machine)
+    assert not before.fits
+    over = before.memory.total - machine.chip.hbm_bytes
+    return config, machine, before, fixes_for(config, machine, over=over)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"Mesh.tensor": 4, "Mesh.fsdp": 2, "Sharding.sequence_parallel": True},
+        {"Attention.kernel": "tpu", "Remat.policy": "full", "Loss.chunk_size": 128},
+        {"Train.accumulation": 2, "Pipeline.microbatches": 4, "Precision.params": "bfloat16"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_pasted_bindings_are_the_changed_configuration(changes):
+    plain = load_config("gpt_quickstart")
+    found = changed(plain, changes)
+    assert found == load_config("gpt_quickstart", bindings_of(changes))
+    assert found != plain
+
+
+def test_a_refusal_names_its_reasons():
+    target = parse_target("v5e:2x4")
+    config = load_config("gpt_quickstart")
+    assert refusal(config, target) is None
+    found = refusal(changed(config, {"Mesh.tensor": 3, "Mesh.fsdp": 1}), target)
+    assert found is not None
+    assert "Mesh" in found
+    both = changed(config, {"Attention.kernel": "cudnn", "Train.accumulation": 3})
+    found = refusal(both, target)
+    assert found is not None
+    assert "cudnn" in found
+    assert "accumulation" in found
+
+
+def test_fixes_fit_load_and_come_cheapest_first():
+    config, target, before, found = too_large("gpt2_124m", "v5e:1x1", NONE)
+    assert found
+    assert [fix.slower for fix in found] == sorted(fix.slower for fix in found)
+    for fix in found:
+        variant = load_config("gpt2_124m", [*NONE, *fix.bindings])
+        after = price(variant, target)
+        assert variant == changed(config, fix.changes)
+        assert fix.fits
+        assert after.fits
+        assert refusal(variant, target) is None
+        assert fix.saved == before.memory.total - after.memory.total > 0
+        assert fix.slower == pytest.approx(after.seconds / before.seconds - 1)
+        assert fix.sentence.endswith("(fits)")
+        assert all(f'-b "{binding}"' in fix.sentence for binding in fix.bindings)
+
+
+def test_where_one_change_is_not_enough_several_are_combined():
+    """The state of 1.2 billion parameters is too much, and so are the inputs of 16 layers for 64
+    rows."""
+    bindings = ("Sharding.zero=0", "Train.accumulation=1")
+    config, target, _, found = too_large("llama_1b", "v5e:2x2", bindings)
+    combined, *rest = found
+    assert combined.fits
+    assert len(combined.changes) > 1
+    assert price(changed(config, combined.changes), target).fits
+    assert rest
+    assert not any(fix.fits for fix in rest)
+    assert all(fix.sentence.endswith("(not enough alone)") for fix in rest)
+    assert [fix.saved for fix in rest] == sorted((fix.saved for fix in rest), reverse=True)

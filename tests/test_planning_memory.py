@@ -1,0 +1,217 @@
+"""The memory of a step without a compile: its arguments exactly, all that lives to a quarter."""
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+import pytest
+
+from jaxtrain import preflight
+from jaxtrain.attention import Attention
+from jaxtrain.loss import Loss
+from jaxtrain.mesh import Mesh
+from jaxtrain.models.gpt import GPT
+from jaxtrain.models.llama import Llama
+from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.planning.compiled import compile_step, lower, planned_layout
+from jaxtrain.planning.memory import argument_bytes, memory
+from jaxtrain.planning.profile import layer_profile
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.precision import Precision
+from jaxtrain.remat import Remat
+from jaxtrain.settings import Config, load_config
+from jaxtrain.sharding import Sharding
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
+
+T, V = 16, 64
+TINY_GPT = GPT(vocab_size=V, num_layers=2, embed_dim=32, num_heads=4, context_length=T)
+D, N, K, F = 32, 4, 2, 48
+H = D // N
+TINY_LLAMA = Llama(
+    vocab_size=V, num_layers=2, embed_dim=D, num_heads=N, num_kv_heads=K, mlp_dim=F,
+    context_length=T,
+)  # fmt: skip
+
+
+@functools.cache
+def base() -> Config:
+    return load_config("gpt_quickstart")
+
+
+def config_of(model: Any, mesh: dict, *, rows: int = 8, length: int = T, **sections) -> Config:
+    """A configuration of this model; `sections` replace those of the quickstart."""
+    data = dataclasses.replace(base().train.data, sequence_length=length)
+    train = dataclasses.replace(
+        base().train,
+        model=model,
+        data=data,
+        global_batch_size=rows,
+        accumulation=sections.pop("accumulation", 1),
+    )
+    plain = {"precision": Precision(compute="float32"), "attention": Attention(kernel="reference")}
+    return dataclasses.replace(
+        base(), train=train, mesh=Mesh(**{"fsdp": 1, **mesh}), **{**plain, **sections}
+    )
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+# One compile each.
+ARGUMENTS = {
+    "zero 0": config_of(TINY_GPT, {"data": 2, "fsdp": 4}, sharding=Sharding(zero=0)),
+    "zero 1": config_of(TINY_GPT, {"data": 2, "fsdp": 4}, sharding=Sharding(zero=1)),
+    "zero 2, bfloat16, tensor": config_of(
+        TINY_LLAMA, {"fsdp": 4, "tensor": 2}, sharding=Sharding(zero=2),
+        precision=Precision(params="bfloat16", compute="bfloat16"),
+    ),
+    "zero 3, tensor": config_of(TINY_LLAMA, {"data": 2, "fsdp": 2, "tensor": 2}),
+    "zero 3, pipe": config_of(
+        TINY_GPT, {"pipe": 2, "fsdp": 4}, pipeline=Pipeline(schedule="gpipe", microbatches=2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_those_of_the_compiled_step_to_the_byte(name):
+    config = ARGUMENTS[name]
+    layout = preflight.layout(config, jax.devices()[:8])
+    stats: Any = lower(config, layout).compile().memory_analysis()
+    found = argument_bytes(config, layout)
+    assert found.total == stats.argument_size_in_bytes
+    # AdamW's two moments are sharded from ZeRO 1 on, the parameters from ZeRO 3 on.
+    if config.sharding.zero in (0, 3):
+        assert 2 * found.params <= found.optimizer <= 2 * found.params + 64
+    else:
+        assert found.optimizer < found.params
+
+
+# -- a layer ---------------------------------------------------------------------------------------
+
+
+def profile(policy: str, mesh: dict | None = None, **sections):
+    """The profile of the tiny Llama in float32, 4 bytes a number."""
+    config = config_of(TINY_LLAMA, mesh or {}, remat=Remat(policy=policy), **sections)
+    devices = 1
+    for size in config.mesh.sizes(8 if mesh else 1).values():
+        devices *= size
+    return layer_profile(config, preflight.abstract_layout(config, devices), "cpu")
+
+
+STREAM = 4 * T * D
+
+
+def test_full_remat_keeps_the_layers_input_alone():
+    found = profile("full")
+    assert (found.kept_bytes, found.stream, found.hidden) == (STREAM, STREAM, STREAM)
+
+
+def test_offload_keeps_nothing_on_the_device():
+    assert profile("offload").kept_bytes == 0
+
+
+def test_dots_keeps_the_results_of_products_with_weights():
+    """A token's input of the layer D; queries N H, keys and values 2 K H, what attention's output
+    gives D; gate and up 2 F. No gradient needs what `down` gives, and no scores are kept."""
+    found = profile("dots")
+    numbers = D + N * H + 2 * K * H + D + 2 * F
+    assert found.kept_bytes == found.products == 4 * T * numbers
+
+
+def test_nothing_recomputed_keeps_more_and_scores_besides():
+    """At least the probabilities of each head, [N, T, T]."""
+    assert profile("none").kept_bytes >= profile("dots").kept_bytes + 4 * N * T * T
+
+
+def test_tensor_divides_what_is_inside_and_sequence_parallelism_the_stream():
+    """The heads (2 kv heads over 2 devices) and the mlp are split, the stream is not, and the
+    second token stream (attention's output) is not either; with sequence parallelism both are."""
+    split = N * H + 2 * K * H + 2 * F
+    found = profile("dots", {"fsdp": 4, "tensor": 2})
+    assert found.kept_bytes == 4 * T * (2 * D + split // 2)
+    assert (found.stream, found.hidden) == (STREAM, STREAM)
+    mesh, shared = {"fsdp": 4, "tensor": 2}, Sharding(sequence_parallel=True)
+    found = profile("dots", mesh, sharding=shared)
+    assert found.kept_bytes == 4 * T * (2 * D + split) // 2
+    assert (found.stream, found.hidden) == (STREAM // 2, STREAM)
+
+
+# -- the whole step against the TPU compiler -------------------------------------------------------
+
+SMALL_LLAMA = Llama(
+    vocab_size=8192, num_layers=4, embed_dim=512, num_heads=4, num_kv_heads=4, mlp_dim=2048,
+    context_length=512,
+)  # fmt: skip
+
+
+def small(mesh: dict) -> Config:
+    return config_of(
+        SMALL_LLAMA, mesh, rows=32, length=512, accumulation=2, remat=Remat(policy="full"),
+        loss=Loss(), attention=Attention(kernel="tpu"), precision=Precision(compute="bfloat16"),
+    )  # fmt: skip
+
+
+def estimate_and_compiler(config: Config, target: str) -> tuple[int, int]:
+    machine = parse_target(target)
+    estimate = memory(
+        config, preflight.abstract_layout(config, machine.devices), machine.chip.kind
+    ).temporaries
+    live = compile_step(config, planned_layout(config, machine), machine).live_bytes
+    assert live is not None, "it fits, so that the compiler says"
+    return estimate, live
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(
+            {"fsdp": 8},
+            id="fsdp",
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason="the estimate is half above: logits of a loss that is not in chunks",
+            ),
+        ),
+        pytest.param({"fsdp": 4, "tensor": 2}, id="tensor"),
+    ],
+)
+def test_what_lives_is_the_compilers_to_a_quarter(mesh, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    estimate, live = estimate_and_compiler(small(mesh), "v5e:2x4")
+    assert estimate == pytest.approx(live, rel=0.25)
+
+
+TPU = ("Attention.kernel='tpu'",)
+LARGE = {
+    "gpt2_124m": ("gpt2_124m", "v5e:2x4", TPU),
+    "llama_1b fsdp": ("llama_1b", "v5e:4x4", TPU),
+    "llama_1b tensor": ("llama_1b", "v5e:4x4", (*TPU, "Mesh.fsdp=4", "Mesh.tensor=4")),
+    "llama_1b data": ("llama_1b", "v5e:4x4", (*TPU, "Mesh.data=4", "Mesh.fsdp=4")),
+    "llama_1b dots": (
+        "llama_1b", "v5e:4x4", (*TPU, "Remat.policy='dots'", "Train.accumulation=16"),
+    ),
+    "llama_1b sequence": (
+        "llama_1b", "v5e:4x4",
+        (*TPU, "Mesh.fsdp=8", "Mesh.tensor=2", "Sharding.sequence_parallel=True"),
+    ),
+    "llama_1b accumulation 2": ("llama_1b", "v5e:4x4", (*TPU, "Train.accumulation=2")),
+    "llama_8b fsdp": ("llama_8b", "v5p:2x4x4", TPU),
+    "llama_8b tensor": ("llama_8b", "v5p:2x4x4", (*TPU, "Mesh.fsdp=8", "Mesh.tensor=4")),
+}  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_what_lives_of_shipped_models_is_the_compilers_to_a_quarter(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    file, target, bindings = LARGE[name]
+    estimate, live = estimate_and_compiler(load_config(file, bindings), target)
+    assert estimate == pytest.approx(live, rel=0.25)
