@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -176,11 +177,21 @@ def _key(
         str(_FORMAT), target.name, str(len(devices)), json.dumps(options, sort_keys=True),
         os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""),
         *(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")),
-        # With the scopes, which the report names causes by.
-        lowered.as_text(debug_info=True),
+        lowered.as_text(),
+        # Scopes, which the report names causes by, stand in no comparable text: the sources do.
+        _sources(),
         str([int(d.id) for d in layout.mesh.devices.flat] if len(devices) else []),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _version(package: str) -> str:

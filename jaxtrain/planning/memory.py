@@ -270,12 +270,14 @@ class _Step:
     def _logits(self) -> int:
         length = self.config.train.data.abstract_batch(1).inputs.shape[1]
         length //= self.layout.mesh.shape["context"]
-        chunk = self.config.loss.chunk_size
+        chunk, itemsize = self.config.loss.chunk_size, self._compute
         if chunk is not None:
             length = min(length, chunk // self.layout.mesh.shape["context"])
+            # A loop over chunks keeps them in float32; in one piece that form lives in fusions.
+            itemsize = 4
         tokens = self._rows * length
         vocabulary = self._table / self._compute / self._model.embed_dim
-        return round(tokens * vocabulary * 4)  # in float32; their gradient is fused into products
+        return round(tokens * vocabulary * itemsize)
 
     def _head(self) -> dict[str, int]:
         return {
