@@ -189,3 +189,18 @@ def test_what_lives_of_shipped_models_is_the_compilers_to_a_quarter(name, tmp_pa
     file, target, bindings = LARGE[name]
     estimate, live = estimate_and_compiler(load_config(file, bindings), target)
     assert estimate == pytest.approx(live, rel=0.25)
+
+
+def test_gpus_kernel_is_profiled_where_there_is_no_cudnn():
+    """Both flash kernels keep queries, keys, values, output and a number a query: no scores."""
+    bindings = ["TextData.separate_documents = False"]
+
+    def kept(kernel: str, platform: str) -> int:
+        config = load_config("llama_1b", [*bindings, f"Attention.kernel = '{kernel}'"])
+        config = dataclasses.replace(config, remat=Remat(policy="none"))
+        layout = preflight.abstract_layout(config, 8)
+        return layer_profile(config, layout, platform).kept_bytes
+
+    flash = kept("cudnn", "gpu")
+    assert flash == kept("tpu", "tpu")
+    assert kept("xla", "gpu") - flash > 32 * 4096**2  # at least a byte a score

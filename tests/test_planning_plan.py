@@ -184,6 +184,18 @@ def test_mistakes_get_a_sentence(arguments, said, tiny_config, capsys):
     assert "Traceback" not in error
 
 
+def test_sizes_that_do_not_divide_get_their_padding(tiny_config, capsys):
+    bindings = ["-b", "GPT.vocab_size=257", "-b", "Mesh.data=1", "-b", "Mesh.tensor=4"]
+    assert main(["plan", str(tiny_config), "--target", "cpu:8", *bindings]) == 2
+    assert 'Padded so, the sizes divide: -b "GPT.vocab_size = 260"' in capsys.readouterr().err
+
+
+def test_what_is_whole_without_need_is_named():
+    config = load_config("gpt2_124m", ["Mesh.data = 1", "Mesh.fsdp = 8", "Sharding.zero = 1"])
+    advice = plan(config, target="v5e:2x4", compile=False).advice
+    assert any("token_embedding" in one and "Sharding.zero = 3" in one for one in advice)
+
+
 def test_a_kernel_of_another_chip_is_refused():
     config = load_config("llama_8b", ["Attention.kernel = 'cudnn'"])
     with pytest.raises(UserError, match="cudnn"):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxtrain.planning.audit import Row
+from jaxtrain.planning.placement import replicated
 from jaxtrain.planning.pricing import Price, price
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.variants import (
@@ -17,6 +18,7 @@ from jaxtrain.planning.variants import (
 )
 from jaxtrain.report import human_bytes
 from jaxtrain.settings import Config
+from jaxtrain.sharding import Layout
 
 # Fixes that are shown, and up to how many are combined where one alone does not suffice.
 MOST = 6
@@ -136,10 +138,19 @@ def _combined(
 
 
 def remarks(
-    config: Config, target: Target, rows: Iterable[Row], warnings: Iterable[str]
+    config: Config,
+    target: Target,
+    layout: Layout,
+    rows: Iterable[Row],
+    warnings: Iterable[str],
 ) -> list[str]:
-    """Sentences on what an audit flagged and on what is left unused."""
-    found = []
+    """Sentences on what an audit flagged, what lies where it need not, and what is left unused."""
+    found = [
+        f"{one.name} ({human_bytes(one.bytes)} a device) is whole along {one.axis}; "
+        f"-b {one.way_out!r} would save {human_bytes(one.saving)}"
+        for one in replicated(config, layout)
+        if one.way_out
+    ]
     kernel = KERNELS.get(target.chip.kind)
     if kernel and config.attention.kernel in ("xla", "reference"):
         variant = changed(config, {"Attention.kernel": kernel})
@@ -148,7 +159,8 @@ def remarks(
                 f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of "
                 f'tokens; -b "Attention.kernel={kernel!r}" does not'
             )
-    flagged = [row for row in rows if not row.explained]
+    # The CPU's compiler writes collectives in its own ways: its traffic proves nothing.
+    flagged = [row for row in rows if not row.explained and target.chip.kind != "cpu"]
     for row in flagged:
         found.append(
             f"flagged: {row.kind} over {row.axis}, {human_bytes(row.bytes)} a step, has no reason "

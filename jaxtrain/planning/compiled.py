@@ -19,6 +19,7 @@ import jax
 
 from jaxtrain import preflight
 from jaxtrain.planning.memory import argument_bytes
+from jaxtrain.planning.placement import misplaced
 from jaxtrain.planning.targets import (
     Target,
     compiler_options,
@@ -51,7 +52,8 @@ class Compiled:
       host_bytes: in the host's memory.
       refusal: the compiler's words where it gave up because memory does not suffice.
       text: the scheduled program; "" where it did not fit.
-      warnings: sentences of the partitioner that tell of wasted work.
+      warnings: sentences of the partitioner that tell of wasted work, and arrays of the state that
+        lie elsewhere than the layout says.
       seconds: of compiling.
       cached: whether an earlier plan compiled it.
     """
@@ -119,16 +121,28 @@ def compile_step(config: Config, layout: Layout, target: Target) -> Compiled:
                     str(error), argument_bytes(config, layout).total, time.perf_counter() - started
                 )
             else:
-                found = _facts(compiled, target, noise(), time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                found = _facts(config, layout, target, compiled, noise(), seconds)
             _write(key, found, noise())
     return found
 
 
-def _facts(compiled: jax.stages.Compiled, target: Target, said: str, seconds: float) -> Compiled:
+def _facts(
+    config: Config,
+    layout: Layout,
+    target: Target,
+    compiled: jax.stages.Compiled,
+    said: str,
+    seconds: float,
+) -> Compiled:
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
-    # Elsewhere the peak leaves out what loops keep.
+    elsewhere = [
+        f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
+        for one in misplaced(make_program(config, layout), compiled)
+    ]
+    # On other chips the peak leaves out what loops keep.
     live = stats.peak_memory_in_bytes - arguments if target.chip.kind == "tpu" else None
     return Compiled(
         argument_bytes=arguments,
@@ -138,7 +152,7 @@ def _facts(compiled: jax.stages.Compiled, target: Target, said: str, seconds: fl
         host_bytes=host,
         refusal=None,
         text=compiled.as_text() or "",
-        warnings=partitioner_warnings(said),
+        warnings=(*partitioner_warnings(said), *elsewhere),
         seconds=seconds,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxtrain import preflight
+from jaxtrain.errors import UserError
 from jaxtrain.planning import picture, tables
 from jaxtrain.planning.advice import Fix, fixes_for, remarks
 from jaxtrain.planning.audit import Row, audit
@@ -17,6 +18,7 @@ from jaxtrain.planning.collectives import collectives, summarize
 from jaxtrain.planning.compiled import Compiled, compile_step, planned_layout
 from jaxtrain.planning.liveness import Buffer, fullest
 from jaxtrain.planning.memory import Memory, memory
+from jaxtrain.planning.placement import paddings
 from jaxtrain.planning.search import COMPILED, Candidate, Found, with_reasons
 from jaxtrain.planning.search import search as search_layouts
 from jaxtrain.planning.targets import Target, parse_target
@@ -104,7 +106,7 @@ class Plan:
         """Sentences: how to make it fit, what was flagged, what is left unused."""
         warnings = self.compiled.warnings if self.compiled else ()
         return [fix.sentence for fix in self.fixes] + remarks(
-            self.config, self.target, self.rows, warnings
+            self.config, self.target, self.layout, self.rows, warnings
         )
 
     # -- what people look at ---------------------------------------------------------------------
@@ -252,7 +254,7 @@ def _plan(
 ) -> Plan:
     slices = slices_of(config, machine)
     count = machine.devices * slices
-    preflight.check(config, device_count=count, platform=machine.chip.kind, reads_data=False)
+    _check(config, count, machine)
     abstract = preflight.abstract_layout(config, count)
     with progress("closed forms"):
         estimate = memory(config, abstract, machine.chip.kind)
@@ -281,6 +283,20 @@ def _plan(
             over = result.total - (machine.chip.hbm_bytes or 0)
             return dataclasses.replace(result, fixes=fixes_for(config, machine, over=max(over, 1)))
     return result
+
+
+def _check(config: Config, count: int, machine: Target) -> None:
+    """As a run would be checked, but for the data; sizes that do not divide get their padding."""
+    try:
+        preflight.check(config, device_count=count, platform=machine.chip.kind, reads_data=False)
+    except UserError as error:
+        try:
+            padded = paddings(config, preflight.abstract_layout(config, count))
+        except UserError:
+            padded = []  # there is no such mesh at all
+        pasted = " ".join(f'-b "{one.binding}"' for one in padded)
+        more = f"\nPadded so, the sizes divide: {pasted}" if padded else ""
+        raise UserError(f"{error}{more}") from error
 
 
 def _collectives(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
+from jaxtrain.attention import TPU_TILE
 from jaxtrain.loss import document_mask, spread
 from jaxtrain.mesh import Mesh
 from jaxtrain.precision import to_compute
@@ -89,6 +90,8 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
         remat=type(config.remat)(),
         loss=type(config.loss)(),
     )
+    if plain.attention.kernel == "cudnn":
+        plain, platform = _with_flash_kernel_that_traces(plain), "tpu"
     products = _kept(plain, platform, "dots")
     policy = config.remat.policy
     if policy in ("none", "dots"):
@@ -98,6 +101,21 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
         kept = ((STREAM, products.stream),) if policy == "full" else ()
     total = sum(size for _, size in products.kept)
     return LayerProfile(kept, total, products.stream, products.hidden)
+
+
+def _with_flash_kernel_that_traces(config: Config) -> Config:
+    """JAX traces cuDNN's attention only where it finds cuDNN. The TPU's keeps the same: queries,
+    keys, values, output and a float32 a query; it takes whole tiles, so the length is rounded up.
+    """
+    data: Any = config.train.data
+    length = -(-data.sequence_length // TPU_TILE) * TPU_TILE
+    return dataclasses.replace(
+        config,
+        attention=dataclasses.replace(config.attention, kernel="tpu"),
+        train=dataclasses.replace(
+            config.train, data=dataclasses.replace(data, sequence_length=length)
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

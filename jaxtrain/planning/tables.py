@@ -120,7 +120,11 @@ def _traffic(console: Console, plan: "Plan") -> None:
     table.add_column("why", overflow="fold")
     for row in plan.rows[:_ROWS]:
         textbook = "-" if row.textbook_bytes is None else human_bytes(row.textbook_bytes)
-        why = row.cause if row.explained else f"NOT EXPLAINED: {row.cause}"
+        why = row.cause
+        if not row.explained:
+            # Its compiler rewrites collectives, so that they prove nothing.
+            cpu = plan.target.chip.kind == "cpu"
+            why = f"{'the CPU compiler' if cpu else 'NOT EXPLAINED'}: {row.cause}"
         table.add_row(
             row.kind, row.axis, row.link, str(row.count), human_bytes(row.bytes), textbook,
             escape(why),
