@@ -148,6 +148,23 @@ def test_an_estimate_needs_no_compiler_and_says_what_it_is():
     assert 0 < found["mfu"] < CHIPS["v5p"].bf16_flops
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_pipeline_whose_layers_do_not_divide_is_planned(schedule):
+    """12 layers on 8 stages: the longest has 2, the others are padded to that."""
+    sizes = ["Mesh.data = 1", "Mesh.pipe = 8", "Train.accumulation = 1"]
+    more = ["Pipeline.microbatches = 16", f"Pipeline.schedule = '{schedule}'"]
+    config = load_config("gpt2_124m", [*sizes, *more])
+    report = plan(config, target="v5e:2x4", compile=False)
+    assert report.time.bubble is not None
+    assert report.time.bubble > 0
+    assert {row.axis for row in report.rows} == {"pipe"}
+    waiting = report.estimate.parts["pipeline: inputs and gradients of stages"]
+    # Rows of a microbatch x T x D in bfloat16; GPipe keeps all 16 microbatches' inputs.
+    stream = 480 // 16 * 1024 * 768 * 2
+    kept = waiting // stream
+    assert kept >= 16 if schedule == "gpipe" else kept <= 16
+
+
 def test_slices_are_joined_by_the_network():
     bindings = ["Mesh.data = 2", "Mesh.dcn = {'data': 2}", "Train.global_batch_size = 1024"]
     config = load_config("llama_8b", ["Attention.kernel = 'tpu'", *bindings])

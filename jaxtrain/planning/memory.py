@@ -9,13 +9,11 @@ import jax
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.mesh import Mesh
-from jaxtrain.models import Model
 from jaxtrain.pipeline.schedules import make_schedule, slots
 from jaxtrain.planning.profile import layer_profile, on_platform, shard_bytes
 from jaxtrain.preflight import abstract_layout
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
-from jaxtrain.step import parameter_shapes
 from jaxtrain.train import make_program
 
 
@@ -106,12 +104,6 @@ def _of_state(config: Config) -> Config:
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(model: Model) -> list[Any]:
-    """The model's parameters as named variables, shapes in place of arrays."""
-    return jax.tree.leaves(parameter_shapes(model.build), is_leaf=is_variable)
-
-
-@functools.lru_cache(maxsize=64)
 def _state_shapes(config: Config) -> Any:
     layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
     return make_program(config, layout).shapes()
@@ -150,9 +142,11 @@ class _Step:
 
     # -- what is alive all the time --------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def _params(self) -> list[Any]:
-        return _parameters(self._model)
+        """The parameters as named variables, stages padded as a pipeline holds them."""
+        params = _state_shapes(_of_state(self.config)).params
+        return jax.tree.leaves(params, is_leaf=is_variable)
 
     def _sum(self, spec: Any, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
