@@ -172,12 +172,8 @@ def make_mesh(
     factors = factor_tensor(tensor_layout, sizes.pop("tensor"), tensor_depth)
     slices = slices_of(devices, settings.dcn)
     if len(slices) == 1:
-        return jax.make_mesh(
-            (*sizes.values(), *factors.values()),
-            (*sizes, *factors),
-            axis_types=_explicit(sizes, factors),
-            devices=devices,
-        )
+        order = _order([*sizes.values(), *factors.values()], devices)
+        return jax.sharding.Mesh(order, (*sizes, *factors), axis_types=_explicit(sizes, factors))
     if tensor_layout != "1d" and settings.dcn.get("tensor", 1) > 1:
         raise UserError(
             f"Mesh.dcn={settings.dcn}: the grid of Sharding.tensor_layout={tensor_layout!r} stays "
@@ -206,6 +202,15 @@ def abstract_mesh(
         (*sizes, *factors),
         axis_types=_explicit(sizes, factors),
     )
+
+
+def _order(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Devices in the shape of a mesh, neighbours by their links: the last axes get the closest."""
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:
+        # An axis of 32 on a grid of 4x4x4: it takes half of one direction beside another axis.
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def _explicit(*axes: Mapping[str, int]) -> tuple[AxisType, ...]:
@@ -264,6 +269,5 @@ def order_over_slices(
     inner = [size // count for size, count in zip(sizes.values(), outer, strict=True)]
     blocks = np.empty(len(slices), dtype=object)
     for i, devices in enumerate(slices):
-        # Within a slice by its links, as jax.make_mesh does it: the last axes get the closest ones.
-        blocks[i] = mesh_utils.create_device_mesh(inner, devices)
+        blocks[i] = _order(inner, devices)
     return np.block(blocks.reshape(outer).tolist())

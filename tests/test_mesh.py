@@ -234,3 +234,18 @@ def test_only_shards_of_gradients_cross_between_slices():
     assert sent["bf16"] == matrices
     # Norms, and a few numbers: the count of targets, the loss.
     assert 0 <= sent["f32"] - vectors <= 8 * 128
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
+def test_an_axis_may_take_half_of_a_direction_of_the_grid():
+    devices = tpu_devices("v5p:4x4x4")
+    mesh = make_mesh(Mesh(data=2, fsdp=32), devices)
+    assert mesh.shape["fsdp"] == 32
+    assert {device.id for device in mesh.devices.flat} == {device.id for device in devices}
+    # Each run of 32 is half of the slice: two of four planes.
+    for half in mesh.devices.reshape(2, 32):
+        planes = [{device.coords[i] for device in half} for i in range(3)]
+        assert sorted(len(plane) for plane in planes) == [2, 4, 4]
