@@ -268,13 +268,15 @@ def _plan(
     moved = _collectives(config, layout, compiled) if compiled and compiled.text else None
     beyond = slow_axes(config, layout, machine)
     if moved is None:
-        rows = [
-            Row(one.kind, one.axis, one.count, one.count * one.bytes, one.cause,
-                "dcn" if beyond & set(names_of(one.axis)) else "ici", one.count * one.bytes, True)
-            for one in sorted(textbook, key=lambda one: -one.total_bytes)
-        ]  # fmt: skip
+        rows = [_textbook_row(one, beyond) for one in textbook]
     else:
-        rows = audit(moved, textbook, dict(layout.mesh.shape), dcn=beyond)
+        # Between slices a TPU's compiler sends through the hosts, which is no collective.
+        sent = [one for one in textbook if slices > 1 and beyond & set(names_of(one.axis))]
+        seen = [one for one in textbook if one not in sent]
+        rows = audit(moved, seen, dict(layout.mesh.shape), dcn=beyond)
+        rows += [_textbook_row(one, beyond, " (through the hosts)") for one in sent]
+        moved += sent
+    rows.sort(key=lambda row: -row.bytes)
     update = estimate.arguments.params + estimate.arguments.optimizer + estimate.gradients
     time = step_time(config, layout, machine, moved or textbook, update_bytes=update)
     result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [])
@@ -283,6 +285,12 @@ def _plan(
             over = result.total - (machine.chip.hbm_bytes or 0)
             return dataclasses.replace(result, fixes=fixes_for(config, machine, over=max(over, 1)))
     return result
+
+
+def _textbook_row(one: Expected, beyond: set[str], how: str = "") -> Row:
+    link = "dcn" if beyond & set(names_of(one.axis)) else "ici"
+    size = one.total_bytes
+    return Row(one.kind, one.axis, one.count, size, one.cause + how, link, size, True)
 
 
 def _check(config: Config, count: int, machine: Target) -> None:
