@@ -123,7 +123,8 @@ def test_replicas_begin_with_the_synchronous_parameters_and_keep_their_layout():
     plain = one_device()[1]
     state = program.create(seed=0)
     for mine, theirs in zip(values(state.params), values(plain.params), strict=True):
-        np.testing.assert_array_equal(mine, np.stack([theirs] * 2))
+        # The tests' way of compiling fusions (conftest) rounds the last bit of a draw by program.
+        np.testing.assert_array_max_ulp(mine, np.stack([theirs] * 2), maxulp=2)
     before = jax.tree.map(lambda x: x.sharding, state)
     after, _ = run(program, BATCHES[:1], state)
     assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, after)) == jax.tree.leaves(before)

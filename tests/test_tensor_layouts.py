@@ -231,7 +231,7 @@ def gqa(sequence_parallel: bool = False, **sizes: int) -> Layout:
 
 
 @pytest.mark.parametrize("sizes", GQA.values(), ids=GQA)
-def test_fewer_key_value_heads_than_devices(sizes, one_device):
+def test_fewer_key_value_heads_than_devices(sizes):
     layout = gqa(**sizes)
     found = evaluate(make_program(MODELS["llama"], layout), BATCH)
     assert_equal(found, one_device("llama"))
