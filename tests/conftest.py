@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import math
 import os
 from importlib.metadata import version
@@ -34,6 +35,11 @@ from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedul
 from jaxtrain.precision import Precision  # noqa: E402
 from jaxtrain.sharding import Layout  # noqa: E402
 from jaxtrain.step import Program, with_shardings  # noqa: E402
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
+)
 
 # What is imported stays: the collector need not walk over it again and again.
 gc.freeze()

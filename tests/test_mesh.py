@@ -2,12 +2,11 @@
 
 import collections
 import dataclasses
-import importlib.util
 
 import jax
 import numpy as np
 import pytest
-from conftest import lower_step, make_program, text_batch
+from conftest import lower_step, make_program, needs_libtpu, text_batch
 from jax.sharding import AxisType
 
 from jaxtrain.errors import UserError
@@ -203,10 +202,7 @@ def sent_to_other_slices(text: str) -> collections.Counter:
     return sent
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
+@needs_libtpu
 def test_only_shards_of_gradients_cross_between_slices():
     """Two TPU slices: `fsdp` and `tensor` stay inside; what goes over the network is reduced."""
     devices = tpu_devices("v5e:2x2", slices=2)
@@ -236,10 +232,7 @@ def test_only_shards_of_gradients_cross_between_slices():
     assert 0 <= sent["f32"] - vectors <= 8 * 128
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
+@needs_libtpu
 def test_an_axis_may_take_half_of_a_direction_of_the_grid():
     devices = tpu_devices("v5p:4x4x4")
     mesh = make_mesh(Mesh(data=2, fsdp=32), devices)

@@ -1,10 +1,9 @@
 """Over a pipeline's boundaries goes what the table sends and nothing else, compiled for TPUs."""
 
 import collections
-import importlib.util
 
 import pytest
-from conftest import lower_step, make_program, text_batch
+from conftest import lower_step, make_program, needs_libtpu, text_batch
 
 from jaxtrain.layers import Execution
 from jaxtrain.mesh import Mesh, make_mesh
@@ -15,10 +14,7 @@ from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.precision import Precision
 from jaxtrain.sharding import Layout
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
+pytestmark = needs_libtpu
 
 RANKS, MICROBATCHES, ROWS, LENGTH, EMBED, VOCAB = 4, 8, 16, 128, 256, 128
 MODEL = Llama(

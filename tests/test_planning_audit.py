@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import importlib.util
 
 import jax
 import pytest
 import test_traffic
+from conftest import needs_libtpu
 from jax.sharding import PartitionSpec as P
 from test_planning_traffic import LLAMA, MODELS, audited, config_of
 
@@ -19,6 +19,7 @@ from jaxtrain.planning.traffic import Expected
 from jaxtrain.preflight import abstract_layout, check, layout
 from jaxtrain.settings import load_config
 from jaxtrain.sharding import Sharding, shard
+from jaxtrain.step import with_shardings
 from jaxtrain.train import make_program
 
 SIZES = {"data": 2, "fsdp": 4}
@@ -133,10 +134,7 @@ def test_axes_over_slices_and_hosts_are_slow():
     assert over_hosts(sizes, 1) == {"data", "fsdp", "tensor"}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
+@needs_libtpu
 def test_a_sharding_without_need_is_found_in_a_compiled_step(monkeypatch):
     """Between two parts of the model every device is given the whole batch, and drops it again."""
     finish = LlamaModel.finish
@@ -188,11 +186,7 @@ def tiny(out: bool):
     over = layout(config, jax.devices()[:4])
     program = make_program(config, over)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        batch,
-        program.batch_shardings(batch),
-    )
+    batch = with_shardings(batch, program.batch_shardings(batch))
     state = program.abstract_state()
     step = program.jit_train_step() if out else jax.jit(_gathered(program))
     with over.active():

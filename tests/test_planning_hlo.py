@@ -1,10 +1,9 @@
 """Collectives read from compiled programs of our own: what was written is what is found."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -13,10 +12,6 @@ from jaxtrain.planning.groups import mesh_axes, replica_groups
 from jaxtrain.planning.hlo import Tensor, parse
 from jaxtrain.planning.targets import tpu_devices
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
 SIZES = {"a": 2, "b": 4}
 
 

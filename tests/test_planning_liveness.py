@@ -1,19 +1,14 @@
 """What is alive at the fullest moment, against hand-made programs and the TPU compiler's sum."""
 
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import needs_libtpu
 
 from jaxtrain.planning.liveness import Buffer, fullest, padded_bytes
 from jaxtrain.planning.targets import tpu_devices
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import importlib.util
 from typing import Any
 
 import jax
 import pytest
+from conftest import needs_libtpu
 
 from jaxtrain import preflight
 from jaxtrain.attention import Attention
@@ -22,11 +22,6 @@ from jaxtrain.precision import Precision
 from jaxtrain.remat import Remat
 from jaxtrain.settings import Config, load_config
 from jaxtrain.sharding import Sharding
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
 
 T, V = 16, 64
 TINY_GPT = GPT(vocab_size=V, num_layers=2, embed_dim=32, num_heads=4, context_length=T)

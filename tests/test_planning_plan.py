@@ -1,20 +1,16 @@
 """`jaxtrain plan` from end to end: the object, its JSON, tables, picture and command."""
 
-import importlib.util
 import json
 
 import jax
 import pytest
+from conftest import needs_libtpu
 
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.errors import UserError
 from jaxtrain.planning.hardware import CHIPS
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
 # The keys that the contract promises.
 KEYS = {
     "target", "devices", "mesh", "fits", "hbm_bytes", "memory", "collectives", "flops_per_device",

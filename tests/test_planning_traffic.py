@@ -6,12 +6,11 @@ mode. Without a compile the list equals the closed forms of the papers.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 
-import jax
 import pytest
 import test_traffic
+from conftest import lower_step, needs_libtpu
 from test_traffic import LAYERS, LENGTH, MODELS, MODES, ROWS, VOCAB, step_of
 
 from jaxtrain.attention import Attention
@@ -31,11 +30,6 @@ from jaxtrain.remat import Remat
 from jaxtrain.settings import Config, load_config
 from jaxtrain.sharding import Sharding
 from jaxtrain.train import make_program
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
 
 MIXTRAL = Mixtral(
     vocab_size=VOCAB, num_layers=LAYERS, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512,
@@ -203,14 +197,7 @@ def compiled(name: str) -> tuple[str, dict[str, int]]:
     over = layout(config, tpu_devices("v5e:2x4"))
     program = make_program(config, over)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        batch,
-        program.batch_shardings(batch),
-    )
-    with over.active():
-        lowered = program.jit_train_step().lower(program.abstract_state(), batch)
-        done = lowered.compile({"exec_time_optimization_effort": -1.0})
+    done = lower_step(program, batch).compile({"exec_time_optimization_effort": -1.0})
     return done.as_text(), dict(over.mesh.shape)
 
 

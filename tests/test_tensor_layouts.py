@@ -1,14 +1,13 @@
 """Tensor parallelism in every layout equals one device, and holds and moves what the papers say."""
 
 import dataclasses
-import importlib.util
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program
+from conftest import lower_step, make_layout, make_program, needs_libtpu
 from flax import nnx
 from parity import assert_equal, evaluate
 from test_step import BATCH, MODELS, one_device
@@ -170,12 +169,6 @@ def moved(layout: Layout, way: str, *, backward: bool) -> list[tuple[str, str, i
         text = lowered.compile().as_text()
     found = collectives(text, layout.mesh)
     return sorted((one.kind, one.axis, math.prod(one.shape)) for one in found)
-
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
 
 
 @needs_libtpu

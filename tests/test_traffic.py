@@ -7,12 +7,11 @@ step. What is left over on either side fails.
 import collections
 import dataclasses
 import functools
-import importlib.util
 import math
 
 import jax
 import pytest
-from conftest import lower_step, make_program, text_batch
+from conftest import lower_step, make_program, needs_libtpu, text_batch
 
 from jaxtrain.layers import Execution
 from jaxtrain.mesh import Mesh, make_mesh
@@ -23,10 +22,7 @@ from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.precision import Precision
 from jaxtrain.sharding import Layout, is_variable
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
-)
+pytestmark = needs_libtpu
 
 # The TPU compiler scatters along whole tiles (16 rows of bfloat16, 128 columns) and reduces smaller
 # pieces in full: hence a head_dim of 128, an embed_dim of 256, and 16 places on each of 8 devices.

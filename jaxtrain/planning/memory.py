@@ -14,6 +14,7 @@ from jaxtrain.planning.profile import layer_profile, on_platform, shard_bytes
 from jaxtrain.preflight import abstract_layout
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
+from jaxtrain.step import with_shardings
 from jaxtrain.train import make_program
 
 
@@ -315,10 +316,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         state = program.abstract_state()
         batch = config.train.data.abstract_batch(rows)
-        shardings = program.batch_shardings(batch)
-        batch = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, shardings
-        )
+        batch = with_shardings(batch, program.batch_shardings(batch))
 
         def forward(params: Any, statistics: Any, batch: Batch) -> Any:
             def loss(params: Any) -> Any:

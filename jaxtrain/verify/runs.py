@@ -17,7 +17,7 @@ from jaxtrain.exchange import ExchangeProgram
 from jaxtrain.mesh import MESH_AXES
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable
-from jaxtrain.step import Program, TrainState
+from jaxtrain.step import Program, TrainState, with_shardings
 from jaxtrain.train import make_program
 from jaxtrain.verify import sample
 from jaxtrain.verify.figures import Arrays, Step
@@ -130,11 +130,7 @@ class Mesh:
 
     def _abstract_batch(self) -> Batch:
         batch = self.config.train.data.abstract_batch(self.config.train.global_batch_size)
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            batch,
-            self.program.batch_shardings(batch),
-        )
+        return with_shardings(batch, self.program.batch_shardings(batch))
 
 
 class Bench:
