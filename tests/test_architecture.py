@@ -13,7 +13,7 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options"],
+    ["errors", "tables", "options", "signals", "maintenance", "phases"],
     [
         "config",
         "planning.hlo",
