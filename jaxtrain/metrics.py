@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain.errors import UserError
+from jaxtrain.guard import BadStepError, Guard, Rewind, what_is_bad
 from jaxtrain.planning.hardware import chip_of
 from jaxtrain.plot import loss_png
 from jaxtrain.progress import Display
@@ -32,20 +33,11 @@ EXIT_FILE = "exit.json"
 
 # Steps that may be under way when `later` returns. Two keep the devices busy while the host
 # prepares the next batch; more would only pile up input batches in device memory, make the clock
-# lie (a dispatched step is not a done one) and delay the news of a loss that is not finite.
+# lie (a dispatched step is not a done one) and delay the news of a bad step.
 RUN_AHEAD_STEPS = 2
 
-
-class NonFiniteLossError(FloatingPointError):
-    """The loss became infinite or not a number; `step` is the first step whose loss showed it."""
-
-    def __init__(self, step: int, loss: float) -> None:
-        super().__init__(
-            f"the loss of step {step} is {loss}: training stops, because every later step would be "
-            "lost too; lower Optimizer.learning_rate, lengthen Schedule.warmup_steps or set "
-            "Optimizer.clip_norm, and go on from the last checkpoint"
-        )
-        self.step = step
+# The metrics by which a step is told to be good or bad; read of every step.
+_LOOKED_AT = ("bad", "loss", "grad_norm", "loss_threshold", "grad_norm_threshold")
 
 
 def shares(weight: jax.Array) -> jax.Array:
@@ -97,6 +89,7 @@ class MetricsLog:
         log_every: int,
         terminal: Console,
         references: Mapping[str, float] | None = None,
+        guard: Guard = Guard(),  # noqa: B008 - frozen
     ) -> None:
         """Opens the log; the clock of the first step starts here.
 
@@ -112,7 +105,11 @@ class MetricsLog:
           log_every: steps between two lines.
           terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
           references: horizontal lines of loss.png, label to loss.
+          guard: what happens at a bad step.
         """
+        self._guard = guard
+        self.bad_steps = 0  # left out so far, by the policy 'skip'
+        self._bad_in_a_row = 0
         self._total_steps = total_steps
         self._unit = unit
         self._units_per_step = units_per_step
@@ -134,11 +131,12 @@ class MetricsLog:
 
         Args:
           step: number of optimizer steps done with this one.
-          metrics: device scalars, `loss` among them; or vectors, as `means` takes them, whose
-            losses are looked at only where they are written, evaluated or saved.
+          metrics: device scalars, `loss` among them; or vectors, as `means` takes them, which are
+            looked at only where they are written, evaluated or saved.
 
         Raises:
-          NonFiniteLossError: an earlier step's loss, now read, is not finite.
+          BadStepError: an earlier step, now read, is bad, and the run is to stop.
+          Rewind: it is bad, and the run is to go back.
         """
         self._pending.append(_Dispatched(step, metrics))
         while len(self._pending) > RUN_AHEAD_STEPS:
@@ -158,7 +156,8 @@ class MetricsLog:
         """Waits for every dispatched step and writes what is due.
 
         Raises:
-          NonFiniteLossError: a loss, now read, is not finite.
+          BadStepError: a step, now read, is bad, and the run is to stop.
+          Rewind: it is bad, and the run is to go back.
         """
         while self._pending:
             dispatched = self._pending.popleft()
@@ -168,7 +167,7 @@ class MetricsLog:
     def paused(self) -> Iterator[None]:
         """Around evaluations and saves: settles all steps, and leaves the time out of step_seconds.
 
-        Settling first means that no checkpoint holds a state whose loss was not finite, and that a
+        Settling first means that no checkpoint holds the state of a bad step, and that a
         checkpoint's metrics are on disk before it is.
         """
         self.flush()
@@ -182,7 +181,8 @@ class MetricsLog:
         """Writes what is due and the final loss.png, and gives the terminal back.
 
         Raises:
-          NonFiniteLossError: a loss, now read, is not finite.
+          BadStepError: a step, now read, is bad, and the run is to stop.
+          Rewind: it is bad, and the run is to go back.
         """
         try:
             self.flush()
@@ -194,28 +194,48 @@ class MetricsLog:
                 self._files.close()
 
     def _settle(self, dispatched: _Dispatched, *, last: bool = False) -> None:
-        """Waits for one step and writes its line if it has one; `last` looks at its loss anyway."""
+        """Waits for one step, writes its line if it has one, and does what the guard says of it.
+
+        Vectors are looked at where they are written, and `last` anyway.
+        """
         step, metrics = dispatched.step, dispatched.metrics
         # Step 1 of the run, not of the attempt: a resumed run writes the same lines as one that
         # was never interrupted.
         due = step % self._log_every == 0 or step in (1, self._total_steps)
-        finite = True
+        why = None
         if "weight" in metrics and not (due or last):
             # A loss that is not finite leaves parameters that are not: a later step shows it.
             jax.block_until_ready(metrics["loss"])
         else:
             metrics = means(metrics) if "weight" in metrics else metrics
             # device_get is an explicit transfer, which jax_transfer_guard="disallow" lets through.
-            loss = float(jax.device_get(metrics["loss"]))
-            finite = math.isfinite(loss)
-        if due or not finite:
+            looked_at = {name: metrics[name] for name in _LOOKED_AT if name in metrics}
+            why = what_is_bad({k: float(x) for k, x in jax.device_get(looked_at).items()})
+        if due or why is not None:
             self._write(step, jax.device_get(dict(metrics)))
         elif step == self._first_step + 1:
             # A resumed attempt's first step compiles: it opens no window.
             self._open_window(step)
-        if not finite:
-            self._pending.clear()
-            raise NonFiniteLossError(step, float(jax.device_get(metrics["loss"])))
+        if why is None:
+            self._bad_in_a_row = 0
+        else:
+            self._act_on(step, why)
+
+    def _act_on(self, step: int, why: str) -> None:
+        """Goes on after a bad step, or raises what ends or rewinds the run."""
+        self._bad_in_a_row += 1
+        policy, in_a_row = self._guard.policy, self._bad_in_a_row
+        if policy == "skip" and in_a_row < self._guard.max_bad_steps:
+            self.bad_steps += 1
+            if self._display is not None:
+                self._display.line(
+                    f"step {step}/{self._total_steps}  left out ({self.bad_steps} so far): {why}"
+                )
+            return
+        self._pending.clear()
+        if policy == "rewind":
+            raise Rewind(step, why)
+        raise BadStepError(step, why, policy=policy, in_a_row=in_a_row)
 
     def _open_window(self, step: int) -> None:
         self._window_start, self._window_first_step = time.perf_counter(), step

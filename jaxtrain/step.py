@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
 from jaxtrain.layers import Execution, Statistic
 from jaxtrain.loss import OBJECTIVES, Loss, Sums, spread
 from jaxtrain.pipeline.engine import Engine, Parts
@@ -34,6 +35,7 @@ class TrainState:
       statistics: running statistics; empty for models that have none.
       loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
       exchange: what an exchange over `data` other than the synchronous one remembers.
+      guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
     """
 
     step: jax.Array
@@ -42,13 +44,11 @@ class TrainState:
     statistics: nnx.State
     loss_scale: jax.Array
     exchange: Any = ()
+    guard: Any = ()
 
 
 # What the mean of a sum is called in the metrics, where not by the sum's own name.
 _METRIC_NAMES = {"correct": "accuracy", "auxiliary": "auxiliary_loss"}
-
-# Dynamic loss scaling (arXiv 1710.03740, section 3.2).
-FIRST_LOSS_SCALE, GOOD_STEPS_TO_DOUBLE = 2.0**15, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Program:
       execution: how the model's mathematics is run.
       accumulation: microbatches in one optimizer step.
       pipeline: how microbatches go through the stages, where the mesh has more than one.
+      guard: which steps are bad, and whether they may change the state.
     """
 
     build: Callable[[jax.Array], nnx.Module]
@@ -78,6 +79,7 @@ class Program:
     execution: Execution
     accumulation: int = 1
     pipeline: Pipeline = Pipeline()
+    guard: Guard = Guard()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class Program:
             opt_state=self.optimizer.init(params),
             statistics=statistics,
             loss_scale=jnp.array([first, 0.0], jnp.float32),
+            guard=() if self.guard.spike_sigma is None else History.empty(self.guard.window),
         )
 
     @functools.cached_property
@@ -128,6 +131,7 @@ class Program:
             "opt_state": shardings(state.opt_state, layout.moment, layout),
             "statistics": shardings(state.statistics, layout.weight, layout),
             "loss_scale": layout.named(P()),
+            "guard": jax.tree.map(lambda _: layout.named(P()), state.guard),
         }
         return TrainState(**of)
 
@@ -183,41 +187,45 @@ class Program:
         layout = self.layout
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
-        params = reshard(state.params, layout.moment, layout)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
+        updates, opt_state = self.optimizer.update(grads, old.opt_state, old.params)
         # optax sums bfloat16 moments with float32 gradients into float32 ones.
-        opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
-        params: Any = optax.apply_updates(params, updates)
+        opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, old.opt_state)
+        params: Any = optax.apply_updates(old.params, updates)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
         new = dataclasses.replace(
-            state,
+            old,
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
             statistics=statistics,
         )
-        if self.precision.loss_scale == "dynamic":
-            new, metrics = self._skip_overflow(state, new, metrics)
+        if self.guard.in_step or self.precision.loss_scale == "dynamic":
+            new, metrics = self._keep_if_good(old, new, metrics)
         return dataclasses.replace(
             new, params=reshard(new.params, layout.parameter, layout)
         ), metrics
 
-    def _skip_overflow(
+    def _keep_if_good(
         self, old: TrainState, new: TrainState, metrics: Sums
     ) -> tuple[TrainState, Sums]:
-        """Keeps the old state and halves the scale where a gradient is not finite."""
-        good = jnp.isfinite(metrics["grad_norm"])
-        scale, good_steps = old.loss_scale[0], old.loss_scale[1]
-        grown = good_steps + 1 >= GOOD_STEPS_TO_DOUBLE
-        after_good = jnp.stack([jnp.where(grown, scale * 2, scale), (good_steps + 1) * ~grown])
-        after_bad = jnp.stack([scale / 2, jnp.zeros_like(scale)])
-        old = dataclasses.replace(old, params=reshard(old.params, self.layout.moment, self.layout))
-        kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
-        kept = dataclasses.replace(
-            kept, step=new.step, loss_scale=jnp.where(good, after_good, after_bad)
+        """The new state after a good step, else the old one; `step` counts both."""
+        verdict = judge(
+            self.guard,
+            metrics,
+            history=old.guard,
+            loss_scale=old.loss_scale,
+            dynamic=self.precision.loss_scale == "dynamic",
         )
-        return kept, {**metrics, "loss_scale": scale, "skipped": 1.0 - good}
+        # The optimizer's schedule does not move with updates that are left out.
+        position = updates_taken(old.opt_state, old.step)
+        rate = jnp.asarray(self.schedule(position), jnp.float32)
+        kept = jax.tree.map(lambda a, b: jnp.where(verdict.good, a, b), new, old)
+        kept = dataclasses.replace(
+            kept, step=new.step, loss_scale=verdict.loss_scale, guard=verdict.history
+        )
+        return kept, {**metrics, "learning_rate": rate, **verdict.metrics}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[nnx.State, Sums, nnx.State]:
         """Gradients of the mean loss over the global batch, its metrics, the new statistics."""

@@ -17,7 +17,8 @@ from jaxtrain import Trainer, load_config, preflight
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import Exchange, with_exchange
 from jaxtrain.exchange.rules import mix_with_neighbours
-from jaxtrain.metrics import MetricsLog, NonFiniteLossError, means, read_lines
+from jaxtrain.guard import BadStepError
+from jaxtrain.metrics import MetricsLog, means, read_lines
 from jaxtrain.models.gpt import GPT
 from jaxtrain.optimizer import Optimizer, make_optimizer
 
@@ -253,7 +254,7 @@ def test_losses_of_replicas_are_weighed_by_their_targets_and_read_only_where_due
     broken = {**vectors, "loss": jnp.array([1.0, math.nan])}
     for step in range(2, 9):
         log.later(step, broken)  # not written: nobody looks across replicas
-    with pytest.raises(NonFiniteLossError):
+    with pytest.raises(BadStepError):
         log.flush()  # before an evaluation or a checkpoint somebody does
 
 

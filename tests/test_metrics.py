@@ -15,7 +15,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jaxtrain import metrics
 from jaxtrain.errors import UserError
-from jaxtrain.metrics import MetricsLog, NonFiniteLossError
+from jaxtrain.guard import BadStepError
+from jaxtrain.metrics import MetricsLog
 
 RATES = {"tokens_per_second", "step_seconds", "mfu"}
 TRAIN_KEYS = {"step", "loss", "grad_norm", "learning_rate"} | RATES
@@ -217,7 +218,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_its_line(tmp_path, bad):
     run(log, 1, 6)
     log.later(7, scalars(7, loss=bad))
     log.later(8, scalars(8))
-    with pytest.raises(NonFiniteLossError, match=f"the loss of step 7 is {bad}") as raised:
+    with pytest.raises(BadStepError, match=f"step 7 is bad, the loss is {bad}") as raised:
         log.later(9, scalars(9))
     assert raised.value.step == 7
     assert isinstance(raised.value, FloatingPointError)
@@ -231,7 +232,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_its_line(tmp_path, bad):
 def test_a_pause_finds_the_bad_loss_before_anything_is_saved():
     log = make_log(None)
     log.later(1, scalars(1, loss=float("nan")))
-    with pytest.raises(NonFiniteLossError), log.paused():
+    with pytest.raises(BadStepError), log.paused():
         pytest.fail("the state of a bad step would have been saved")
     log.close()
 

@@ -13,7 +13,7 @@ from PIL import Image
 from jaxtrain import Trainer, load_config
 from jaxtrain.data.pipeline import batches
 from jaxtrain.errors import UserError
-from jaxtrain.metrics import NonFiniteLossError
+from jaxtrain.guard import BadStepError
 from jaxtrain.train import Preempted
 
 TIMES = {"step_seconds", "tokens_per_second", "mfu"}
@@ -160,7 +160,7 @@ def test_evaluation_counts_every_heldout_target_once(tiny_config):
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tiny_config, tmp_path):
     bindings = ["Optimizer.learning_rate = 1e30", "Optimizer.clip_norm = None"]
     trainer = Trainer(load_config(tiny_config, bindings), tmp_path)
-    with pytest.raises(NonFiniteLossError, match="step"):
+    with pytest.raises(BadStepError, match="step"):
         trainer.train()
     trainer.close()
     assert trainer._checkpoints.steps() == []
