@@ -151,6 +151,7 @@ class History:
           values: `losses` or `grad_norms`.
           settings: how many deviations, and how few steps are too few.
         """
+        assert settings.spike_sigma is not None, "a history, but no spikes to look for"
         filled = jnp.arange(settings.window) < self.count
         total = jnp.clip(self.count, 1, settings.window).astype(jnp.float32)
         mean = jnp.where(filled, values, 0.0).sum() / total

@@ -16,7 +16,6 @@ from tensorboardX.proto.event_pb2 import Event
 from jaxtrain import metrics
 from jaxtrain.errors import UserError
 from jaxtrain.guard import BadStepError
-from jaxtrain.metrics import MetricsLog
 
 RATES = {"tokens_per_second", "step_seconds", "mfu"}
 TRAIN_KEYS = {"step", "loss", "grad_norm", "learning_rate"} | RATES
@@ -56,7 +55,7 @@ def make_log(workdir, **changes):
         "log_every": 1,
         "terminal": Console(file=io.StringIO(), width=200),
     }
-    return MetricsLog(workdir, **(settings | changes))
+    return metrics.MetricsLog(workdir, **(settings | changes))
 
 
 def scalars(step, loss=None):
