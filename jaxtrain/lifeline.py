@@ -1,7 +1,7 @@
-"""The line between a supervisor and the command that it started: each learns when the other is gone.
+"""The line between a supervisor and its command: each learns when the other is gone.
 
-The two hold the ends of a socket. The command sends a byte a beat; the end of the line tells either,
-even where the other was killed.
+The two hold the ends of a socket. The command sends a byte a beat, and the end of the line tells
+either of them, even where the other was killed.
 """
 
 import contextlib
@@ -92,6 +92,7 @@ def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
     line = socket.socket(fileno=int(descriptor))
     line.set_inheritable(False)
     line.setblocking(False)
+    _beat(line)
     arguments = (line, float(beat_seconds), float(grace_seconds), on_lost or _terminate)
     threading.Thread(target=_report, args=arguments, name="supervisor", daemon=True).start()
     return True
@@ -100,18 +101,20 @@ def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
 def _report(
     line: socket.socket, beat_seconds: float, grace_seconds: float, on_lost: Callable[[], None]
 ) -> None:
-    with contextlib.suppress(ConnectionError):
-        while True:
-            with contextlib.suppress(BlockingIOError):  # a frozen supervisor does not read
-                line.send(b".")
-            # The supervisor sends nothing: what there is to read is the end of the line.
-            if select.select([line], [], [], beat_seconds)[0]:
-                break
+    # The supervisor sends nothing: what there is to read is the end of the line.
+    while not select.select([line], [], [], beat_seconds)[0]:
+        _beat(line)
     on_lost()
     time.sleep(grace_seconds)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _beat(line: socket.socket) -> None:
+    # A frozen supervisor does not read; of one that is gone the next look tells.
+    with contextlib.suppress(BlockingIOError, ConnectionError):
+        line.send(b".")
 
 
 def _terminate() -> None:

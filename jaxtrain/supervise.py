@@ -343,7 +343,7 @@ def _cause(workdir: Path, status: int, attempt: int | None) -> str:
     told = attempts.read(workdir / attempts.EXIT_FILE) or {}
     if status == DONE or attempt is None or told.get("attempt") != attempt:
         return f"ended with status {status}"
-    return f"ended with status {status}: {str(told.get('reason')).splitlines()[0][:300]}"
+    return f"ended with status {status}: {str(told.get('reason')).partition(chr(10))[0][:300]}"
 
 
 @contextlib.contextmanager
