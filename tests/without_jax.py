@@ -1,0 +1,42 @@
+"""Python programs that start in tenths of a second: the package's modules without JAX."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxtrain.lock
+
+# The package's modules without its front door, which imports JAX.
+WITHOUT_JAX = f"""
+import json, os, pathlib, signal, sys, threading, time, types
+sys.modules["jaxtrain"] = types.ModuleType("jaxtrain")
+sys.modules["jaxtrain"].__path__ = [{str(Path(jaxtrain.lock.__file__).parent)!r}]
+from jaxtrain.errors import UserError
+from jaxtrain.lock import RunLock, Superseded
+def tell(line):
+    print(line, flush=True)
+"""
+
+
+class Process:
+    """A Python program without JAX, spoken to line by line; killed at the end of the test."""
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_JAX + code, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        return self.popen.stdout.readline().rstrip("\n")
+
+    def ask(self, word: str) -> str:
+        self.popen.stdin.write(word + "\n")
+        self.popen.stdin.flush()
+        return self.line()
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
