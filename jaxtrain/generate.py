@@ -13,6 +13,7 @@ import numpy as np
 from jaxtrain.attention import Mask
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Cache, Execution, copies_of_kv_heads
+from jaxtrain.settings import TextSource, Train
 from jaxtrain.sharding import shard
 from jaxtrain.step import Program, TrainState
 from jaxtrain.transformer import hidden
@@ -58,6 +59,57 @@ def sample(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Arra
         keep_BV &= jnp.cumsum(probability_BV, axis=-1) - probability_BV < sampling.top_p
     choice_B = jax.random.categorical(key, jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
     return jnp.take_along_axis(order_BV, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def write(
+    program: Program,
+    train: Train,
+    state: TrainState,
+    prompt: str,
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int,
+) -> str:
+    """What a trained language model writes after `prompt`.
+
+    Args:
+      program: the program whose state it is.
+      train: its model and the data whose tokenizer it knows.
+      state: the trained state.
+      prompt: at least one character.
+      max_new_tokens: how many tokens to draw; None: as far as 100 fit.
+      sampling: how to draw them.
+      seed: seed of the draws.
+
+    Raises:
+      UserError: the model is no language model, or the text does not fit into its context.
+    """
+    if not isinstance(train.data, TextSource):
+        raise UserError(
+            f"generate: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
+            "trained on text generate"
+        )
+    tokenizer = train.data.open_tokenizer()
+    layout = dataclasses.replace(
+        program.layout, split_batch=False, sequence_parallel=False, manual=frozenset({"pipe"})
+    )
+    prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
+    model: Any = train.model
+    if max_new_tokens is None:
+        max_new_tokens = max(min(100, model.context_length - len(prompt_tokens)), 1)
+    tokens = generate(
+        dataclasses.replace(program, layout=layout),
+        model,
+        state,
+        prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+    )
+    if tokenizer.end_of_text in tokens:
+        tokens = tokens[: tokens.index(tokenizer.end_of_text)]
+    return tokenizer.decode(tokens)
 
 
 def generate(

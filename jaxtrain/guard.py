@@ -278,6 +278,26 @@ class Rewind(Exception):  # noqa: N818 - control flow, not an error
         self.step, self.why = step, why
 
 
+class Rewinds:
+    """How often a run has gone back from the same bad step."""
+
+    def __init__(self, settings: Guard) -> None:
+        self._settings = settings
+        self._farthest = self._count = 0
+
+    def target(self, rewind: Rewind) -> int:
+        """The step that the run goes back to, or before it.
+
+        Raises:
+          BadStepError: it went back too often without getting past the bad step.
+        """
+        self._count = self._count + 1 if rewind.step <= self._farthest else 1
+        self._farthest = max(self._farthest, rewind.step)
+        if self._count > self._settings.max_bad_steps:
+            raise BadStepError(rewind.step, rewind.why, policy="rewind", in_a_row=self._count)
+        return max(rewind.step - self._settings.rewind_steps, 0)
+
+
 def what_is_bad(metrics: Mapping[str, float]) -> str | None:
     """What is bad about a step with these metrics, as host numbers; None for a good step.
 

@@ -21,20 +21,20 @@ FORMAT = 1  # of what stands beside the state in a checkpoint
 
 
 def describe(
-    config: Config, program: Program | ExchangeProgram, digest: str, step: int
+    config: Config, program: Program | ExchangeProgram, digest: str, next_batch: int
 ) -> dict[str, Any]:
-    """What is saved beside the state of `step`.
+    """What is saved beside a state.
 
     Args:
       config: the run's configuration.
       program: the run's program.
       digest: the data's sha256.
-      step: optimizer steps taken.
+      next_batch: the number of the batch that the next step takes.
     """
     return {
         "format": FORMAT,
         "config": config.to_gin(),
-        "data": {"next_batch": step, **_position(config, digest)},
+        "data": {"next_batch": next_batch, **_position(config, digest)},
         "layer_order": program.layer_order,
         "versions": versions(),
     }

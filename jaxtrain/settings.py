@@ -18,6 +18,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.exchange import Exchange
+from jaxtrain.guard import Guard
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import Mesh
@@ -110,6 +111,7 @@ class Config:
     optimizer: Optimizer
     schedule: Schedule
     checkpoint: Checkpoint
+    guard: Guard
 
     def to_gin(self) -> str:
         """Every value as gin text; reading it again gives an equal configuration."""

@@ -1,12 +1,9 @@
 """The training loop: build, restore, step, log, evaluate, save."""
 
-import contextlib
+from contextlib import closing, nullcontext
 import dataclasses
 import functools
 import os
-import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +11,23 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxtrain import generate as generation
 from jaxtrain import preflight, report, resume
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.attempt import Attempt, Preempted
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset
-from jaxtrain.errors import UserError
 from jaxtrain.exchange import ExchangeProgram, with_exchange
+from jaxtrain.generate import Sampling, write
+from jaxtrain.guard import Rewind, Rewinds
 from jaxtrain.layers import Execution
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
-from jaxtrain.metrics import MetricsLog, peak_flops, write_atomically
+from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines, write_atomically
 from jaxtrain.optimizer import make_optimizer, make_schedule
-from jaxtrain.settings import Config, TextSource
+from jaxtrain.saved import SavedRun
+from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 from jaxtrain.step import Program, TrainState, with_shardings
-
-
-class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
-    """A signal asked the run to stop; everything up to `step` is saved."""
-
-    def __init__(self, step: int, signal_name: str) -> None:
-        super().__init__(f"stopped by {signal_name} after saving step {step}")
-        self.step = step
 
 
 def quiet() -> Console:
@@ -64,6 +54,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         ),
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
+        guard=config.guard,
     )
     return with_exchange(config.exchange, program)
 
@@ -87,6 +78,7 @@ class Trainer:
         *,
         console: Console | None = None,
         read_only: bool = False,
+        attempt: Attempt | None = None,
     ) -> None:
         """Checks, opens the data, builds the mesh, and restores the newest checkpoint or starts.
 
@@ -95,6 +87,7 @@ class Trainer:
           workdir: the run's folder.
           console: where progress goes; None prints nothing.
           read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
+          attempt: this start of the run; None: one that nobody but this process's signals stops.
 
         Raises:
           UserError: the configuration cannot run on these devices, or is another run's.
@@ -103,20 +96,27 @@ class Trainer:
             simulate_devices(config.mesh.simulated_devices)
         preflight.check(config, device_count=jax.device_count(), platform=jax.default_backend())
         self.config, self.console = config, console or quiet()
+        self._attempt = attempt or Attempt(Alone())
         self.workdir = None if workdir is None else Path(workdir)
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
-        self._read_only = read_only
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
+        self._is_compiled = False
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
-        self._checkpoints: Checkpoints | None = None
-        if self.workdir is not None:
-            self._checkpoints = Checkpoints(self.workdir, config.checkpoint, read_only=read_only)
-        self.state = self._restore_or_create()
+        self._saved = SavedRun(
+            self.workdir,
+            config,
+            self.program,
+            read_only=read_only,
+            report=self.say,
+            may_write=self._attempt.may_write,
+        )
+        with self._attempt.phases.phase("restore"):
+            self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
         self.steps_done = int(self.state.step)
         if self.workdir is not None and not read_only and jax.process_index() == 0:
             write_atomically(self.workdir / "config.gin", config.to_gin().encode())
@@ -155,49 +155,112 @@ class Trainer:
           Preempted: a signal came; the state is saved.
           FloatingPointError: the loss is not finite.
         """
-        train = self.config.train
-        first = self.steps_done
-        last = train.steps if steps is None else first + steps
+        last = self.config.train.steps if steps is None else self.steps_done + steps
+        rewinds = Rewinds(self.config.guard)
+        with self.layout.active(), self._attempt.listening(), jax.transfer_guard("disallow"):
+            while True:
+                try:
+                    values = self._train_until(last)
+                    break
+                except Rewind as rewind:
+                    self._go_back(rewind, rewinds.target(rewind))
+        self._saved.wait()
+        return values
+
+    def _train_until(self, last: int) -> dict[str, float]:
+        """The loop up to a step; Rewind where a step turned out to be bad."""
+        train, phases = self.config.train, self._attempt.phases
         values: dict[str, float] = {}
+        first = self.steps_done
         with (
-            self.layout.active(),
-            contextlib.closing(self._open_log(first, last)) as log,
-            self._batches(first) as stream,
-            _stop_signals() as stopped,
-            jax.transfer_guard("disallow"),
+            closing(self._open_log(first, last)) as log,
+            self._batches(self._next_batch) as stream,
         ):
+            if self._owes_evaluation(last):
+                with log.paused():
+                    values = self._evaluate(log)
+                log.now(first, values)
             for step in range(first + 1, last + 1):
-                self.state, metrics = self._train_step(self.state, next(stream))
-                log.later(step, metrics)
-                self.steps_done = step
+                self._stop_if_asked(log)
+                with phases.phase("step" if self._is_compiled else "compile", step):
+                    with phases.phase("data", step):
+                        batch = next(stream)
+                    self.state, metrics = self._train_step(self.state, batch)
+                    self.steps_done, self._next_batch = step, self._next_batch + 1
+                    log.later(step, metrics)
+                self._is_compiled = True
                 if _every(train.eval_every, step) or step == last:
                     with log.paused():
-                        values = self.evaluate()
+                        values = self._evaluate(log)
                     log.now(step, values)
-                if _every(train.save_every, step) or step == last or stopped:
+                if _every(train.save_every, step) or step == last:
                     with log.paused():
-                        self._save(step)
-                if stopped:
-                    raise Preempted(step, stopped[0])
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+                        self._save()
         return values
+
+    def _owes_evaluation(self, last: int) -> bool:
+        """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
+        step, file = self.steps_done, (self.workdir or Path()) / METRICS_FILE
+        due = _every(self.config.train.eval_every, step) or step == last
+        if not (due and step and self.workdir is not None and file.exists()):
+            return False
+        return not any(line["step"] == step and "eval_loss" in line for line in read_lines(file))
+
+    def _stop_if_asked(self, log: MetricsLog) -> None:
+        """Saves and raises Preempted where all processes stop here."""
+        reason = self._attempt.stop_reason()
+        if reason is None:
+            return
+        if self.steps_done:
+            with log.paused():
+                self._save()
+        self._saved.wait()
+        raise Preempted(self.steps_done, reason)
+
+    def _save(self) -> None:
+        with self._attempt.phases.phase("save", self.steps_done):
+            self._saved.save(
+                self.steps_done,
+                self.state,
+                next_batch=self._next_batch,
+                digest=self.dataset.digest,
+            )
+
+    def _go_back(self, rewind: Rewind, target: int) -> None:
+        """Restores a state from before a bad step and passes over the batches around it."""
+        with self._attempt.phases.phase("restore"), jax.transfer_guard("allow"):
+            self.state, position = self._saved.back_to(target, self.dataset)
+            self.steps_done = int(self.state.step)
+        skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
+        self._next_batch = position + skipped
+        self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
 
     def evaluate(self) -> dict[str, float]:
         """`eval_loss` and the task's metric over the held-out examples, each counted once."""
+        return self._evaluate(None)
+
+    def _evaluate(self, log: MetricsLog | None) -> dict[str, float]:
+        """The same; inside a run, whose log is given, all may stop before any batch."""
+        phases, step = self._attempt.phases, self.steps_done
         rows = self._eval_rows()
         batch = self.config.train.data.abstract_batch(rows)
-        state = self.program.consensus(self.state)
-        sums = self.program.plain.no_sums(state, batch)
-        source = heldout_batches(
-            self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows)
-        )
-        with self.layout.active(), Prefetcher(source, self._place(rows)) as stream:
-            for number, batch in enumerate(stream, start=1):
-                sums = self._eval_step(state, batch, sums)
-                if number == self.config.train.eval_batches:
-                    break
-        total = {name: float(value) for name, value in jax.device_get(sums).items()}
+        with self.layout.active(), phases.phase("evaluation", step):
+            state = self.program.consensus(self.state)
+            sums = self.program.plain.no_sums(state, batch)
+            source = heldout_batches(
+                self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows)
+            )
+            with Prefetcher(source, self._place(rows)) as stream:
+                for number, batch in enumerate(stream, start=1):
+                    if log is not None:
+                        self._stop_if_asked(log)
+                    with phases.phase("compile", step) if number == 1 else nullcontext():
+                        sums = self._eval_step(state, batch, sums)
+                    phases.beat()
+                    if number == self.config.train.eval_batches:
+                        break
+            sums = jax.device_get(sums)
+        total = {name: float(value) for name, value in sums.items()}
         values = {"eval_loss": total["loss"] / total["weight"]}
         if "correct" in total:
             values["eval_accuracy"] = total["correct"] / total["weight"]
@@ -220,33 +283,16 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or the text does not fit into its context.
         """
-        data = self.config.train.data
-        if not isinstance(data, TextSource):
-            raise UserError(
-                f"generate: Train.data=@{type(data).__name__}() has no tokenizer; only models "
-                "trained on text generate"
-            )
-        tokenizer = data.open_tokenizer()
-        sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        layout = dataclasses.replace(
-            self.layout, split_batch=False, sequence_parallel=False, manual=frozenset({"pipe"})
-        )
-        prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
-        model: Any = self.config.train.model
-        if max_new_tokens is None:
-            max_new_tokens = max(min(100, model.context_length - len(prompt_tokens)), 1)
-        tokens = generation.generate(
-            dataclasses.replace(self.program.plain, layout=layout),
-            model,
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        return write(
+            self.program.plain,
+            self.config.train,
             self.program.consensus(self.state),
-            prompt_tokens,
+            prompt,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed,
         )
-        if tokenizer.end_of_text in tokens:
-            tokens = tokens[: tokens.index(tokenizer.end_of_text)]
-        return tokenizer.decode(tokens)
 
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""
@@ -257,33 +303,14 @@ class Trainer:
         report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
         report.show_parameters(self.console, self.state)
 
+    def say(self, line: str) -> None:
+        """A line for people, on process 0's terminal."""
+        if jax.process_index() == 0:
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
     def close(self) -> None:
         """Waits for the checkpoint being written."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-
-    # -- checkpoints -----------------------------------------------------------------------------
-
-    def _restore_or_create(self) -> TrainState:
-        step = None if self._checkpoints is None else self._checkpoints.latest_step()
-        if self._checkpoints is None or step is None:
-            return self.program.create(self.config.train.seed)
-        if not self._read_only:
-            resume.refuse_other_run(
-                self._checkpoints.extra(step),
-                self.config,
-                self.dataset,
-                step=step,
-                workdir=self.workdir,
-            )
-        return resume.restore(self._checkpoints, step, self.program)
-
-    def _save(self, step: int) -> None:
-        if self._checkpoints is None:
-            return
-        extra = resume.describe(self.config, self.program, self.dataset.digest, step)
-        with jax.transfer_guard("allow"):
-            self._checkpoints.save(step, self.state, extra)
+        self._saved.close()
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -342,29 +369,9 @@ class Trainer:
             log_every=self.config.train.log_every,
             terminal=self.console,
             references=references,
+            guard=self.config.guard,
         )
 
 
 def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[str]]:
-    """Takes the names of signals: SIGTERM or a first Ctrl-C; a second Ctrl-C interrupts at once."""
-    stopped: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped  # only the main thread may set handlers: a notebook's worker goes without
-        return
-
-    def stop(number: int, _frame: Any) -> None:
-        stopped.append(signal.Signals(number).name)
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,78 @@
+"""One start of a run, as its trainer sees it: what it is doing, and who may ask it to stop."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from jaxtrain.phases import Phases
+from jaxtrain.signals import stop_signals
+
+
+class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
+    """Somebody asked the run to stop; everything up to `step` is saved."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"stopped by {reason} after saving step {step}")
+        self.step = step
+
+
+class Stopper(Protocol):
+    """Who decides when all processes of a run stop: `peers.Peers`, or `peers.Alone`."""
+
+    def request_stop(self, reason: str) -> None:
+        """Asks for a stop, from any thread of any process."""
+        ...
+
+    def tick(self, n: int) -> str | None:
+        """Before the n-th tick: why the run stops here, at the same n in all processes, or None."""
+        ...
+
+
+def nothing() -> None:
+    """Lets everything be written: the folder of a run that nobody else can have."""
+
+
+class Attempt:
+    """One start of a run.
+
+    Attributes:
+      number: which start of the same run this is, from 1.
+      phases: what the process is doing.
+      may_write: raises where the run's folder belongs to a later attempt by now.
+    """
+
+    def __init__(
+        self,
+        stopper: Stopper,
+        *,
+        number: int = 1,
+        phases: Phases | None = None,
+        may_write: Callable[[], None] = nothing,
+    ) -> None:
+        self.number = number
+        self.phases = Phases() if phases is None else phases
+        self.may_write = may_write
+        self._stopper = stopper
+        self._ticks = 0
+        self._listening = False
+
+    def stop_reason(self) -> str | None:
+        """Before a step or a batch of an evaluation: why the run stops here, or None.
+
+        Each process asks at the same places, so that all stop at the same one.
+        """
+        self._ticks += 1
+        return self._stopper.tick(self._ticks)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """While signals are requests to stop; inside another such `with` it does nothing."""
+        if self._listening:
+            yield
+            return
+        self._listening = True
+        try:
+            with stop_signals(self._stopper.request_stop):
+                yield
+        finally:
+            self._listening = False

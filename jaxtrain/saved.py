@@ -1,0 +1,114 @@
+"""A run's states on disk: the newest to go on from, an earlier one to go back to."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxtrain import resume
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.data.source import Dataset
+from jaxtrain.exchange import ExchangeProgram
+from jaxtrain.settings import Config
+from jaxtrain.step import Program, TrainState
+
+
+class SavedRun:
+    """The checkpoints of one run's folder, restored into one program.
+
+    A state comes with its position: the number of the batch that the next step takes. That is the
+    state's step, and more by the batches that rewinds have passed over.
+    """
+
+    def __init__(
+        self,
+        workdir: Path | None,
+        config: Config,
+        program: Program | ExchangeProgram,
+        *,
+        read_only: bool,
+        report: Callable[[str], None],
+        may_write: Callable[[], None],
+    ) -> None:
+        """Opens the checkpoints of a run.
+
+        Args:
+          workdir: the run's folder; None keeps no state.
+          config: the run's configuration.
+          program: what the states are restored into.
+          read_only: nothing in workdir changes.
+          report: takes what people should know: damage, a disk that fills up.
+          may_write: raises where the folder belongs to another attempt by now.
+        """
+        self._workdir, self._config, self._program = workdir, config, program
+        self._read_only = read_only
+        self._report = report
+        self._checkpoints = None
+        if workdir is not None:
+            self._checkpoints = Checkpoints(
+                workdir, config.checkpoint, read_only=read_only, report=report, may_write=may_write
+            )
+
+    def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
+        """The newest good state and its position; a fresh one where there is none.
+
+        Args:
+          open_data: the run's data; only asked for where the run goes on.
+
+        Raises:
+          UserError: the folder holds another run.
+        """
+        step = None if self._checkpoints is None else self._checkpoints.newest_good()
+        if step is None:
+            return self._fresh(), 0
+        return self._restore(step, None if self._read_only else open_data())
+
+    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+        """The newest good state at `step` or before it, and its position; later ones are removed.
+
+        They stand on the way that is left: the run comes to their steps again, with other batches.
+        """
+        if self._checkpoints is None:
+            return self._fresh(), 0
+        self._checkpoints.wait()
+        self._checkpoints.remove_after(step)
+        found = self._checkpoints.newest_good()
+        return (self._fresh(), 0) if found is None else self._restore(found, dataset)
+
+    def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        """Saves a state and its position; the disk is written behind the next steps' back.
+
+        Args:
+          step: optimizer steps taken.
+          state: the state after them.
+          next_batch: the number of the batch that the next step takes.
+          digest: the data's sha256.
+        """
+        if self._checkpoints is None:
+            return
+        extra = resume.describe(self._config, self._program, digest, next_batch)
+        with jax.transfer_guard("allow"):
+            self._checkpoints.save(step, state, extra)
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk and sealed; raises what went wrong with it."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Waits for the save in progress and lets go of the folder."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    def _fresh(self) -> TrainState:
+        return self._program.create(self._config.train.seed)
+
+    def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
+        assert self._checkpoints is not None
+        extra = self._checkpoints.extra(step)
+        if dataset is not None:
+            resume.refuse_other_run(
+                extra, self._config, dataset, step=step, workdir=self._workdir
+            )
+        state = resume.restore(self._checkpoints, step, self._program)
+        return state, extra["data"]["next_batch"]
