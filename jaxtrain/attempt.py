@@ -2,8 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
+from jaxtrain.peers import Peers
 from jaxtrain.phases import Phases
 from jaxtrain.signals import stop_signals
 
@@ -14,18 +14,6 @@ class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"stopped by {reason} after saving step {step}")
         self.step = step
-
-
-class Stopper(Protocol):
-    """Who decides when all processes of a run stop: `peers.Peers`, or `peers.Alone`."""
-
-    def request_stop(self, reason: str) -> None:
-        """Asks for a stop, from any thread of any process."""
-        ...
-
-    def tick(self, n: int) -> str | None:
-        """Before the n-th tick: why the run stops here, at the same n in all processes, or None."""
-        ...
 
 
 def nothing() -> None:
@@ -39,11 +27,13 @@ class Attempt:
       number: which start of the same run this is, from 1.
       phases: what the process is doing.
       may_write: raises where the run's folder belongs to a later attempt by now.
+      step: optimizer steps done, as the trainer says.
+      has_begun: whether there is a trainer: its configuration was not refused.
     """
 
     def __init__(
         self,
-        stopper: Stopper,
+        peers: Peers,
         *,
         number: int = 1,
         phases: Phases | None = None,
@@ -52,7 +42,9 @@ class Attempt:
         self.number = number
         self.phases = Phases() if phases is None else phases
         self.may_write = may_write
-        self._stopper = stopper
+        self.step = 0
+        self.has_begun = False
+        self._peers = peers
         self._ticks = 0
         self._listening = False
 
@@ -62,7 +54,13 @@ class Attempt:
         Each process asks at the same places, so that all stop at the same one.
         """
         self._ticks += 1
-        return self._stopper.tick(self._ticks)
+        return self._peers.tick(self._ticks)
+
+    def request_stop(self, reason: str) -> None:
+        """Asks all processes to stop; from any thread."""
+        peers = self._peers
+        where = f" on process {peers.process_id} (host {peers.hosts[peers.process_id]})"
+        peers.request_stop(reason + where * (peers.num_processes > 1))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -72,7 +70,7 @@ class Attempt:
             return
         self._listening = True
         try:
-            with stop_signals(self._stopper.request_stop):
+            with stop_signals(self.request_stop):
                 yield
         finally:
             self._listening = False

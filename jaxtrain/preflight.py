@@ -12,6 +12,7 @@ from jaxtrain.attention import Attention, refuse
 from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.exchange.settings import refuse as refuse_exchange
+from jaxtrain.guard import refuse as refuse_guard
 from jaxtrain.experts import refuse_capacity
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
@@ -40,6 +41,7 @@ def check(config: Config, *, device_count: int, platform: str, reads_data: bool 
         found += _batch(config, layout)
         found += _sizes(config, layout)
         found += refuse_exchange(config.exchange, layout.mesh.shape)
+        found += refuse_guard(config.guard, config.exchange.method)
         found += _context(config, layout)
         found += _experts(config, layout)
         found += _stages(config, layout)

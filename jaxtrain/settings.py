@@ -28,6 +28,7 @@ from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.precision import Precision
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import Sharding
+from jaxtrain.watchdog import Deadlines
 
 QUICKSTART = "gpt_quickstart"
 
@@ -112,6 +113,7 @@ class Config:
     schedule: Schedule
     checkpoint: Checkpoint
     guard: Guard
+    deadlines: Deadlines
 
     def to_gin(self) -> str:
         """Every value as gin text; reading it again gives an equal configuration."""

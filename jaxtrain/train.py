@@ -24,6 +24,7 @@ from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
 from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines, write_atomically
 from jaxtrain.optimizer import make_optimizer, make_schedule
+from jaxtrain.peers import Alone
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
@@ -117,7 +118,8 @@ class Trainer:
         )
         with self._attempt.phases.phase("restore"):
             self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
-        self.steps_done = int(self.state.step)
+        self.steps_done = self._attempt.step = int(self.state.step)
+        self._attempt.has_begun = True
         if self.workdir is not None and not read_only and jax.process_index() == 0:
             write_atomically(self.workdir / "config.gin", config.to_gin().encode())
 
@@ -186,7 +188,8 @@ class Trainer:
                     with phases.phase("data", step):
                         batch = next(stream)
                     self.state, metrics = self._train_step(self.state, batch)
-                    self.steps_done, self._next_batch = step, self._next_batch + 1
+                    self.steps_done = self._attempt.step = step
+                    self._next_batch += 1
                     log.later(step, metrics)
                 self._is_compiled = True
                 if _every(train.eval_every, step) or step == last:

@@ -1,0 +1,236 @@
+"""One start of a run from the command line: the other processes, the folder's lock, its watch."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxtrain import attempts, distributed
+from jaxtrain.attempt import Attempt, Preempted
+from jaxtrain.channel import rendezvous
+from jaxtrain.cluster import Cluster, ClusterError, Flags
+from jaxtrain.errors import UserError
+from jaxtrain.lifeline import report_to_supervisor
+from jaxtrain.lock import RunLock, Superseded
+from jaxtrain.maintenance import maintenance_notices
+from jaxtrain.peers import Alone, Listeners, Peers
+from jaxtrain.phases import Activity, Phases
+from jaxtrain.settings import Config
+from jaxtrain.watchdog import Watchdog, dump_stacks, write_reason
+
+FAILED = 1
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[Attempt]:
+    """Everything around the training of one attempt; leaving it records how it ended.
+
+    Finds and joins the other processes, takes the run's folder, watches the phases, and turns
+    signals, maintenance notices and the end of a supervisor into one request to stop. A process
+    that stalls or is lost ends the attempt in all processes, their stacks and the reason on disk.
+
+    Args:
+      config: the run's configuration.
+      workdir: the run's folder.
+      flags: what the command line says about the processes.
+      say: takes a line for people.
+
+    Raises:
+      UserError: the folder is in use, or the processes do not fit together.
+      ClusterError: a process is missing.
+    """
+    phases = Phases()
+    is_new = not workdir.exists()
+    with contextlib.ExitStack() as stack:
+        with phases.phase("start"):
+            cluster = distributed.detect(os.environ, flags)
+            lock = None
+            if cluster.process_id == 0:
+                lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
+                stack.callback(_give_back, lock, is_new)
+            peers = _meet(cluster, config, 0 if lock is None else lock.attempt, say)
+            stack.callback(peers.close)
+        lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
+        attempt = Attempt(peers, number=lock.attempt, phases=phases, may_write=_fence(lock))
+        end = _End(workdir, lock, peers, attempt)
+        try:
+            with phases.phase("start"):
+                distributed.start(
+                    cluster, peers, simulated_devices=config.mesh.simulated_devices, report=say
+                )
+            listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
+            peers.listen(listeners)
+            stack.enter_context(attempt.listening())
+            stack.enter_context(
+                maintenance_notices(
+                    attempt.request_stop, os.environ, on_google_cloud=cluster.kind == "TPU VM"
+                )
+            )
+            report_to_supervisor(lambda: attempt.request_stop("the end of its supervisor"))
+            last_resort = end.folder / f"stacks-{lock.attempt}-{peers.process_id}.last.txt"
+            stack.enter_context(
+                Watchdog(phases, config.deadlines, end.stalled, last_resort=last_resort)
+            )
+            yield attempt
+            peers.goodbye()
+        except BaseException as error:
+            cause = end.record(error)
+            if cause is not None:
+                raise ClusterError(cause) from error
+            raise
+        end.record(None)
+
+
+def _meet(cluster: Cluster, config: Config, attempt: int, say: Say) -> Peers:
+    if cluster.num_processes == 1:
+        return Alone({"attempt": attempt})
+    names = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
+    hello["python"] = ".".join(map(str, sys.version_info[:3]))
+    hello["configuration"] = hashlib.sha256(config.to_gin().encode()).hexdigest()[:16]
+    say(cluster.found)
+    return rendezvous(cluster, hello, report=say, welcome={"attempt": attempt})
+
+
+def _fence(lock: RunLock) -> Callable[[], None]:
+    def may_write() -> None:
+        try:
+            lock.check()
+        except Superseded as superseded:
+            _leave_superseded(superseded)
+
+    return may_write
+
+
+def _leave_superseded(superseded: Superseded) -> NoReturn:
+    """Ends this process without a word in the folder, which belongs to another attempt."""
+    _leave(f"{superseded}: this process ends, nothing more is written")
+
+
+def _leave(line: str) -> NoReturn:
+    # Not by an exception: other threads may wait for ever, and JAX's own farewell waits for peers.
+    sys.stderr.write(f"jaxtrain: {line}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
+def _give_back(lock: RunLock, is_new: bool) -> None:
+    """Releases the lock; a folder that was made for it alone goes too."""
+    lock.release()
+    left = {path.name for path in lock.workdir.iterdir()}
+    if is_new and left == {attempts.ATTEMPTS_FOLDER}:
+        folder = lock.workdir / attempts.ATTEMPTS_FOLDER
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        lock.workdir.rmdir()
+
+
+class _End:
+    """Records how an attempt ended, once, whichever thread of it finds out first."""
+
+    def __init__(self, workdir: Path, lock: RunLock, peers: Peers, attempt: Attempt) -> None:
+        self._workdir, self._lock, self._peers, self._attempt = workdir, lock, peers, attempt
+        self._phases = attempt.phases
+        self._once = threading.Lock()
+        self.folder = workdir / attempts.ATTEMPTS_FOLDER
+
+    def activity(self) -> dict[str, Any]:
+        phase, step, seconds, _ = self._phases.activity()
+        return {"phase": phase, "step": step, "seconds": round(seconds, 3)}
+
+    # -- ends found by other threads ---------------------------------------------------------------
+
+    def lost(self, process: int, host: str, why: str, table: dict[int, dict[str, Any]]) -> None:
+        """Another process is gone or silent."""
+        doing = table.get(process, {})
+        last = f"; it was last in {doing.get('phase')}, step {doing.get('step')}"
+        self._abort(f"process {process} (host {host}) is lost: {why}{last if doing else ''}")
+
+    def failed(self, process: int, host: str, reason: str) -> None:
+        """Another process said why it ends."""
+        self._abort(f"process {process} (host {host}) failed: {reason}")
+
+    def stalled(self, activity: Activity, deadline: float) -> None:
+        """This process does not get on."""
+        told = (
+            f"stalled in {activity.phase}, step {activity.step}: no progress for "
+            f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
+        )
+        behind = self._behind()
+        cause = self._peers.failed(f"{told}{behind}")
+        mine = cause.process_id == self._peers.process_id
+        self._abort(f"{told}{behind}" if mine else str(cause))
+
+    def _behind(self) -> str:
+        """Which process has come less far than the others, in words."""
+        rows = self._peers.table()
+        steps = {process: row.get("step", 0) for process, row in rows.items()}
+        least = min(steps.values(), default=0)
+        late = [process for process, step in steps.items() if step == least]
+        if len(rows) < 2 or len(late) == len(rows):
+            return ""
+        words = ", ".join(
+            f"process {p} (host {rows[p].get('host')}) in {rows[p].get('phase')}" for p in late
+        )
+        return f"; behind the others, at step {least}: {words}"
+
+    def _abort(self, reason: str) -> NoReturn:
+        """From another thread: stacks and reason on disk, then the end of the process."""
+        if not self._once.acquire(blocking=False):
+            threading.Event().wait()  # the first to come ends the process
+        if self._lock.still_owned():
+            number, process = self._lock.attempt, self._peers.process_id
+            with contextlib.suppress(OSError):
+                dump_stacks(self.folder / f"stacks-{number}-{process}.txt")
+                write_reason(self.folder, process, number, reason, self._phases.activity())
+                self._write_exit("failed", reason)
+        _leave(reason)
+
+    # -- the end of the main thread ----------------------------------------------------------------
+
+    def record(self, error: BaseException | None) -> str | None:
+        """Writes exit.json, and tells the others of a failure.
+
+        Returns:
+          The first cause in any process, where this one's error only follows from it.
+        """
+        if not self._once.acquire(blocking=False):
+            threading.Event().wait()
+        if isinstance(error, Preempted):
+            self._peers.goodbye()
+            self._write_exit("preempted", str(error))
+        elif error is None:
+            self._write_exit("done", f"trained to step {self._attempt.step}")
+        else:
+            reason = str(error) or type(error).__name__
+            cause = self._peers.failed(reason)
+            is_other = cause.process_id != self._peers.process_id
+            # Where the configuration was refused nothing was begun, and nothing is written.
+            if self._attempt.has_begun:
+                self._write_exit("failed", str(cause) if is_other else reason)
+            if is_other:
+                return str(cause)
+        return None
+
+    def _write_exit(self, status: str, reason: str) -> None:
+        """By process 0; by the first of the others where that one is lost."""
+        cause = self._peers.cause
+        lost = cause.process_id if cause is not None and cause.what == "lost" else None
+        writer = 1 if lost == 0 else 0
+        if self._peers.process_id == writer:
+            attempts.write_exit(
+                self._workdir,
+                status=status,
+                reason=reason,
+                step=self._attempt.step,
+                attempt=self._lock.attempt,
+            )
