@@ -1,40 +1,44 @@
 """Saves the train state and restores it on any mesh: the only module that knows Orbax.
 
-A checkpoint is one folder, `workdir/checkpoints/<step>/`, complete or absent: Orbax writes into a
-temporary folder and renames it when everything is on disk. Inside lie the arrays under readable
-names (`params/layers/attention/query`), one JSON object of the caller's (`extra`), and a
-fingerprint of each array: TensorStore has checksums for its indices but none for the arrays' own
-bytes, so that a flipped bit on the disk would come back as a wrong parameter.
+A checkpoint is one folder, `workdir/checkpoints/<step>/`. Orbax writes the arrays under readable
+names (`params/layers/attention/query`) and one JSON object of the caller's (`extra`) into a
+temporary folder and renames it; then its manifest is written, and only with it the checkpoint
+counts as done, and only then older ones are deleted. Whatever a kill leaves behind is either whole
+or recognised and removed; whatever the disk does to it afterwards is found before it is used.
 """
 
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from jaxtrain import manifest, retention
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.errors import UserError
+from jaxtrain.fingerprint import fingerprints
+from jaxtrain.leaves import StoredLeaf, differences, flatten, stored_leaf
+from jaxtrain.manifest import CheckpointError, Leaf, damaged
+from jaxtrain.sealing import UNWRITTEN, WRITE_SECONDS, Sealer
 
 FOLDER = "checkpoints"
-_STATE, _EXTRA, _FINGERPRINTS = "state", "extra", "fingerprints"
+_STATE, _EXTRA = "state", "extra"
+_EXTRA_FILE = "extra/metadata"
 # What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
 # statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
 # memory (jax.errors.JaxRuntimeError), is not among them.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _MAX_DIFFERENCES = 8
+_log = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint whose files cannot be read: damaged, cut short or not written by jaxtrain."""
 
 
 @configurable
@@ -46,11 +50,13 @@ class Checkpoint:
       keep: number of newest checkpoints kept; at least 1.
       keep_every: steps that are multiples of this are kept for ever; None keeps only the newest.
       asynchronous: write to disk while the next steps run; False waits for the disk.
+      max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
     """
 
     keep: int = 3
     keep_every: int | None = None
     asynchronous: bool = True
+    max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -60,104 +66,155 @@ class Checkpoint:
                 f"Checkpoint.keep_every = {self.keep_every}: a number of steps of at least 1, "
                 "or None to keep only the newest"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredLeaf:
-    """One array of a checkpoint, as its metadata tell it.
-
-    Attributes:
-      shape: global shape.
-      dtype: the dtype it was saved with.
-      mesh: axis sizes of the mesh it was saved from; None for an array on a single device.
-      spec: its PartitionSpec's entries on that mesh; None for an array on a single device.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    mesh: dict[str, int] | None = None
-    spec: tuple[Any, ...] | None = None
+        if self.max_failed_saves < 1:
+            raise UserError(
+                f"Checkpoint.max_failed_saves = {self.max_failed_saves}: a run stops after 1 "
+                "failed save in a row or more"
+            )
 
 
 class Checkpoints:
-    """The checkpoints of one run's folder."""
+    """The checkpoints of one run's folder.
 
-    def __init__(self, workdir: Path, settings: Checkpoint, *, read_only: bool = False) -> None:
+    Attributes:
+      folder: `workdir/checkpoints`, absolute.
+      cleaned: a line for each thing that killed saves had left behind and opening removed.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        settings: Checkpoint,
+        *,
+        read_only: bool = False,
+        report: Callable[[str], None] = _log.warning,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
         """Opens `workdir/checkpoints`, making it and removing what killed saves left behind.
 
         Args:
           read_only: for programs that look at a run which may be training at this moment: nothing
             is made or removed, because an unfinished save may be a living one.
+          report: takes a line that the user should read: little space, a failed save, a damaged
+            checkpoint. Called from the thread that calls the method concerned.
+          may_write: called before leftovers are removed and before each save, and on process 0
+            again before the save counts as done, then in another thread; raises or exits where
+            another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.folder = Path(workdir).absolute() / FOLDER
-        self._read_only = read_only
-        policies: list[ocp.checkpoint_managers.PreservationPolicy] = [
-            ocp.checkpoint_managers.LatestN(settings.keep)
-        ]
-        if settings.keep_every is not None:
-            policies.append(ocp.checkpoint_managers.EveryNSteps(settings.keep_every))
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
-            enable_async_checkpointing=settings.asynchronous,
-            create=not read_only,
-            cleanup_tmp_directories=not read_only,
-        )
-        self._manager = ocp.CheckpointManager(
+        self._settings, self._read_only = settings, read_only
+        self._report, self._may_write = report, may_write
+        self._sealer = Sealer(
             self.folder,
-            options=options,
-            item_names=(_STATE, _EXTRA, _FINGERPRINTS),
-            item_handlers={
-                _STATE: ocp.PyTreeCheckpointHandler(),
-                _EXTRA: ocp.JsonCheckpointHandler(),
-                _FINGERPRINTS: ocp.JsonCheckpointHandler(),
-            },
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            max_failures=settings.max_failed_saves,
+            barrier=lambda **when: ocp.multihost.get_barrier_sync_fn()(**when),
+            report=report,
+            may_write=may_write,
         )
+        self._arrays = ocp.PyTreeCheckpointHandler()
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(
+                **{_STATE: self._arrays, _EXTRA: ocp.JsonCheckpointHandler()}
+            ),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=WRITE_SECONDS, barrier_sync_fn=self._sealer.barrier_of_writer
+            ),
+        )
+        self._reader = ocp.Checkpointer(self._arrays)
+        self._intact: set[int] = set()  # steps whose files have been compared with their digests
+        self.cleaned: list[str] = []
+        if not read_only and jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if retention.leftovers(self.folder):
+                may_write()
+                self.cleaned = retention.sweep(self.folder)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step, or None where there is none."""
+        """The newest complete checkpoint's step, or None; `newest_good` also reads its files."""
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
-        return sorted(self._manager.all_steps())
+        return retention.sealed_steps(self.folder)
+
+    def newest_good(self) -> int | None:
+        """The newest step whose files are all as they were written, or None; all processes call it.
+
+        A damaged one is reported and renamed to `damaged-<step>`, so that its step can be saved
+        again; opened read-only, it is left where it is.
+
+        Raises:
+          UserError: a newer jaxtrain wrote the newest checkpoint.
+        """
+        below: float = float("inf")
+        while True:
+            step = max((step for step in self.steps() if step < below), default=-1)
+            step = below = int(ocp.multihost.broadcast_one_to_all(np.int32(step)))
+            if step < 0:
+                return None
+            try:
+                self._check_files(step)
+                return step
+            except CheckpointError as error:
+                self._report(f"{error}; going on from the one before it")
+            if not self._read_only and jax.process_index() == 0:
+                self._may_write()
+                aside = retention.put_aside(self.folder, step)
+                self._report(f"the damaged checkpoint of step {step} is now {aside}")
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Saves `state` and `extra` as the checkpoint of `step`.
+        """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
 
         Returns when the arrays have been copied to host memory, so that the next step may be given
         (donated) their buffers; the disk is written behind the next steps' back. A save that is
-        still being written is waited for first, and its failure is raised here. A step that is
+        still being written is waited for first. Where it failed, its remains are removed and the
+        failure is reported; the run goes on and saves again when it next should. A step that is
         already there is left as it is: the same run at the same step has the same state.
 
         Args:
           step: number of optimizer steps done.
           state: any pytree of arrays.
           extra: JSON-able values that belong to the state: config, data position, versions.
+
+        Raises:
+          CheckpointError: the saves before this one failed, Checkpoint.max_failed_saves in a row.
         """
         assert not self._read_only, "opened read-only"
+        self._sealer.settle()
         if step in self.steps():
             return
+        self._may_write()
         # Serialised here: an unserialisable value is found before anything is written, and a dict
         # that the caller goes on changing does not reach the writing thread.
         extra = json.loads(json.dumps(extra))
-        names, leaves, _ = _flatten(state)
+        names, leaves, _ = flatten(state)
         arrays = dict(zip(names, leaves, strict=True))
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    _STATE: ocp.args.PyTreeSave(arrays),
-                    _EXTRA: ocp.args.JsonSave(extra),
-                    _FINGERPRINTS: ocp.args.JsonSave(_fingerprints(arrays)),
-                }
-            ),
-            force=True,
-        )
+        self._sealer.warn_of_little_space(self.latest_step())
+        found = fingerprints(arrays)
+        summaries = {
+            name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
+            for name, x in arrays.items()
+        }
+        items = {_STATE: ocp.args.PyTreeSave(arrays), _EXTRA: ocp.args.JsonSave(extra)}
+        written = self._writer.wait_until_finished
+        self._sealer.begin()
+        try:
+            self._writer.save(self._path(step), args=ocp.args.Composite(**items), force=True)
+        except UNWRITTEN as error:
+            written = functools.partial(_raise, error)
+        self._sealer.follow(step, written, summaries)
+        if not self._settings.asynchronous:
+            self._sealer.settle()
 
     def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:
         """The state of `step`, in the shardings of `abstract_state`, whatever mesh wrote it.
+
+        All processes call it. The files' digests are compared before any array is read, and the
+        arrays' fingerprints afterwards.
 
         Args:
           abstract_state: the tree wanted, each leaf a `jax.ShapeDtypeStruct` with a sharding.
@@ -167,10 +224,12 @@ class Checkpoints:
         Raises:
           UserError: the saved tree has other leaves, shapes or dtypes: nothing is cast or reshaped.
           ValueError: a shape does not divide over its sharding.
-          CheckpointError: the files cannot be read.
+          CheckpointError: the files cannot be read or are not what was written.
         """
-        names, leaves, treedef = _flatten(abstract_state)
+        names, leaves, treedef = flatten(abstract_state)
         wanted = dict(zip(names, leaves, strict=True))
+        self._refuse_absent(step)
+        self._check_files(step)
         self._refuse_differences(step, wanted, partial=partial)
         for leaf in wanted.values():
             leaf.sharding.shard_shape(leaf.shape)  # ValueError where it does not divide
@@ -183,44 +242,52 @@ class Checkpoints:
         item = ocp.args.PyTreeRestore(
             item=wanted, restore_args=restore_args, partial_restore=partial
         )
-        arrays = self._read(step, _STATE, item)
-        saved = self._read(step, _FINGERPRINTS, ocp.args.JsonRestore())
+        with _Reading(self._path(step), step):
+            arrays = self._reader.restore(self._path(step) / _STATE, args=item)
+        saved = manifest.read(self._path(step), step).leaves
         altered = [
-            name for name, found in _fingerprints(arrays).items() if found != saved.get(name)
+            name
+            for name, found in fingerprints(arrays).items()
+            if name not in saved or found != saved[name].fingerprint
         ]
         if altered:
             names = ", ".join(altered[:_MAX_DIFFERENCES])
-            raise _damaged(self.folder, step, f"the bytes of {names} changed")
-        return jax.tree.unflatten(treedef, [arrays[name] for name in names])
+            raise damaged(self._path(step), step, f"the bytes of {names} changed")
+        return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
     def extra(self, step: int) -> dict[str, Any]:
         """The JSON object saved with `step`.
 
         Raises:
           UserError: there is no such checkpoint.
-          CheckpointError: the file cannot be read.
+          CheckpointError: the file cannot be read or is not what was written.
         """
-        return self._read(step, _EXTRA, ocp.args.JsonRestore())
+        self._check_described(step, lambda name: name == _EXTRA_FILE)
+        with _Reading(self._path(step), step):
+            return json.loads((self._path(step) / _EXTRA_FILE).read_text())
 
     def tree(self, step: int) -> dict[str, StoredLeaf]:
         """Names, shapes, dtypes and shardings of the arrays saved at `step`, none of them read.
 
         Raises:
           UserError: there is no such checkpoint.
-          CheckpointError: its metadata cannot be read.
+          CheckpointError: its metadata cannot be read or are not what was written.
         """
-        self._refuse_absent(step)
-        with _Reading(self.folder, step):
-            metadata = self._manager.item_metadata(step)[_STATE]
-            return {name: _stored_leaf(leaf) for name, leaf in metadata.tree.items()}
+        self._check_described(step, lambda name: "/d/" not in name)
+        with _Reading(self._path(step), step):
+            metadata = self._arrays.metadata(self._path(step) / _STATE)
+            return {name: stored_leaf(leaf) for name, leaf in metadata.tree.items()}
 
     def verify(self, step: int) -> None:
-        """Reads every array of `step`, one after the other onto one device, and checks it.
+        """Reads all of `step`: every file, then every array, one after the other onto one device.
 
         Raises:
           UserError: there is no such checkpoint.
           CheckpointError: something cannot be read or is not what was written.
         """
+        self._refuse_absent(step)
+        self._intact.discard(step)
+        self._check_files(step)
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         for name, leaf in self.tree(step).items():
             abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -228,23 +295,57 @@ class Checkpoints:
         self.extra(step)
 
     def wait(self) -> None:
-        """Returns when the save in progress is complete on disk; raises what went wrong with it."""
-        self._manager.wait_until_finished()
+        """Returns when the last save is complete on disk, for all processes.
+
+        Raises:
+          CheckpointError: it failed; its remains are removed.
+        """
+        self._sealer.wait()
 
     def close(self) -> None:
-        """Waits for the save in progress and lets go of the folder."""
-        self._manager.close()
+        """Waits for the save in progress and lets go of the folder; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._sealer.close()
+            self._writer.close()
+            self._reader.close()
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _read(self, step: int, item: str, arguments: Any) -> Any:
+    def _path(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
+        """Compares the wanted ones of the files with the manifest, on this process alone."""
         self._refuse_absent(step)
-        with _Reading(self.folder, step):
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
+        found = manifest.read(self._path(step), step)
+        manifest.check(self._path(step), found, filter(wanted, found.files))
+
+    def _check_files(self, step: int) -> None:
+        """Compares all files with their digests, each process a share; all raise, or none."""
+        if step in self._intact:
+            return
+        own = None
+        try:
+            found = manifest.read(self._path(step), step)
+            share = list(found.files)[jax.process_index() :: jax.process_count()]
+            manifest.check(self._path(step), found, share)
+        except CheckpointError as error:
+            own = error
+        found_by = np.flatnonzero(_from_all(own is not None))
+        if own is not None:
+            raise own
+        if found_by.size:
+            detail = f"process {found_by[0]} found it damaged"
+            raise damaged(self._path(step), step, detail)
+        self._intact.add(step)
 
     def _refuse_absent(self, step: int) -> None:
         steps = self.steps()
         if step not in steps:
+            if self._path(step).exists():
+                manifest.read(self._path(step), step)  # which says why it is none
             there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
             raise UserError(f"no checkpoint of step {step} in {self.folder}; {there}")
 
@@ -252,67 +353,25 @@ class Checkpoints:
         self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool
     ) -> None:
         stored = self.tree(step)
-        differences = list(_differences(wanted, stored, partial=partial))
-        if not differences:
+        found = list(differences(wanted, stored, partial=partial))
+        if not found:
             return
-        shown = differences[:_MAX_DIFFERENCES]
-        rest = len(differences) - len(shown)
+        shown = found[:_MAX_DIFFERENCES]
+        rest = len(found) - len(shown)
         lines = [f"  {line}" for line in shown] + ([f"  and {rest} more"] if rest else [])
         raise UserError(
             f"the checkpoint of step {step} in {self.folder} was written by another model or "
-            f"optimizer than this configuration's ({len(differences)} of its leaves differ); "
-            "use the config.gin beside it, or another workdir:\n" + "\n".join(lines)
+            f"optimizer than this configuration's ({len(found)} of its leaves differ); use "
+            f"{self.folder.parent / 'config.gin'}, which wrote it, or another workdir:\n"
+            + "\n".join(lines)
         )
 
 
-def _differences(
-    wanted: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, StoredLeaf], *, partial: bool
-) -> Iterable[str]:
-    """One clause for each leaf that is missing, left over, or of another shape or dtype."""
-    for name, leaf in wanted.items():
-        if name not in stored:
-            close = nearest(name, stored.keys() - wanted.keys())
-            hint = f" (it has {close})" if close else ""
-            yield f"{name}: not in the checkpoint{hint}"
-        elif (tuple(leaf.shape), leaf.dtype) != (stored[name].shape, stored[name].dtype):
-            yield (
-                f"{name}: {_form(stored[name])} in the checkpoint, {_form(leaf)} in this "
-                "configuration"
-            )
-    if not partial:
-        for name in stored.keys() - wanted.keys():
-            yield f"{name}: {_form(stored[name])} in the checkpoint, absent from this configuration"
-
-
-def _fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """One number for each array: the same on every mesh, another if any element changes."""
-    # One program for all arrays: a program each, all in flight, starves simulated devices' threads
-    # until their reductions wait for one another for ever.
-    found = jax.device_get(_fingerprint_all(dict(arrays)))
-    return {name: int(x) for name, x in found.items()}
-
-
-@jax.jit
-def _fingerprint_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _fingerprint(x) for name, x in arrays.items()}
-
-
-def _fingerprint(x: jax.Array) -> jax.Array:
-    """The elements' bits times an odd number drawn from each one's place, summed modulo 2**32.
-
-    Sums of integers do not depend on their order, so the layout does not matter; an odd factor has
-    an inverse modulo 2**32, so no change of a single element goes unseen.
-    """
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    place = jnp.uint32(0)
-    for axis, size in enumerate(bits.shape):
-        index = jnp.arange(size, dtype=jnp.uint32)
-        place = place * jnp.uint32(size) + jnp.expand_dims(index, range(1, bits.ndim - axis))
-    # 2654435769 = 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
-    return jnp.sum(bits * (place * jnp.uint32(2654435769) | jnp.uint32(1)), dtype=jnp.uint32)
+def _from_all(flag: bool) -> np.ndarray:
+    """Every process's flag, in their order."""
+    if jax.process_count() == 1:
+        return np.array([flag])
+    return np.asarray(multihost_utils.process_allgather(np.array(flag))).reshape(-1)
 
 
 class _Reading:
@@ -331,40 +390,8 @@ class _Reading:
         if type(error) is Exception or isinstance(error, _DAMAGE):
             cause = error.__cause__ or error
             detail = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            raise _damaged(self._folder, self._step, detail[:300]) from error
+            raise damaged(self._folder, self._step, detail[:300]) from error
 
 
-def _damaged(folder: Path, step: int, detail: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint of step {step} in {folder / str(step)} cannot be read ({detail}); "
-        "where its files are damaged, delete that folder to go on from the one before it"
-    )
-
-
-def _form(leaf: jax.ShapeDtypeStruct | StoredLeaf) -> str:
-    return f"{np.dtype(leaf.dtype).name}[{', '.join(map(str, leaf.shape))}]"
-
-
-def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Names, leaves and structure of a pytree; a name joins the keys on the way with "/"."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = [_name(path) for path, _ in paths]
-    assert len(set(names)) == len(names), "two leaves of the state have one name"
-    return names, [leaf for _, leaf in paths], treedef
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    # A parameter object (flax's Variable) is a pytree node whose one child is called "value";
-    # the array it holds is called as the parameter is.
-    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _stored_leaf(leaf: Any) -> StoredLeaf:
-    sharding = leaf.sharding
-    mesh = spec = None
-    if hasattr(sharding, "partition_spec"):
-        mesh = dict(zip(sharding.axis_names, map(int, sharding.shape), strict=True))
-        spec = tuple(sharding.partition_spec)
-    return StoredLeaf(tuple(leaf.shape), np.dtype(leaf.dtype), mesh, spec)
+def _raise(error: Exception) -> None:
+    raise error

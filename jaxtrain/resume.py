@@ -12,12 +12,11 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import ExchangeProgram
+from jaxtrain.manifest import FORMAT
 from jaxtrain.pipeline.stages import is_layer, rearrange
 from jaxtrain.settings import Config
 from jaxtrain.sharding import is_variable
 from jaxtrain.step import Program, TrainState, with_shardings
-
-FORMAT = 1  # of what stands beside the state in a checkpoint
 
 
 def describe(

@@ -1,0 +1,230 @@
+"""The manifest that seals a checkpoint: the digest of each of its files, and of each array.
+
+TensorStore has checksums for its indices but none for the arrays' own bytes: a flipped bit on the
+disk would come back as a wrong parameter. `manifest.json` is written last, whole or not at all, so
+that a folder with one is a finished checkpoint and anything else is what a kill left behind. It
+holds its own digest too. All names in it are data: none of them leads out of the checkpoint.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+FILE = "manifest.json"
+FORMAT = 2  # of a checkpoint: the manifest, the files it names, and what stands beside the state
+# Format 1 had no manifest and no digests, only the arrays' fingerprints, written by Orbax.
+_FINGERPRINTS_OF_FORMAT_1 = "fingerprints/metadata"
+_THREADS = 8  # hashlib and reads let go of the interpreter; one thread digests about 1 GB/s
+
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or whose files cannot be read or are not as written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a manifest says of one array.
+
+    Attributes:
+      fingerprint: of its elements (jaxtrain.fingerprint).
+      shape: global shape; None where format 1 did not say.
+      dtype: its name; None where format 1 did not say.
+    """
+
+    fingerprint: int
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a sealed checkpoint consists of.
+
+    Attributes:
+      format: of the checkpoint, at most FORMAT.
+      step: the checkpoint's step.
+      files: size in bytes and sha256 of each file, by its path in the folder; empty in format 1.
+      leaves: the arrays by name.
+    """
+
+    format: int
+    step: int
+    files: dict[str, tuple[int, str]]
+    leaves: dict[str, Leaf]
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a checkpoint's folder is finished, as far as its files' names tell."""
+    return (folder / FILE).is_file() or (folder / _FINGERPRINTS_OF_FORMAT_1).is_file()
+
+
+def seal(folder: Path, step: int, leaves: dict[str, Leaf]) -> Manifest:
+    """Digests every file in `folder` and writes its manifest, whole or not at all.
+
+    Raises:
+      OSError: a file cannot be read or the manifest not be written.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in _walk(folder) if path.is_file())
+    names = [name for name in names if name != FILE]
+    found = _in_threads(_digest, [folder / name for name in names])
+    manifest = Manifest(FORMAT, step, dict(zip(names, found, strict=True)), leaves)
+    _write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
+    return manifest
+
+
+def read(folder: Path, step: int) -> Manifest:
+    """The manifest of the sealed checkpoint in `folder`.
+
+    Raises:
+      CheckpointError: it is damaged, another step's, or leads out of the folder.
+      UserError: a newer jaxtrain wrote it.
+    """
+    _refuse_ways_out(folder, step)
+    try:
+        if not (folder / FILE).exists() and (folder / _FINGERPRINTS_OF_FORMAT_1).exists():
+            return _read_format_1(folder, step)
+        manifest = _from_bytes((folder / FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise damaged(folder, step, f"{FILE} is missing: it was never sealed") from error
+    except UserError:
+        raise
+    except (OSError, *_MALFORMED) as error:
+        raise damaged(folder, step, f"{FILE}: {_first_line(error)}") from error
+    if manifest.step != step:
+        raise damaged(folder, step, f"{FILE} is that of step {manifest.step}")
+    return manifest
+
+
+def check(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Reads the named files and compares them with the manifest.
+
+    Raises:
+      CheckpointError: a file is missing, of another size, or of another content.
+    """
+    names = list(names)
+    found = _in_threads(_difference, [(folder / name, *manifest.files[name]) for name in names])
+    for name, difference in zip(names, found, strict=True):
+        if difference:
+            raise damaged(folder, manifest.step, f"{name} {difference}")
+
+
+def damaged(folder: Path, step: int, detail: str) -> CheckpointError:
+    """The error that names the checkpoint and what is wrong with it."""
+    return CheckpointError(
+        f"the checkpoint of step {step} in {folder} cannot be read ({detail}); where its files "
+        "are damaged, delete that folder to go on from the one before it"
+    )
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _envelope(content: dict[str, Any]) -> bytes:
+    """The file's bytes; later formats keep this form, to be told from broken ones."""
+    text = json.dumps(content, sort_keys=True, indent=1)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{{"sha256": "{digest}",\n"manifest": {text}}}\n'.encode()
+
+
+def _from_bytes(content: bytes) -> Manifest:
+    found = json.loads(content)["manifest"]
+    # Byte for byte: a bit flipped in a space changes nothing, but says that the disk is failing.
+    if _envelope(found) != content:
+        raise ValueError("its bytes changed")
+    if found["format"] > FORMAT:
+        raise UserError(
+            f"the checkpoint of step {found['step']} is of format {found['format']}, written by a "
+            f"newer jaxtrain; this one reads formats up to {FORMAT}: update jaxtrain"
+        )
+    files = {name: (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
+            raise ValueError(f"it names {name!r}, which is no file inside the checkpoint")
+    leaves = {
+        name: Leaf(int(leaf["fingerprint"]), tuple(leaf["shape"]), leaf["dtype"])
+        for name, leaf in found["leaves"].items()
+    }
+    return Manifest(found["format"], found["step"], files, leaves)
+
+
+def _read_format_1(folder: Path, step: int) -> Manifest:
+    try:
+        found = json.loads((folder / _FINGERPRINTS_OF_FORMAT_1).read_bytes())
+        leaves = {name: Leaf(int(number)) for name, number in found.items()}
+    except (OSError, *_MALFORMED) as error:
+        detail = f"{_FINGERPRINTS_OF_FORMAT_1}: {_first_line(error)}"
+        raise damaged(folder, step, detail) from error
+    return Manifest(1, step, {}, leaves)
+
+
+def _write_atomically(file: Path, content: bytes) -> None:
+    """Writes beside the file and renames: after a kill or a power cut it is there whole or not."""
+    beside = file.with_name(f".{file.name}.tmp")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+    directory = os.open(file.parent, os.O_RDONLY)  # the new name, too, has to reach the disk
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _walk(folder: Path) -> Iterable[Path]:
+    """Everything below a folder; links are named, not followed."""
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent) / name for name in folders + files)
+
+
+def _refuse_ways_out(folder: Path, step: int) -> None:
+    """Raises CheckpointError where the folder or something in it is a link to elsewhere."""
+    root = folder.parent.resolve()
+    for path in (folder, *_walk(folder)):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            raise damaged(folder, step, f"{path} is a link that leads out of {root}")
+
+
+def _digest(file: Path) -> tuple[int, str]:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream.tell(), digest
+
+
+def _difference(file: tuple[Path, int, str]) -> str | None:
+    """What is wrong with a file that should have this size and sha256."""
+    path, size, digest = file
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"has {found} bytes instead of {size}"
+        if _digest(path)[1] != digest:
+            return "is not what was written: its sha256 differs"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {_first_line(error)}"
+    return None
+
+
+def _in_threads(function: Any, arguments: list[Any]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as threads:
+        return list(threads.map(function, arguments))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
