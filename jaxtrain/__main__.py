@@ -3,10 +3,11 @@
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from jaxtrain import doctor, report
+from jaxtrain import doctor, report, run
+from jaxtrain import supervise as supervision
 from jaxtrain import verify as verification
+from jaxtrain.attempt import Preempted
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.cluster import ClusterError, Flags
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.mesh import offer_cpu_devices
-from jaxtrain.metrics import previous_attempt, write_atomically, write_exit
+from jaxtrain.metrics import write_atomically
 from jaxtrain.options import parser
 from jaxtrain.pipeline.schedules import make_schedule
 from jaxtrain.pipeline.stages import deal
@@ -32,10 +36,12 @@ from jaxtrain.planning.tables import show as show_plan
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.settings import QUICKSTART, Config, load_config
 from jaxtrain.step import parameter_shapes
-from jaxtrain.train import Preempted, Trainer
+from jaxtrain.supervise import run_folder
+from jaxtrain.train import Trainer, quiet
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 QUICKSTART_DEVICES = 8
+_FAILURES = (CheckpointError, ClusterError, FloatingPointError, OutOfMemory)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,11 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except UserError as error:
-        print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
-        return USER_ERROR
-    except (CheckpointError, FloatingPointError, OutOfMemory) as error:
-        print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
-        return FAILED
+        status, told = USER_ERROR, error
+    except _FAILURES as error:
+        status, told = FAILED, error
+    print(f"jaxtrain: {told}", file=sys.stderr)  # noqa: T201
+    if jax.distributed.is_initialized():
+        # JAX's farewell waits for the other processes, which may be gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -60,48 +71,55 @@ def train(arguments: argparse.Namespace) -> int:
     elif name is None:
         bindings = [*_quickstart_devices(console), *bindings]
     name = name or QUICKSTART
-    workdir = Path(arguments.workdir or Path("runs") / Path(name).stem)
+    workdir = run_folder(name, arguments.workdir)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
-    attempt = previous_attempt(workdir) + 1
-    trainer = None
-    status, reason = "failed", "an error: see the terminal"
+    flags = Flags(
+        coordinator=arguments.coordinator,
+        num_processes=arguments.num_processes,
+        process_id=arguments.process_id,
+    )
     try:
-        trainer = Trainer(config, workdir, console=console)
-        trainer.show()
-        first = trainer.steps_done
-        if first >= config.train.steps:
-            console.print(
-                f"{workdir} is trained to step {first} already; raise Train.steps to go on"
-            )
-            values = trainer.evaluate()
-        else:
-            if first:
-                console.print(f"Going on from the checkpoint of step {first} in {workdir}")
-            values = trainer.train()
-        _show_end(console, trainer, values, workdir)
-        command = _command(arguments, name, workdir, config)
-        console.print(f"To go on: {command}", soft_wrap=True, markup=False)
-        status, reason = "done", f"trained to step {config.train.steps}"
+        with run.begin(config, workdir, flags, say=_sayer(console)) as attempt:
+            if not attempt.is_first:
+                console = quiet()
+            with attempt.phases.phase("start"):
+                trainer = Trainer(config, workdir, console=console, attempt=attempt)
+                trainer.show()
+            try:
+                values = _train(trainer, console)
+                _show_end(console, trainer, values, workdir)
+            finally:
+                trainer.close()
+            command = _command(arguments, name, workdir, config)
+            console.print(f"To go on: {command}", soft_wrap=True, markup=False)
     except Preempted as stop:
-        status, reason = "preempted", str(stop)
-        console.print(f"{reason}; run the same command again to go on")
+        console.print(f"{stop}; run the same command again to go on")
         return PREEMPTED
-    except (UserError, FloatingPointError, CheckpointError, KeyboardInterrupt) as error:
-        reason = str(error) or type(error).__name__
-        raise
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error)
         if is_out_of_memory(error):
-            raise OutOfMemory(explain(config, reason)) from error
+            raise OutOfMemory(explain(config, str(error))) from error
         raise
-    finally:
-        # Nothing was begun where the configuration was refused: nothing is written either.
-        if trainer is not None:
-            trainer.close()
-            write_exit(
-                workdir, status=status, reason=reason, step=trainer.steps_done, attempt=attempt
-            )
     return DONE
+
+
+def _train(trainer: Trainer, console: Console) -> dict[str, float]:
+    """Trains to the end, or evaluates what is there already."""
+    first, steps = trainer.steps_done, trainer.config.train.steps
+    if first >= steps:
+        console.print(
+            f"{trainer.workdir} is trained to step {first} already; raise Train.steps to go on"
+        )
+        return trainer.train() or trainer.evaluate()
+    if first:
+        console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
+    return trainer.train()
+
+
+def _sayer(console: Console) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    return say
 
 
 def _console() -> Console:
@@ -311,6 +329,7 @@ _COMMANDS = {
     "plan": plan,
     "verify": verify,
     "timeline": timeline,
+    "supervise": lambda arguments: supervision.main(arguments.words),
     "doctor": lambda _: doctor.show(_console()),
 }
 

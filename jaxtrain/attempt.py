@@ -48,6 +48,11 @@ class Attempt:
         self._ticks = 0
         self._listening = False
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which writes and shows."""
+        return self._peers.process_id == 0
+
     def stop_reason(self) -> str | None:
         """Before a step or a batch of an evaluation: why the run stops here, or None.
 

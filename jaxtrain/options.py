@@ -28,6 +28,17 @@ def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument(
         "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
+    command.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 of several listens; found by itself on TPU VMs, GKE, Slurm and MPI",
+    )
+    command.add_argument(
+        "--num-processes", type=int, metavar="N", help="processes of the run, with --coordinator"
+    )
+    command.add_argument(
+        "--process-id", type=int, metavar="K", help="which of them this is, from 0"
+    )
     _add_config_options(command)
 
     command = _add(added, "eval", commands, "evaluates the newest checkpoint, prints one JSON line")
@@ -90,6 +101,9 @@ def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
     command.add_argument("--png", metavar="FILE", help="draw the schedule into this file")
     _add_config_options(command)
+
+    command = _add(added, "supervise", commands, "runs train, restarts it after failures")
+    command.add_argument("words", nargs=argparse.REMAINDER, metavar="[OPTIONS] -- train ...")
 
     _add(added, "doctor", commands, "prints versions, devices, extras")
     return whole

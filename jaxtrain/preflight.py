@@ -12,8 +12,8 @@ from jaxtrain.attention import Attention, refuse
 from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.exchange.settings import refuse as refuse_exchange
-from jaxtrain.guard import refuse as refuse_guard
 from jaxtrain.experts import refuse_capacity
+from jaxtrain.guard import refuse as refuse_guard
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES, abstract_mesh, make_mesh

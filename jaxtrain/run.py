@@ -14,7 +14,6 @@ from jaxtrain import attempts, distributed
 from jaxtrain.attempt import Attempt, Preempted
 from jaxtrain.channel import rendezvous
 from jaxtrain.cluster import Cluster, ClusterError, Flags
-from jaxtrain.errors import UserError
 from jaxtrain.lifeline import report_to_supervisor
 from jaxtrain.lock import RunLock, Superseded
 from jaxtrain.maintenance import maintenance_notices

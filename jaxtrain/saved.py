@@ -42,12 +42,13 @@ class SavedRun:
         """
         self._workdir, self._config, self._program = workdir, config, program
         self._read_only = read_only
-        self._report = report
         self._checkpoints = None
         if workdir is not None:
             self._checkpoints = Checkpoints(
                 workdir, config.checkpoint, read_only=read_only, report=report, may_write=may_write
             )
+            for line in self._checkpoints.cleaned:
+                report(line)
 
     def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
         """The newest good state and its position; a fresh one where there is none.
@@ -70,7 +71,6 @@ class SavedRun:
         """
         if self._checkpoints is None:
             return self._fresh(), 0
-        self._checkpoints.wait()
         self._checkpoints.remove_after(step)
         found = self._checkpoints.newest_good()
         return (self._fresh(), 0) if found is None else self._restore(found, dataset)
@@ -107,8 +107,6 @@ class SavedRun:
         assert self._checkpoints is not None
         extra = self._checkpoints.extra(step)
         if dataset is not None:
-            resume.refuse_other_run(
-                extra, self._config, dataset, step=step, workdir=self._workdir
-            )
+            resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
         state = resume.restore(self._checkpoints, step, self._program)
         return state, extra["data"]["next_batch"]

@@ -1,9 +1,8 @@
 """The training loop: build, restore, step, log, evaluate, save."""
 
-from contextlib import closing, nullcontext
-import dataclasses
 import functools
 import os
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxtrain import preflight, report, resume
+from jaxtrain import preflight, report
 from jaxtrain.attempt import Attempt, Preempted
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
@@ -28,7 +27,7 @@ from jaxtrain.peers import Alone
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
-from jaxtrain.step import Program, TrainState, with_shardings
+from jaxtrain.step import Program, with_shardings
 
 
 def quiet() -> Console:

@@ -148,8 +148,7 @@ def _environment(values: Mapping[str, object], devices: int) -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         # Two cores carry several processes: LLVM's optimizer would take most of their time.
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-        "--xla_llvm_disable_expensive_passes=true",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     }
 
 

@@ -1,20 +1,7 @@
 """The channel between real processes: meeting, losses, failures, and one tick to stop at."""
 
-import dataclasses
-import json
-import signal
-import socket
-import threading
-
 import pytest
-from cluster import Process, free_ports, start_processes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from jaxtrain.channel import rendezvous
-from jaxtrain.cluster import Cluster, ClusterError
-from jaxtrain.errors import UserError
-from jaxtrain.peers import Alone, Listeners
+from cluster import start_processes
 
 # Meets the others, says so, and does what its variables say until it is stopped.
 PROGRAM = """

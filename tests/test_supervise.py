@@ -326,7 +326,14 @@ while True:
 
 
 def test_the_command_line_is_read():
-    options = "--max-restarts-without-progress 5 --grace-seconds 30 --stall-seconds 60".split()
+    options = [
+        "--max-restarts-without-progress",
+        "5",
+        "--grace-seconds",
+        "30",
+        "--stall-seconds",
+        "60",
+    ]
     request = parse([*options, "--", "train", "llama_8b", "-b", "Train.steps = 4"])
     assert request.settings == Supervision(
         max_restarts_without_progress=5, grace_seconds=30, stall_seconds=60
