@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxtrain import Trainer, load_config
+from jaxtrain import Trainer, load_config, retention
+from jaxtrain.attempt import Preempted
 from jaxtrain.data.pipeline import batches
 from jaxtrain.errors import UserError
 from jaxtrain.guard import BadStepError
-from jaxtrain.train import Preempted
 
 TIMES = {"step_seconds", "tokens_per_second", "mfu"}
 
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tiny_config,
     with pytest.raises(BadStepError, match="step"):
         trainer.train()
     trainer.close()
-    assert trainer._checkpoints.steps() == []
+    assert retention.sealed_steps(tmp_path / "checkpoints") == []
 
 
 def test_the_pieces_work_for_people_who_look_inside(tiny_config):
