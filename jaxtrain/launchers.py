@@ -197,9 +197,7 @@ def open_mpi(environment: Environment) -> Cluster | None:
     else:
         job = int(namespace[2]) if namespace is not None else 0
     local = _own_accelerator(environment, "OMPI_COMM_WORLD_LOCAL_RANK", on_host)
-    coordinator = _mpi_coordinator(
-        environment, "Open MPI", host, job, count, "OMPI_COMM_WORLD_RANK"
-    )
+    coordinator = _mpi_coordinator(environment, "Open MPI", host, job, count)
     return _make("Open MPI", coordinator, count, process, local=local)
 
 

@@ -141,7 +141,7 @@ def metadata():
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
         thread.start()
         yield f"127.0.0.1:{server.server_port}", attributes, asked
         server.shutdown()
@@ -351,8 +351,8 @@ signal.signal(signal.SIGTERM, stop)
 distributed.start(cluster, peers, simulated_devices=4, timeout_seconds=30, report=say)
 mesh = jax.make_mesh((4,), ("data",))
 with jax.set_mesh(mesh):
-    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x.sum(), "data"),
-        in_specs=P("data"), out_specs=P()))(jnp.arange(8))
+    add = jax.shard_map(lambda x: jax.lax.psum(x.sum(), "data"), in_specs=P("data"), out_specs=P())
+    total = jax.jit(lambda: add(jax.reshard(jnp.arange(8), P("data"))))()
 say("psum", int(total), jax.process_index(), jax.process_count(), jax.local_device_count())
 tick = 0
 while (reason := peers.tick(tick := tick + 1)) is None:
