@@ -137,7 +137,6 @@ class _Host:
         self._cluster, self._door, self._report = cluster, door, report
         self._hellos: dict[int, Message] = {0: own}
         self._links: dict[int, Link] = {}
-        self._turned_away = 0
 
     def gather(self, timeout_seconds: float) -> tuple[dict[int, Link], dict[int, str]]:
         """Waits for all; on any failure tells everybody there and raises."""
@@ -195,6 +194,8 @@ class _Host:
             raise UserError(mistake)
         self._hellos[process] = hello
         self._links[process] = link
+        # From now on it waits as long as this process does.
+        link.send({"kind": "waiting"})
 
     def _hear_member(self, selector: selectors.BaseSelector, link: Link) -> None:
         # A process that ends while the others are awaited is missing again.

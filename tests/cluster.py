@@ -24,11 +24,14 @@ class Process:
       number: its id.
       handle: to send signals with: `process.handle.kill()`.
       log_file: what it printed, standard output and error together.
+      coordinator: HOST:PORT that it was given.
+      until: the monotonic time at which it is killed.
     """
 
     number: int
     handle: subprocess.Popen
     log_file: Path
+    coordinator: str
     until: float
 
     def log(self) -> str:
@@ -76,6 +79,8 @@ def start_processes(
     devices_per_process: int = 1,
     environment: Mapping[str, str] | None = None,
     per_process: Mapping[int, Mapping[str, str]] | None = None,
+    only: Sequence[int] | None = None,
+    coordinator: str | None = None,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> Iterator[list[Process]]:
     """Starts `count` processes of one run; whatever happens, none of them outlives the block.
@@ -90,14 +95,16 @@ def start_processes(
       devices_per_process: simulated devices, where the program does not say itself.
       environment: variables for all.
       per_process: variables for some, by id.
+      only: start only these of the `count`.
+      coordinator: HOST:PORT instead of a free one.
       limit_seconds: after this long all are killed, which no test can outlast.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    coordinator = f"127.0.0.1:{free_ports()}"
+    coordinator = coordinator or f"127.0.0.1:{free_ports()}"
     processes: list[Process] = []
     until = time.monotonic() + limit_seconds
     try:
-        for number in range(count):
+        for number in range(count) if only is None else only:
             values = {"process": number, "count": count, "coordinator": coordinator}
             if isinstance(program, str):
                 command = [sys.executable, "-c", program]
@@ -118,7 +125,7 @@ def start_processes(
                     | dict(environment or {})
                     | dict((per_process or {}).get(number, {})),
                 )
-            processes.append(Process(number, handle, log_file, until))
+            processes.append(Process(number, handle, log_file, coordinator, until))
         guard = threading.Timer(limit_seconds, _kill, [processes])
         guard.daemon = True
         guard.start()
@@ -136,12 +143,12 @@ def _environment(values: Mapping[str, object], devices: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("SLURM_", "OMPI_", "PMI_", "JAX_", "XLA_", "TPU_"))
     }
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     return kept | {
         "PROCESS": str(values["process"]),
         "COUNT": str(values["count"]),
         "COORDINATOR": str(values["coordinator"]),
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONUNBUFFERED": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
