@@ -2,12 +2,6 @@
 
 import dataclasses
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -71,13 +65,6 @@ def bits(tree):
         (np.asarray(leaf).dtype, np.asarray(leaf).shape, np.asarray(leaf).tobytes())
         for leaf in jax.tree.leaves(tree)
     ]
-
-
-def python(program, *arguments):
-    """Starts a program that finds the packages this process finds."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment)
 
 
 @pytest.fixture
@@ -187,47 +174,6 @@ def test_a_step_is_saved_once(saved, opened):
     assert checkpoints.steps() == [3]
 
 
-TWO_PROCESSES = """
-import sys
-from pathlib import Path
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-address, process, workdir = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-jax.distributed.initialize(address, num_processes=2, process_id=process)
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
-want = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-def place(*spec):
-    sharding = NamedSharding(jax.make_mesh((2, 2), ("fsdp", "tensor")), P(*spec))
-    return jax.make_array_from_callback(want.shape, sharding, lambda index: want[index])
-checkpoints = Checkpoints(workdir, Checkpoint(keep=1))
-for step in (1, 2):
-    checkpoints.save(step, {"x": place("fsdp", "tensor")}, {"step": step})
-checkpoints.wait()
-assert checkpoints.steps() == [2], checkpoints.steps()
-other = place("tensor").sharding
-like = {"x": jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=other)}
-restored = checkpoints.restore(2, like)["x"]
-assert restored.sharding == other
-for shard in restored.addressable_shards:
-    np.testing.assert_array_equal(shard.data, want[shard.index])
-checkpoints.close()
-"""
-
-
-def test_two_processes_write_one_checkpoint(tmp_path, opened):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    processes = [python(TWO_PROCESSES, address, str(index), str(tmp_path)) for index in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    x = jnp.arange(64.0).reshape(8, 8)
-    assert bits(opened(tmp_path).restore(2, abstract({"x": x}))["x"]) == bits(x)
-    assert opened(tmp_path).extra(2) == {"step": 2}
-
-
 # -- which stay ------------------------------------------------------------------------------------
 
 
@@ -245,47 +191,6 @@ def test_settings_that_keep_nothing_are_refused():
         Checkpoint(keep=0)
     with pytest.raises(UserError, match=r"Checkpoint.keep_every = 0: .* or None"):
         Checkpoint(keep_every=0)
-
-
-# -- killed saves ----------------------------------------------------------------------------------
-
-KILLED_SAVE = """
-import os, signal, sys
-from pathlib import Path
-import jax, jax.numpy as jnp
-jax.config.update("jax_platforms", "cpu")
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
-checkpoints = Checkpoints(Path(sys.argv[1]), Checkpoint())
-checkpoints.save(1, {"x": jnp.ones(4)}, {})
-checkpoints.wait()
-rename = os.rename
-def killed(source, target, *args, **kwargs):
-    if str(target).endswith("/2"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return rename(source, target, *args, **kwargs)
-os.rename = os.replace = killed
-checkpoints.save(2, {"x": jnp.zeros(4)}, {})
-checkpoints.wait()
-"""
-
-
-def test_a_killed_save_is_absent_and_its_remains_are_removed(tmp_path, opened):
-    assert python(KILLED_SAVE, str(tmp_path)).wait(timeout=120) == -signal.SIGKILL
-    remains = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != "1"]
-    assert len(remains) == 1  # killed between writing and naming
-    assert remains[0] != "2"
-
-    looking = opened(tmp_path, read_only=True)
-    assert looking.steps() == [1]
-    looking.verify(1)
-    looking.close()
-    assert (tmp_path / "checkpoints" / remains[0]).exists()  # it might belong to a living run
-
-    checkpoints = opened(tmp_path)
-    assert checkpoints.steps() == [1]
-    checkpoints.save(3, {"x": jnp.zeros(4)}, {})  # the removal is over by the first save
-    checkpoints.wait()
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
 
 def test_looking_makes_nothing(tmp_path, opened):

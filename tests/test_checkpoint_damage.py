@@ -1,90 +1,246 @@
-"""Checkpoints whose files were changed, cut or lost on the disk."""
+"""Files changed, cut or lost on the disk are named, and the checkpoint before is used instead."""
 
 import json
+import shutil
 
+import hypothesis
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import strategies
 
+from jaxtrain import manifest
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.errors import UserError
+
+STATES = {
+    step: {
+        "noise": jax.random.normal(jax.random.key(step), (16, 256)),  # does not compress
+        "small": jnp.arange(3) + step,
+    }
+    for step in (2, 3)
+}
+LIKE = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATES[3]
+)
+KINDS = {
+    "truncated": lambda file, content: file.write_bytes(content[: len(content) // 2]),
+    "emptied": lambda file, content: file.write_bytes(b""),
+    "deleted": lambda file, content: file.unlink(),
+    "flipped": lambda file, content: file.write_bytes(flipped(content, 4 * len(content))),
+}
 
 
-@pytest.fixture
-def opened():
-    """Opens checkpoints and closes them at the end."""
-    living = []
-
-    def open_(workdir, read_only=False, **settings):
-        living.append(Checkpoints(workdir, Checkpoint(**settings), read_only=read_only))
-        return living[-1]
-
-    yield open_
-    for checkpoints in living:
-        checkpoints.close()
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
-@pytest.fixture
-def noisy(tmp_path, opened):
-    """A checkpoint whose array does not compress, its largest file and its abstract state."""
-    state = {"noise": jax.random.normal(jax.random.key(1), (64, 1024)), "small": jnp.arange(3)}
-    checkpoints = opened(tmp_path)
-    checkpoints.save(3, state, {})
-    checkpoints.wait()
-    files = [p for p in (tmp_path / "checkpoints/3").rglob("*") if p.is_file()]
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+def look(workdir, report=lambda line: None):
+    """Opens a folder and changes nothing there."""
+    return Checkpoints(workdir, Checkpoint(), read_only=True, report=report)
+
+
+def same(restored, step):
+    return all(
+        np.asarray(restored[name]).tobytes() == np.asarray(x).tobytes()
+        for name, x in STATES[step].items()
     )
-    return tmp_path, max(files, key=lambda p: p.stat().st_size), like
 
 
-def test_a_flipped_bit_on_the_disk_is_found(noisy, opened):
-    workdir, file, like = noisy
-    content = bytearray(file.read_bytes())
-    opened(workdir).restore(3, like)
-    opened(workdir).verify(3)
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    for read in (lambda c: c.restore(3, like), lambda c: c.verify(3)):
-        with pytest.raises(CheckpointError, match=r"checkpoints/3 cannot be read .*noise"):
-            read(opened(workdir))
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A folder with the checkpoints of steps 2 and 3; not to be changed."""
+    workdir = tmp_path_factory.mktemp("pair")
+    checkpoints = Checkpoints(workdir, Checkpoint())
+    for step, state in STATES.items():
+        checkpoints.save(step, state, {"step": step})
+    checkpoints.close()
+    return workdir
 
 
-# Orbax leaves coroutines behind that complain when they are collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["cut short", "deleted", "emptied"])
-def test_a_damaged_file_names_step_and_folder(noisy, opened, damage):
-    workdir, file, like = noisy
+@pytest.fixture
+def copy(pair, tmp_path):
+    """A copy of the pair, to be damaged."""
+    shutil.copytree(pair, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def files(workdir, step=3):
+    folder = workdir / f"checkpoints/{step}"
+    return {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_file_is_damaged_is_named_and_the_step_before_is_good(copy, kind):
+    found = files(copy)
+    assert {"manifest.json", "extra/metadata", "state/_METADATA"} <= found.keys()
+    assert len(found) > 10
+    for name, file in found.items():
+        content = file.read_bytes()
+        KINDS[kind](file, content)
+        lines = []
+        looking = look(copy, lines.append)
+        for read in (lambda c: c.restore(3, LIKE), lambda c: c.verify(3)):
+            with pytest.raises(CheckpointError, match="step 3 in .*/3 cannot be read") as raised:
+                read(look(copy))
+            assert name in str(raised.value)
+        assert looking.newest_good() == 2, name
+        if (name, kind) != ("manifest.json", "deleted"):  # then it counts as never finished
+            assert len(lines) == 1
+            assert "step 3" in lines[0]
+            assert name in lines[0]
+        assert same(looking.restore(2, LIKE), 2)
+        file.write_bytes(content)
+    assert look(copy).newest_good() == 3
+    assert same(look(copy).restore(3, LIKE), 3)
+
+
+@pytest.fixture(scope="module")
+def flippable(pair, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("flippable") / "copy"
+    shutil.copytree(pair, workdir)
+    return workdir
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(data=strategies.data())
+def test_no_flipped_bit_goes_unseen(flippable, data):
+    found = files(flippable)
+    file = found[data.draw(strategies.sampled_from(sorted(found)))]
     content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2] if damage == "cut short" else b"")
-    if damage == "deleted":
-        file.unlink()
-    with pytest.raises(CheckpointError, match="step 3 in .*/checkpoints/3 cannot be read"):
-        opened(workdir).restore(3, like)
+    file.write_bytes(flipped(content, data.draw(strategies.integers(0, 8 * len(content) - 1))))
+    try:
+        assert look(flippable).newest_good() == 2
+    finally:
+        file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["state/_METADATA", "state/manifest.ocdbt", "state/_sharding"])
-def test_damaged_metadata_name_step_and_folder(noisy, opened, name):
-    workdir, _, like = noisy
-    (workdir / "checkpoints/3" / name).write_bytes(b"{")
-    for read in (lambda c: c.restore(3, like), lambda c: c.tree(3)):
-        with pytest.raises(CheckpointError, match="step 3 in .*/checkpoints/3 cannot be read"):
-            read(opened(workdir))
+def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(copy):
+    file = max(files(copy).values(), key=lambda p: p.stat().st_size)
+    for number in range(2):
+        content = file.read_bytes()
+        file.write_bytes(flipped(content, 77))
+        lines = []
+        checkpoints = Checkpoints(copy, Checkpoint(), report=lines.append)
+        assert checkpoints.newest_good() == 2
+        assert checkpoints.steps() == [2]
+        aside = copy / "checkpoints" / ("damaged-3" if number == 0 else "damaged-3-2")
+        assert aside.is_dir()
+        assert len(lines) == 2
+        assert str(aside) in lines[1]
+        checkpoints.save(3, STATES[3], {})
+        checkpoints.close()
+        assert look(copy).newest_good() == 3
+        file = max(files(copy).values(), key=lambda p: p.stat().st_size)
+    assert Checkpoints(copy, Checkpoint()).cleaned == []  # what was put aside stays
 
 
-def test_damaged_extra_names_step_and_folder(noisy, opened):
-    workdir, _, _ = noisy
-    (workdir / "checkpoints/3/extra/metadata").write_text('{"format":')
-    with pytest.raises(CheckpointError, match="step 3 in .*/checkpoints/3 cannot be read"):
-        opened(workdir).extra(3)
+def test_with_nothing_good_left_there_is_none(copy):
+    for step in (2, 3):
+        files(copy, step)["state/_METADATA"].unlink()
+    lines = []
+    assert Checkpoints(copy, Checkpoint(), report=lines.append).newest_good() is None
+    assert len(lines) == 4
+    assert Checkpoints(copy, Checkpoint()).latest_step() is None
+
+
+def test_bytes_that_were_wrong_before_they_were_digested_are_found_in_the_arrays(copy):
+    """A manifest sealed over altered files: the digests agree, the fingerprints do not."""
+    folder = copy / "checkpoints/3"
+    leaves = manifest.read(folder, 3).leaves
+    file = max(files(copy).values(), key=lambda p: p.stat().st_size)
+    content = file.read_bytes()
+    file.write_bytes(flipped(content, 4 * len(content)))
+    manifest.seal(folder, 3, leaves)
+    for read in (lambda c: c.restore(3, LIKE), lambda c: c.verify(3)):
+        with pytest.raises(CheckpointError, match=r"checkpoints/3 cannot be read .*noise"):
+            read(look(copy))
+
+
+def test_damaged_metadata_are_named_by_those_who_only_look(copy):
+    for name, read in {
+        "state/_METADATA": lambda c: c.tree(3),
+        "state/_sharding": lambda c: c.tree(3),
+        "extra/metadata": lambda c: c.extra(3),
+    }.items():
+        content = files(copy)[name].read_bytes()
+        files(copy)[name].write_bytes(b"{")
+        with pytest.raises(CheckpointError, match=f"step 3 in .*/3 cannot be read .{name} has 1"):
+            read(look(copy))
+        files(copy)[name].write_bytes(content)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
-def test_swapped_elements_are_found_in_every_dtype(tmp_path, opened, dtype):
+def test_swapped_elements_are_found_in_every_dtype(tmp_path, dtype):
     """The fingerprint weighs each element by its place."""
     x = jnp.array([[0, 1, 1, 0], [1, 0, 1, 1]], dtype)
-    checkpoints = opened(tmp_path)
+    checkpoints = Checkpoints(tmp_path, Checkpoint())
     for step, value in ((1, x), (2, x[:, ::-1]), (3, x[::-1])):
         checkpoints.save(step, {"x": value}, {})
-    checkpoints.wait()
-    files = [tmp_path / f"checkpoints/{step}/fingerprints/metadata" for step in (1, 2, 3)]
-    assert len({json.loads(file.read_text())["x"] for file in files}) == 3
+    checkpoints.close()
+    found = [manifest.read(tmp_path / f"checkpoints/{s}", s).leaves["x"] for s in (1, 2, 3)]
+    assert len({leaf.fingerprint for leaf in found}) == 3
+    assert {(leaf.shape, leaf.dtype) for leaf in found} == {((2, 4), dtype)}
+
+
+# -- names and links are data ----------------------------------------------------------------------
+
+
+def reseal(folder, change):
+    """Rewrites a manifest with its digest in order, as somebody with a plan would."""
+    content = json.loads((folder / "manifest.json").read_bytes())["manifest"]
+    change(content)
+    (folder / "manifest.json").write_bytes(manifest._envelope(content))
+
+
+@pytest.mark.parametrize("name", ["../../../canary", "{workdir}/canary", "state/../../../canary"])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(copy, name):
+    (copy / "canary").write_text("secret")
+    name = name.format(workdir=copy)
+    reseal(copy / "checkpoints/3", lambda content: content["files"].update({name: [6, "0" * 64]}))
+    with pytest.raises(CheckpointError, match="canary.*, which is no file inside the checkpoint"):
+        look(copy).restore(3, LIKE)
+    assert look(copy).newest_good() == 2
+    assert (copy / "canary").read_text() == "secret"
+
+
+def test_a_linked_file_that_leaves_the_folder_is_refused(copy):
+    file = files(copy)["extra/metadata"]
+    file.rename(copy / "elsewhere")  # the same bytes: no digest tells
+    file.symlink_to(copy / "elsewhere")
+    for read in (lambda c: c.restore(3, LIKE), lambda c: c.extra(3), lambda c: c.tree(3)):
+        with pytest.raises(CheckpointError, match="extra/metadata is a link that leads out of"):
+            read(look(copy))
+
+
+def test_a_linked_step_that_leaves_the_folder_is_refused(copy):
+    folder = copy / "checkpoints/3"
+    folder.rename(copy / "elsewhere")
+    folder.symlink_to(copy / "elsewhere")
+    with pytest.raises(CheckpointError, match="checkpoints/3 is a link that leads out of"):
+        look(copy).extra(3)
+    assert Checkpoints(copy, Checkpoint(), report=lambda line: None).newest_good() == 2
+    assert files(copy, "../elsewhere")  # the link was put aside, nothing behind it was touched
+
+
+def test_the_checkpoint_of_another_step_under_this_name_is_refused(copy):
+    shutil.copytree(copy / "checkpoints/3", copy / "checkpoints/9")
+    with pytest.raises(CheckpointError, match="step 9 .*manifest.json is that of step 3"):
+        look(copy).restore(9, LIKE)
+
+
+def test_a_newer_format_is_refused_and_left_alone(copy):
+    reseal(copy / "checkpoints/3", lambda content: content.update(format=3, surprise={}))
+    before = {name: file.read_bytes() for name, file in files(copy).items()}
+    words = "step 3 is of format 3, written by a newer jaxtrain; this one reads formats up to 2"
+    for read in (
+        lambda: look(copy).restore(3, LIKE),
+        lambda: Checkpoints(copy, Checkpoint()).newest_good(),
+    ):
+        with pytest.raises(UserError, match=words) as raised:
+            read()
+        assert "\n" not in str(raised.value)
+    assert {name: file.read_bytes() for name, file in files(copy).items()} == before

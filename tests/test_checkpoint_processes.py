@@ -1,0 +1,96 @@
+"""Several processes write one checkpoint, and agree on which is there and which is good."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.checkpoint import Checkpoint, Checkpoints
+
+TWO_PROCESSES = """
+import resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address, process, workdir = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+jax.distributed.initialize(address, num_processes=2, process_id=process)
+from jaxtrain import sealing
+from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+sealing._AGREE_SECONDS = 2
+want = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+def place(*spec):
+    sharding = NamedSharding(jax.make_mesh((2, 2), ("fsdp", "tensor")), P(*spec))
+    return jax.make_array_from_callback(want.shape, sharding, lambda index: want[index])
+lines = []
+checkpoints = Checkpoints(workdir, Checkpoint(keep=1), report=lines.append)
+for step in (1, 2):
+    checkpoints.save(step, {"x": place("fsdp", "tensor")}, {"step": step})
+checkpoints.wait()
+assert checkpoints.steps() == [2], checkpoints.steps()
+other = place("tensor").sharding
+like = {"x": jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=other)}
+restored = checkpoints.restore(2, like)["x"]
+assert restored.sharding == other
+for shard in restored.addressable_shards:
+    np.testing.assert_array_equal(shard.data, want[shard.index])
+assert lines == [], lines
+
+# One process cannot write its part: for both, the step is not there, and the next one is.
+if process == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+checkpoints.save(3, {"x": place("fsdp", "tensor")}, {})
+try:
+    checkpoints.wait()
+    raise SystemExit("process 1 wrote more than it may")
+except CheckpointError as error:
+    assert "step 3 could not be written" in str(error), error
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert checkpoints.steps() == [2], checkpoints.steps()
+checkpoints = Checkpoints(workdir, Checkpoint(keep=2), report=lines.append)
+checkpoints.save(4, {"x": place("fsdp", "tensor")}, {"step": 4})
+checkpoints.wait()
+assert checkpoints.steps() == [2, 4], checkpoints.steps()
+
+# A damaged file is found by the process whose share it is: both go on from the step before.
+if process == 0:
+    file = max((workdir / "checkpoints/4").rglob("d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+lines.clear()
+checkpoints = Checkpoints(workdir, Checkpoint(keep=2), report=lines.append)
+assert checkpoints.newest_good() == 2
+assert "step 4" in lines[0], lines
+assert checkpoints.restore(2, like)["x"].sharding == other
+checkpoints.close()
+"""
+
+
+def test_two_processes_agree_on_what_is_written_and_what_is_good(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, address, str(index), str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for index in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    names = {entry.name for entry in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"2", "damaged-4"}
+    want = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    checkpoints = Checkpoints(tmp_path, Checkpoint(), read_only=True)
+    like = jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=jnp.zeros(1).sharding)
+    np.testing.assert_array_equal(checkpoints.restore(2, {"x": like})["x"], want)
+    assert checkpoints.extra(2) == {"step": 2}

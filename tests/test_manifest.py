@@ -1,0 +1,141 @@
+"""A manifest has the digests that other programs find, and no changed byte of it goes unseen."""
+
+import json
+import shutil
+import subprocess
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from jaxtrain import manifest
+from jaxtrain.errors import UserError
+from jaxtrain.manifest import CheckpointError, Leaf
+
+LEAVES = {"params/up": Leaf(4_000_000_000, (2, 3), "bfloat16"), "step": Leaf(7, (), "int32")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A sealed folder `7` with files at two depths, one of them empty, one with an odd name."""
+    folder = tmp_path_factory.mktemp("sealed") / "7"
+    (folder / "state/d").mkdir(parents=True)
+    (folder / "state/d/one").write_bytes(bytes(range(256)) * 5000)
+    (folder / "state/über alles").write_bytes(b"x")
+    (folder / "empty").write_bytes(b"")
+    manifest.seal(folder, 7, LEAVES)
+    return folder
+
+
+def test_what_is_sealed_is_read(folder):
+    found = manifest.read(folder, 7)
+    assert (found.format, found.step, found.leaves) == (2, 7, LEAVES)
+    assert {name: size for name, (size, _) in found.files.items()} == {
+        "empty": 0,
+        "state/d/one": 1_280_000,
+        "state/über alles": 1,
+    }
+    manifest.check(folder, found, found.files)
+    assert manifest.is_sealed(folder)
+    assert not manifest.is_sealed(folder / "state")
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="coreutils is not installed")
+def test_digests_are_those_of_sha256sum(folder):
+    for name, (_, digest) in manifest.read(folder, 7).files.items():
+        command = ["sha256sum", str(folder / name)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert said.split()[0].removeprefix("\\") == digest
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(data=strategies.data())
+def test_no_change_of_the_manifest_itself_goes_unseen(folder, data):
+    file = folder / "manifest.json"
+    content = file.read_bytes()
+    place = data.draw(strategies.integers(0, len(content) - 1))
+    kind = data.draw(strategies.sampled_from(["flip", "cut", "insert", "remove"]))
+    changed = {
+        "flip": content[:place]
+        + bytes([content[place] ^ 1 << data.draw(strategies.integers(0, 7))])
+        + content[place + 1 :],
+        "cut": content[:place],
+        "insert": content[:place] + b" " + content[place:],
+        "remove": content[:place] + content[place + 1 :],
+    }[kind]
+    hypothesis.assume(changed != content)
+    file.write_bytes(changed)
+    try:
+        with pytest.raises(CheckpointError, match=r"step 7 in .*/7 cannot be read .manifest.json"):
+            manifest.read(folder, 7)
+    finally:
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"null",
+        b"[" * 100_000,
+        b'{"manifest": {}}',
+        b'{"manifest": [1]}',
+        b"\xff",
+    ],
+)
+def test_what_is_no_manifest_is_said_in_one_sentence(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="step 1 in .*manifest.json: ") as raised:
+        manifest.read(tmp_path, 1)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"a": [1]}},
+        {"files": {"a": "bc"}},
+        {"files": 3},
+        {"leaves": {"x": {}}},
+        {"leaves": {"x": {"fingerprint": 1, "shape": 3, "dtype": "int8"}}},
+        {"format": "2"},
+        {"format": None},
+    ],
+)
+def test_a_manifest_of_another_form_is_refused_though_its_digest_agrees(folder, tmp_path, change):
+    content = json.loads((folder / "manifest.json").read_bytes())["manifest"]
+    (tmp_path / "manifest.json").write_bytes(manifest._envelope({**content, **change}))
+    with pytest.raises(CheckpointError, match=r"manifest.json: "):
+        manifest.read(tmp_path, 7)
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a\0"]
+)
+def test_a_name_that_is_no_file_inside_is_refused(tmp_path, name):
+    manifest.seal(tmp_path, 7, {})
+    content = json.loads((tmp_path / "manifest.json").read_bytes())["manifest"]
+    content["files"] = {name: [0, ""]}
+    (tmp_path / "manifest.json").write_bytes(manifest._envelope(content))
+    with pytest.raises(CheckpointError, match="which is no file inside the checkpoint"):
+        manifest.read(tmp_path, 7)
+
+
+def test_a_later_format_is_told_from_a_broken_one(tmp_path):
+    content = {"format": 3, "step": 7, "whatever": ["later", "needs"]}
+    (tmp_path / "manifest.json").write_bytes(manifest._envelope(content))
+    with pytest.raises(UserError, match="format 3, written by a newer jaxtrain; .* up to 2"):
+        manifest.read(tmp_path, 7)
+
+
+def test_a_second_seal_replaces_the_first_and_leaves_nothing_beside_it(tmp_path):
+    (tmp_path / "a").write_text("1")
+    manifest.seal(tmp_path, 1, LEAVES)
+    (tmp_path / "a").write_text("2")
+    manifest.seal(tmp_path, 1, LEAVES)
+    found = manifest.read(tmp_path, 1)
+    assert found.files.keys() == {"a"}
+    manifest.check(tmp_path, found, found.files)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "manifest.json"}
