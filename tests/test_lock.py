@@ -1,6 +1,7 @@
 """One attempt at a time writes into a run's folder: real processes that are killed and frozen."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -69,6 +70,12 @@ def content(file):
     return json.loads(file.read_text())
 
 
+def jump_at_every_look(monkeypatch, seconds):
+    """The wall clock moves so much further whenever somebody looks at it."""
+    wall, looks = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: wall() + seconds * next(looks))
+
+
 def no_waiting(_):
     pytest.fail("waited")
 
@@ -125,8 +132,7 @@ def test_another_process_of_the_same_number_is_no_holder(holder, tmp_path):
 @pytest.mark.parametrize("jump", [0, 86_400, -86_400])
 def test_elsewhere_a_counter_that_moves_is_alive(holder, tmp_path, monkeypatch, jump):
     process = holder("elsewhere", beat_seconds=0.5)
-    wall = time.time
-    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    jump_at_every_look(monkeypatch, jump)
     with pytest.raises(UserError, match=f"process {process.popen.pid} on elsewhere"):
         RunLock.acquire(tmp_path)
 
@@ -137,8 +143,8 @@ def test_a_woken_zombie_finds_out_before_it_writes(holder, tmp_path, monkeypatch
     assert zombie.ask("write") == "written"
     zombie.popen.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, zombie.popen.pid, os.WSTOPPED)
-    wall, said = time.time, []
-    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    said = []
+    jump_at_every_look(monkeypatch, jump)
     held = RunLock.acquire(tmp_path, beat_seconds=BEAT_SECONDS, say=said.append)
     assert held.attempt == 2
     assert len(said) == 1

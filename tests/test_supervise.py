@@ -212,7 +212,7 @@ signal.signal(signal.SIGTERM, stop)
 report_to_supervisor()
 tell("ready")
 while True:
-    signal.pause()
+    time.sleep(0.05)
 """
 # With a process of its own that keeps the output open, as a data loader's workers would.
 STUBBORN = """
@@ -223,7 +223,7 @@ report_to_supervisor()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 tell("ready")
 while True:
-    signal.pause()
+    time.sleep(0.05)
 """
 
 
@@ -306,7 +306,7 @@ report_to_supervisor()
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 tell(os.getpid())
 while True:
-    signal.pause()
+    time.sleep(0.05)
 """
     process = start({"stall_seconds": 1.0}, code)
     child = int(process.line())
@@ -315,6 +315,7 @@ while True:
     os.waitid(os.P_PID, process.popen.pid, os.WSTOPPED)
     time.sleep(1.5)  # what passes is what the supervisor must not count
     process.popen.send_signal(signal.SIGCONT)
+    time.sleep(0.2)  # the supervisor looks before the command is back
     os.kill(child, signal.SIGCONT)
     os.kill(child, signal.SIGUSR1)
     assert process.popen.stdout.read() == ""
