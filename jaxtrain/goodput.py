@@ -280,6 +280,10 @@ class Goodput:
     def _move(self, cause: str, to: str, seconds: float) -> None:
         self._moved[cause] = self._moved.get(cause, 0) - seconds
         self._moved[to] = self._moved.get(to, 0) + seconds
+        if cause == PRODUCTIVE:
+            # What was taken out of a step before a point is no longer in that point's seconds.
+            productive = self._productive()
+            self._points = [(step, min(p, productive)) for step, p in self._points]
 
     def _replay(self, attempt: int | None, most: float) -> float:
         """Moves at most so many productive seconds of an attempt to replay; how many it moved."""
@@ -309,13 +313,12 @@ class Goodput:
             productive = until_end
         else:
             productive = until_begin + (until_end - until_begin) * (step - begin) / (end - begin)
-        return min(productive, self._productive())
+        return min(productive, self._productive())  # sums in another order round differently
 
     def _add_point(self, step: int) -> None:
         productive = self._productive()
         assert not self._points or step >= self._points[-1][0], "a step that was not resumed at"
-        # Seconds may since have been moved out of those that were productive.
-        points = [(s, min(p, productive)) for s, p in self._points if s < step]
+        points = [point for point in self._points if point[0] < step]
         if len(points) >= _MAX_POINTS:
             half = len(points) // 2
             points = points[:half:2] + points[half:]

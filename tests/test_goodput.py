@@ -144,15 +144,15 @@ def test_skipped_updates_are_bad_time(machine):
     assert machine.spent() == {"bad": 40}
 
 
-def test_a_skip_after_a_record_leaves_the_points_growing(machine):
+def test_a_step_skipped_after_its_record_is_not_kept_by_a_rewind(machine):
     machine.spend(10, "step", 1)
     machine.goodput.record(1)
     machine.goodput.skipped()
-    machine.spend(4, "step", 2)
+    machine.spend(40, "step", 2)
     machine.goodput.record(2)
     machine.goodput.resumed_at(1)
-    # 10 are bad and 4 productive: the point of step 1 cannot say more than what is left.
-    assert machine.spent() == {"step": 4, "bad": 10}
+    # Nothing of step 1 was productive, so all that was is done again.
+    assert machine.spent() == {"bad": 10, "replay": 40}
 
 
 def test_a_stalled_phase_is_no_productive_time(machine):
