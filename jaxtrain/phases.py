@@ -59,7 +59,7 @@ class Phases:
         self._recent = {name: collections.deque[float](maxlen=RECENT) for name in NAMES}
         self._outer: list[tuple[_Current, float]] = []  # with its time since enter or beat
         now = clock()
-        self._current = _Current(IDLE, 0, now, 0.0, now, False, 0)
+        self._current = _Current(IDLE, 0, now, 0, now, False, 0)
 
     def phase(self, name: str, step: int = 0) -> "_Phase":
         """Around a phase; phases nest: the inner one takes over the clock, the outer resumes.
@@ -116,7 +116,7 @@ class Phases:
         now, outer = self._clock(), self._current
         self._outer.append((outer, now - outer.began))
         self._totals[outer.phase] = outer.total + (now - outer.since)
-        total = self._totals.get(name, 0.0)
+        total = self._totals.get(name, 0)
         self._current = _Current(name, step, now, total, now, False, outer.beats + 1)
 
     def _leave(self) -> None:
