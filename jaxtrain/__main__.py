@@ -90,6 +90,11 @@ def train(arguments: argparse.Namespace) -> int:
                 _show_end(console, trainer, values, workdir)
             finally:
                 trainer.close()
+            if attempt.is_first:
+                attempt.goodput.record(trainer.steps_done, finished=True)
+                account = attempt.goodput.account()
+                account.show(console)
+                account.draw(workdir / run.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config)
             console.print(f"To go on: {command}", soft_wrap=True, markup=False)
     except Preempted as stop:

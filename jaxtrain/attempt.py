@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+from jaxtrain.goodput import Goodput
 from jaxtrain.peers import Peers
 from jaxtrain.phases import Phases
 from jaxtrain.signals import stop_signals
@@ -26,6 +27,7 @@ class Attempt:
     Attributes:
       number: which start of the same run this is, from 1.
       phases: what the process is doing.
+      goodput: where the time of the run goes.
       may_write: raises where the run's folder belongs to a later attempt by now.
       step: optimizer steps done, as the trainer says.
       has_begun: whether there is a trainer: its configuration was not refused.
@@ -37,10 +39,12 @@ class Attempt:
         *,
         number: int = 1,
         phases: Phases | None = None,
+        goodput: Goodput | None = None,
         may_write: Callable[[], None] = nothing,
     ) -> None:
         self.number = number
         self.phases = Phases() if phases is None else phases
+        self.goodput = Goodput(None, self.phases) if goodput is None else goodput
         self.may_write = may_write
         self.step = 0
         self.has_begun = False

@@ -109,7 +109,7 @@ class MetricsLog:
         """
         self._guard = guard
         self.bad_steps = 0  # left out so far, by the policy 'skip'
-        self._bad_in_a_row = 0
+        self._bad_in_a_row = self._bad_steps_taken = 0
         self._total_steps = total_steps
         self._unit = unit
         self._units_per_step = units_per_step
@@ -142,15 +142,28 @@ class MetricsLog:
         while len(self._pending) > RUN_AHEAD_STEPS:
             self._settle(self._pending.popleft())
 
-    def now(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes an evaluation's line: host numbers, named `eval_loss`, `eval_accuracy`, ..."""
+    def now(
+        self, step: int, values: Mapping[str, float], account: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes an evaluation's line.
+
+        Args:
+          step: number of optimizer steps done.
+          values: host numbers, named `eval_loss`, `eval_accuracy`, ...
+          account: where the run's time went so far, which people are shown at the end.
+        """
         self.flush()
         if self._files is not None:
-            self._files.write({"step": step, **values})
+            self._files.write({"step": step, **values, **(account or {})})
             self._files.draw()
         if self._display is not None:
             figures = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             self._display.line(f"step {step}/{self._total_steps}  {figures}")
+
+    def take_bad_steps(self) -> int:
+        """How many steps were left out since this was last asked."""
+        taken, self._bad_steps_taken = self._bad_steps_taken, self.bad_steps
+        return self.bad_steps - taken
 
     def flush(self) -> None:
         """Waits for every dispatched step and writes what is due.
@@ -283,17 +296,17 @@ class _Files:
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="loss.png")
         self._drawing: Future[None] | None = None
 
-    def write(self, line: Mapping[str, float | None]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line; infinities and NaN, which JSON does not have, become null."""
         strict = {
-            name: value if value is None or math.isfinite(value) else None
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in line.items()
         }
         self._stream.write(json.dumps(strict, allow_nan=False) + "\n")
         self._stream.flush()
         for name, value in line.items():
-            if name != "step" and value is not None:
-                self._events.add_scalar(name, value, int(line["step"] or 0))
+            if name != "step" and isinstance(value, int | float):
+                self._events.add_scalar(name, value, int(line["step"]))
 
     def draw(self) -> None:
         """Draws loss.png beside the training; leaves it out while the last drawing is going on."""

@@ -14,6 +14,7 @@ from jaxtrain import attempts, distributed
 from jaxtrain.attempt import Attempt, Preempted
 from jaxtrain.channel import rendezvous
 from jaxtrain.cluster import Cluster, ClusterError, Flags
+from jaxtrain.goodput import Goodput, read_account
 from jaxtrain.lifeline import report_to_supervisor
 from jaxtrain.lock import RunLock, Superseded
 from jaxtrain.maintenance import maintenance_notices
@@ -23,6 +24,7 @@ from jaxtrain.settings import Config
 from jaxtrain.watchdog import Watchdog, dump_stacks, write_reason
 
 FAILED = 1
+GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
 
 Say = Callable[[str], None]
 
@@ -57,7 +59,13 @@ def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[
             peers = _meet(cluster, config, 0 if lock is None else lock.attempt, say)
             stack.callback(peers.close)
         lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
-        attempt = Attempt(peers, number=lock.attempt, phases=phases, may_write=_fence(lock))
+        attempt = Attempt(
+            peers,
+            number=lock.attempt,
+            phases=phases,
+            goodput=_goodput(workdir, phases) if peers.process_id == 0 else None,
+            may_write=_fence(lock),
+        )
         end = _End(workdir, lock, peers, attempt)
         try:
             with phases.phase("start"):
@@ -87,6 +95,11 @@ def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[
         end.record(None)
 
 
+def _goodput(workdir: Path, phases: Phases) -> Goodput:
+    file = workdir / GOODPUT_FILE
+    return Goodput(read_account(file), phases, file=file)
+
+
 def _meet(cluster: Cluster, config: Config, attempt: int, say: Say) -> Peers:
     if cluster.num_processes == 1:
         return Alone({"attempt": attempt})
@@ -94,7 +107,6 @@ def _meet(cluster: Cluster, config: Config, attempt: int, say: Say) -> Peers:
     hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
     hello["python"] = ".".join(map(str, sys.version_info[:3]))
     hello["configuration"] = hashlib.sha256(config.to_gin().encode()).hexdigest()[:16]
-    say(cluster.found)
     return rendezvous(cluster, hello, report=say, welcome={"attempt": attempt})
 
 
@@ -164,6 +176,9 @@ class _End:
             f"stalled in {activity.phase}, step {activity.step}: no progress for "
             f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
         )
+        if self._peers.process_id == 0 and self._lock.still_owned():
+            with contextlib.suppress(OSError):
+                self._attempt.goodput.record(self._attempt.step, stalled=activity)
         behind = self._behind()
         cause = self._peers.failed(f"{told}{behind}")
         mine = cause.process_id == self._peers.process_id

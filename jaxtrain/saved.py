@@ -9,6 +9,7 @@ from jaxtrain import resume
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
+from jaxtrain.phases import Phases
 from jaxtrain.settings import Config
 from jaxtrain.step import Program, TrainState
 
@@ -29,6 +30,7 @@ class SavedRun:
         read_only: bool,
         report: Callable[[str], None],
         may_write: Callable[[], None],
+        phases: Phases,
     ) -> None:
         """Opens the checkpoints of a run.
 
@@ -39,9 +41,10 @@ class SavedRun:
           read_only: nothing in workdir changes.
           report: takes what people should know: damage, a disk that fills up.
           may_write: raises where the folder belongs to another attempt by now.
+          phases: what this process is doing.
         """
         self._workdir, self._config, self._program = workdir, config, program
-        self._read_only = read_only
+        self._read_only, self._phases = read_only, phases
         self._checkpoints = None
         if workdir is not None:
             self._checkpoints = Checkpoints(
@@ -59,7 +62,8 @@ class SavedRun:
         Raises:
           UserError: the folder holds another run.
         """
-        step = None if self._checkpoints is None else self._checkpoints.newest_good()
+        with self._phases.phase("restore"):
+            step = None if self._checkpoints is None else self._checkpoints.newest_good()
         if step is None:
             return self._fresh(), 0
         return self._restore(step, None if self._read_only else open_data())
@@ -105,8 +109,11 @@ class SavedRun:
 
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         assert self._checkpoints is not None
-        extra = self._checkpoints.extra(step)
-        if dataset is not None:
-            resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
-        state = resume.restore(self._checkpoints, step, self._program)
+        with self._phases.phase("restore", step):
+            extra = self._checkpoints.extra(step)
+            if dataset is not None:
+                resume.refuse_other_run(
+                    extra, self._config, dataset, step=step, workdir=self._workdir
+                )
+            state = resume.restore(self._checkpoints, step, self._program)
         return state, extra["data"]["next_batch"]

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +114,13 @@ class Trainer:
             read_only=read_only,
             report=self.say,
             may_write=self._attempt.may_write,
+            phases=self._attempt.phases,
         )
-        with self._attempt.phases.phase("restore"):
-            self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
+        self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
         self.steps_done = self._attempt.step = int(self.state.step)
         self._attempt.has_begun = True
+        self._attempt.goodput.resumed_at(self.steps_done)
+        self._attempt.goodput.record(self.steps_done)
         if self.workdir is not None and not read_only and jax.process_index() == 0:
             write_atomically(self.workdir / "config.gin", config.to_gin().encode())
 
@@ -173,14 +175,14 @@ class Trainer:
         train, phases = self.config.train, self._attempt.phases
         values: dict[str, float] = {}
         first = self.steps_done
-        with (
-            closing(self._open_log(first, last)) as log,
-            self._batches(self._next_batch) as stream,
-        ):
+        with ExitStack() as stack:
+            with phases.phase("start"):
+                log = stack.enter_context(closing(self._open_log(first, last)))
+                stream = stack.enter_context(self._batches(self._next_batch))
             if self._owes_evaluation(last):
                 with log.paused():
                     values = self._evaluate(log)
-                log.now(first, values)
+                log.now(first, values, self._account(log))
             for step in range(first + 1, last + 1):
                 self._stop_if_asked(log)
                 with phases.phase("step" if self._is_compiled else "compile", step):
@@ -194,11 +196,19 @@ class Trainer:
                 if _every(train.eval_every, step) or step == last:
                     with log.paused():
                         values = self._evaluate(log)
-                    log.now(step, values)
+                    log.now(step, values, self._account(log))
                 if _every(train.save_every, step) or step == last:
                     with log.paused():
                         self._save()
+                    self._account(log)
         return values
+
+    def _account(self, log: MetricsLog) -> dict[str, Any]:
+        """Records where the time went so far."""
+        goodput = self._attempt.goodput
+        goodput.skipped(log.take_bad_steps())
+        goodput.record(self.steps_done)
+        return goodput.account().line()
 
     def _owes_evaluation(self, last: int) -> bool:
         """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
@@ -217,6 +227,7 @@ class Trainer:
             with log.paused():
                 self._save()
         self._saved.wait()
+        self._account(log)
         raise Preempted(self.steps_done, reason)
 
     def _save(self) -> None:
@@ -230,9 +241,10 @@ class Trainer:
 
     def _go_back(self, rewind: Rewind, target: int) -> None:
         """Restores a state from before a bad step and passes over the batches around it."""
-        with self._attempt.phases.phase("restore"), jax.transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             self.state, position = self._saved.back_to(target, self.dataset)
-            self.steps_done = int(self.state.step)
+            done, self.steps_done = self.steps_done, int(self.state.step)
+        self._attempt.goodput.resumed_at(self.steps_done, done=done)
         skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
         self._next_batch = position + skipped
         self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")

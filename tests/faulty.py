@@ -1,0 +1,54 @@
+"""`python -m jaxtrain` with faults: the command line as it is, struck at named points of its run.
+
+FAULTS in the environment lists them, separated by blanks: `process:event:name:step:action`, for
+example `1:enter:save:4:SIGKILL`. Events and names are those that listeners of `phases.Phases` hear;
+an action is a signal that the process sends itself, or `raise`, `hang`, `slow`. A fault strikes
+once in a run: MARKS names the folder where it is written down, which the next attempt reads.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from jaxtrain import __main__, run
+from jaxtrain.phases import Phases
+
+PROCESS = int(os.environ.get("PROCESS", "0"))
+
+
+class StruckError(RuntimeError):
+    """The error that the action `raise` raises."""
+
+
+def strike(event: str, name: str, step: int) -> None:
+    for fault in os.environ.get("FAULTS", "").split():
+        *where, action = fault.split(":")
+        mark = Path(os.environ["MARKS"]) / fault
+        if where != [str(PROCESS), event, name, str(step)] or mark.exists():
+            continue
+        mark.touch()
+        sys.stdout.write(f"STRUCK {fault}\n")
+        sys.stdout.flush()
+        if action == "raise":
+            raise StruckError(f"struck at {event} {name} {step}")
+        if action == "hang":
+            time.sleep(3600)
+        elif action == "slow":
+            time.sleep(2)
+        else:
+            os.kill(os.getpid(), getattr(signal, action))
+
+
+class FaultyPhases(Phases):
+    """The phases of an attempt, with our listener."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_listener(strike)
+
+
+if __name__ == "__main__":
+    run.Phases = FaultyPhases
+    sys.exit(__main__.main())
