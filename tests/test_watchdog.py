@@ -28,10 +28,15 @@ def stuck_in_c_without_the_lock():
 def stuck_in_c_with_the_lock():
     ctypes.PyDLL(None).sleep(600)
 
+def stuck_with_its_watchdog():
+    time.sleep(600)
+
 def other_thread_waits():
     threading.Event().wait()
 
 def on_expiry(activity, deadline_seconds):
+    if sys.argv[2] == "stuck_with_its_watchdog":
+        time.sleep(600)
     dump_stacks(folder / "stacks.txt")
     write_reason(folder, 3, 2, f"longer than {deadline_seconds} s", activity)
     os._exit(42)
@@ -43,7 +48,12 @@ with Watchdog(phases, deadlines, on_expiry, last_resort=folder / "last.txt"):
     with phases.phase("step", 7):
         globals()[sys.argv[2]]()
 """
-WAYS = ("stuck_in_sleep", "stuck_in_c_without_the_lock", "stuck_in_c_with_the_lock")
+WAYS = (
+    "stuck_in_sleep",
+    "stuck_in_c_without_the_lock",
+    "stuck_in_c_with_the_lock",
+    "stuck_with_its_watchdog",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +85,14 @@ def test_a_stuck_process_says_where_and_why(ended, way):
     assert reason["seconds"] > 0.5
 
 
-def test_c_code_that_never_gives_the_interpreter_back_meets_the_last_resort(ended):
-    folder, status = ended["stuck_in_c_with_the_lock"]
+@pytest.mark.parametrize("way", WAYS[2:])
+def test_a_watchdog_that_cannot_act_leaves_the_last_resort(ended, way):
+    folder, status = ended[way]
     assert status == 1
     stacks = (folder / "last.txt").read_text()
-    assert "stuck_in_c_with_the_lock" in stacks
+    assert way in stacks
     assert "other_thread_waits" in stacks
-    assert not (folder / "stacks.txt").exists()  # the watchdog's thread could not run
+    assert not (folder / "stacks.txt").exists()
 
 
 @pytest.mark.parametrize(
