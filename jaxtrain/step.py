@@ -16,6 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
 from jaxtrain.layers import Execution, Statistic
 from jaxtrain.loss import OBJECTIVES, Loss, Sums, spread
+from jaxtrain.optimizer import averaged
 from jaxtrain.pipeline.engine import Engine, Parts
 from jaxtrain.pipeline.schedules import Pipeline, forward_only, make_schedule
 from jaxtrain.pipeline.stages import Stages, deal
@@ -152,8 +153,13 @@ class Program:
         return self
 
     def consensus(self, state: TrainState) -> TrainState:
-        """The state that evaluation and generation use: itself."""
-        return state
+        """The state that evaluation and generation use: with the averaged parameters, if any."""
+        average = averaged(state.opt_state)
+        if average is None:
+            return state
+        average = jax.tree.map(lambda x, like: x.astype(like.dtype), average, state.params)
+        layouts = shardings(average, self.layout.parameter, self.layout)
+        return dataclasses.replace(state, params=jax.device_put(average, layouts))
 
     # -- the step --------------------------------------------------------------------------------
 

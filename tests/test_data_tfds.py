@@ -1,13 +1,19 @@
 """TFDS sources: written as array_record by builders of our own, read back without TensorFlow."""
 
+import io
+import itertools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from jaxtrain.data.bad_records import BadRecordError, BadRecords
 from jaxtrain.data.image import ImageData
+from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text import TextData
 from jaxtrain.errors import UserError
 
@@ -95,6 +101,57 @@ def test_images_without_a_held_out_split_are_split_by_class(data_dir):
     assert len(opened.train) == 8
     assert opened.digest != images(data_dir, heldout_fraction=0.4).open(seed=0).digest
     assert opened.digest == images(data_dir, heldout_fraction=0.2).open(seed=1).digest
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def flipped(data_dir, folder, name, content):
+    """A copy of a data set's training records with one bit changed inside `content`."""
+    shutil.copytree(Path(data_dir) / name, folder / name)
+    (file,) = (folder / name).glob("*/*-train.array_record*")
+    stored = bytearray(file.read_bytes())
+    assert stored.count(content) == 1
+    stored[stored.index(content) + len(content) // 2] ^= 1
+    file.write_bytes(stored)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def damaged_images(data_dir, tmp_path_factory):
+    """The images with a bit of number 3 changed."""
+    png = io.BytesIO()
+    Image.new("RGB", (5, 4), (3, 30, 252)).save(png, "PNG")
+    return flipped(data_dir, tmp_path_factory.mktemp("damaged"), "tiny_images", png.getvalue())
+
+
+def test_a_record_with_a_changed_bit_is_left_out(damaged_images):
+    opened = images(damaged_images, heldout_split="test").open(seed=0)
+    bad = BadRecords(1)
+    stream = batches(opened.train, global_batch_size=10, seed=0, bad_records=bad)
+    for batch in itertools.islice(stream, 3):
+        assert batch.loss_mask.sum() == 9
+        (row,) = np.flatnonzero(batch.loss_mask == 0)
+        np.testing.assert_array_equal(batch.inputs[row], opened.train.example(4, None).inputs)
+    stream.close()
+    (record,) = bad.found
+    assert (record.split, record.index) == ("training", 3)
+    assert "hash mismatch" in record.cause
+    stream = batches(opened.train, global_batch_size=10, seed=0)
+    with pytest.raises(BadRecordError, match="training example 3 cannot be read .*hash mismatch"):
+        next(stream)
+
+
+def test_what_is_read_before_training_names_the_damaged_record(data_dir, damaged_images, tmp_path):
+    message = refusal(images(damaged_images, heldout_fraction=0.2))
+    assert "tiny_images/1.0.0 train 10 records" in message
+    assert "record 3 cannot be read" in message
+    folder = flipped(data_dir, tmp_path, "tiny_text", b"train record 0")
+    message = refusal(text(folder, heldout_split="validation"))
+    assert message.startswith(
+        "TextData.train_split = 'train' of tiny_text/1.0.0: record 0 cannot be read (Corrupted"
+    )
+    assert message.endswith("prepare the data set again")
 
 
 # -- refusals --------------------------------------------------------------------------------------

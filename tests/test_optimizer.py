@@ -1,16 +1,19 @@
-"""AdamW, SGD, clipping and every schedule equal PyTorch; Lion equals its published rule."""
+"""AdamW, SGD, clipping, averages and schedules equal PyTorch; Lion equals its published rule."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import make_layout, make_program, text_batch
 from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.resnet import ResNet
-from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedule
+from jaxtrain.optimizer import Optimizer, Schedule, averaged, make_optimizer, make_schedule
 
 STEPS = 20
 # name -> (shape, what the dimensions mean, whether it is decayed)
@@ -163,6 +166,136 @@ def test_exactly_the_weights_of_products_and_lookups_decay(model, sizes):
     assert decayed == sizes
 
 
+# -- the average of the parameters -----------------------------------------------------------------
+
+DECAY = 0.8
+
+
+def test_the_average_equals_torch():
+    """PyTorch's exponential average of zeros and the parameters, divided by what zeros weigh."""
+    torch = pytest.importorskip("torch")
+    swa = torch.optim.swa_utils
+    settings = Optimizer(**ADAMW, learning_rate=1e-2, average_decay=DECAY)
+    optimizer = make_optimizer(settings, optax.constant_schedule(1e-2))
+    plain = make_optimizer(
+        dataclasses.replace(settings, average_decay=None), optax.constant_schedule(1e-2)
+    )
+    params = state_of(INITIAL)
+    opt_state, plain_state = optimizer.init(params), plain.init(params)
+    start = averaged(opt_state)
+    jax.tree.map(np.testing.assert_array_equal, start, params)
+    module = torch.nn.ParameterDict({n: torch.zeros(v.shape) for n, v in INITIAL.items()})
+    theirs = swa.AveragedModel(module, multi_avg_fn=swa.get_ema_multi_avg_fn(DECAY))
+    theirs.update_parameters(module)  # PyTorch takes what it sees first as it is
+    for step, gradients in enumerate(GRADIENTS, start=1):
+        updates, opt_state = jax.jit(optimizer.update)(state_of(gradients), opt_state, params)
+        unaveraged, plain_state = jax.jit(plain.update)(state_of(gradients), plain_state, params)
+        # The average changes nothing of the run.
+        jax.tree.map(np.testing.assert_array_equal, updates, unaveraged)
+        params = optax.apply_updates(params, updates)
+        for name, parameter in module.items():
+            parameter.data = torch.tensor(np.asarray(params[name].get_value()))
+        theirs.update_parameters(module)
+        found = averaged(opt_state)
+        for name, average in theirs.module.items():
+            np.testing.assert_allclose(
+                found[name].get_value(),
+                average.detach().numpy() / (1 - DECAY**step),
+                rtol=1e-6,
+                atol=1e-7,
+                err_msg=f"{name}, step {step}",
+            )
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9999, 0.9999999])
+def test_the_first_parameters_have_no_part_in_the_average(decay):
+    optimizer = make_optimizer(
+        Optimizer(name="sgd", average_decay=decay, weight_decay=0.0, clip_norm=None, momentum=0.0),
+        optax.constant_schedule(1.0),
+    )
+    params = {"w": nnx.Param(jnp.full((4,), 1e6), axes=("embed",))}
+    gradient = {"w": nnx.Param(jnp.full((4,), 1e6 - 1.0), axes=("embed",))}
+    opt_state = optimizer.init(params)
+    _, opt_state = optimizer.update(gradient, opt_state, params)
+    # 1e6 - (1e6 - 1): to float32's rounding of the million's share, an eighth.
+    np.testing.assert_allclose(averaged(opt_state)["w"].get_value(), 1.0, atol=0.25)
+
+
+def test_bfloat16_parameters_are_averaged_in_float32():
+    optimizer = make_optimizer(
+        Optimizer(name="sgd", average_decay=0.9), optax.constant_schedule(1.0)
+    )
+    params = {"w": nnx.Param(jnp.ones((4,), jnp.bfloat16), axes=("embed",))}
+    assert averaged(optimizer.init(params))["w"].get_value().dtype == jnp.float32
+
+
+def test_without_a_decay_no_average_is_kept():
+    params = state_of(INITIAL)
+    without, with_average = (
+        make_optimizer(Optimizer(average_decay=decay), optax.constant_schedule(1.0)).init(params)
+        for decay in (None, 0.9)
+    )
+    assert averaged(without) is None
+    assert jax.tree.structure(with_average[:-1]) == jax.tree.structure(without)
+
+
+GPT_SIZES = {"vocab_size": 32, "num_layers": 2, "embed_dim": 16, "num_heads": 2}
+AVERAGED = Optimizer(learning_rate=1e-2, average_decay=DECAY)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Programs and their states after three steps, on one device and on eight."""
+    batch = text_batch(rows=8, length=8, vocab_size=32)
+
+    def after_three(**sizes):
+        optimizer = make_optimizer(AVERAGED, optax.constant_schedule(1e-2))
+        model = GPT(context_length=8, **GPT_SIZES)
+        program = make_program(model, make_layout(**sizes), optimizer=optimizer)
+        state = program.create(seed=0)
+        placed = jax.device_put(batch, program.batch_shardings(batch))
+        step = program.jit_train_step()
+        with program.layout.active():
+            for _ in range(3):
+                state, _ = step(state, placed)
+        return program, state, placed
+
+    return after_three(), after_three(fsdp=4, data=2, zero=1)
+
+
+def test_the_average_on_eight_devices_equals_one(trained):
+    (_, one, _), (program, eight, _) = trained
+    found, expected = averaged(eight.opt_state), averaged(one.opt_state)
+    # Adam's first steps are of size learning_rate whatever the gradient's: where it is next to
+    # nothing, the order of a sum decides, as it does of the parameters.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), found, expected)
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, averaged(program.abstract_state().opt_state))
+    assert jax.tree.map(lambda x: x.sharding, found) == wanted
+    # ZeRO 1: the average lies split over fsdp as the moments do, the parameters do not.
+    moments = jax.tree.leaves(eight.opt_state[1].mu)
+    for average, moment in zip(jax.tree.leaves(found), moments, strict=True):
+        assert average.sharding == moment.sharding
+    largest = max(jax.tree.leaves(found), key=lambda x: x.size)
+    assert "fsdp" in largest.sharding.spec
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(eight.params))
+
+
+def test_evaluation_uses_the_average(trained):
+    for program, state, batch in trained:
+        consensus = program.consensus(state)
+        jax.tree.map(np.testing.assert_array_equal, consensus.params, averaged(state.opt_state))
+        assert jax.tree.map(lambda x: x.sharding, consensus.params) == jax.tree.map(
+            lambda x: x.sharding, state.params
+        )
+        evaluate = jax.jit(program.eval_step)
+        with program.layout.active():
+            zeros = program.no_sums(state, batch)
+            plain, average = (evaluate(s, batch, zeros)["loss"] for s in (state, consensus))
+        assert float(plain) != float(average)
+        without = dataclasses.replace(state, opt_state=())
+        assert program.consensus(without) is without
+
+
 # -- schedules -------------------------------------------------------------------------------------
 
 PEAK, FINAL = 0.3, 0.1
@@ -221,6 +354,10 @@ def test_schedules_equal_torch(name, warmup):
             "Optimizer.clip_norm=-1.0; use None or a number above 0",
         ),
         (lambda: Optimizer(weight_decay=-0.1), "Optimizer.weight_decay=-0.1; use 0 or more"),
+        (
+            lambda: Optimizer(average_decay=1.0),
+            "Optimizer.average_decay=1.0; use None, or a number above 0 and below 1 such as 0.999",
+        ),
         (lambda: Optimizer(b2=1.0), "Optimizer.b2=1.0; use 0 to below 1"),
         (
             lambda: Schedule(warmup_steps=-1),

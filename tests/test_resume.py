@@ -1,69 +1,162 @@
-"""A checkpoint of any pipeline is restored into any other, and into none."""
+"""A run goes on in any layout from a checkpoint of any other: state, order of the data, losses.
+
+Nothing random is part of a state: parameters are drawn from Train.seed, the order of the data and
+its augmentation from Train.seed and the place in the stream, so that the step is the position.
+"""
+
+import dataclasses
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout
 
 from jaxtrain import resume
 from jaxtrain.checkpoint import Checkpoint, Checkpoints
-from jaxtrain.models.gpt import GPT
-from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.data.pipeline import batches, to_device
+from jaxtrain.data.source import Dataset
+from jaxtrain.optimizer import averaged
+from jaxtrain.settings import Config, load_config
+from jaxtrain.step import Program, TrainState
+from jaxtrain.train import make_program
 
-MODEL = GPT(vocab_size=64, num_layers=6, embed_dim=32, num_heads=8, context_length=16)
+# Name -> mesh and ZeRO stage, and bindings.
 LAYOUTS = {
-    "one": ({}, {}),
-    "fsdp": ({"fsdp": 8}, {}),
-    "pipe2": ({"pipe": 2, "tensor": 2}, {}),
-    "pipe4_uneven": ({"pipe": 4, "fsdp": 2}, {}),
+    "one": ({}, []),
+    "data": ({"data": 8}, []),
+    "zero3": ({"fsdp": 8}, []),
+    "zero1": ({"fsdp": 4, "data": 2, "zero": 1}, []),
+    "tensor": ({"fsdp": 4, "tensor": 2, "sequence_parallel": True}, []),
     "interleaved": (
-        {"pipe": 2, "data": 2, "zero": 1},
-        {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 2},
+        {"pipe": 2, "tensor": 2},
+        [
+            "Pipeline.schedule = 'interleaved'",
+            "Pipeline.virtual_stages = 2",
+            "Pipeline.microbatches = 2",
+        ],
     ),
+    # Six layers on four stages, so that two of them have padding.
+    "uneven": ({"pipe": 4, "fsdp": 2}, ["Pipeline.microbatches = 4"]),
+    "accumulated": ({"tensor": 2, "fsdp": 2}, ["Train.accumulation = 2"]),
 }
+BINDINGS = [
+    "GPT.num_layers = 6",
+    "GPT.context_length = 16",
+    "TextData.sequence_length = 16",
+    "Attention.kernel = 'reference'",
+    "Optimizer.average_decay = 0.8",
+    "Train.seed = 3",
+]
+SAVED, LAST = 2, 4
+# Relative, of float32 losses (whose last bit is 1e-7): sums of a few thousand products in another
+# order, in each of four steps.
+TOLERANCE = 2e-6
 
 
-def program(name):
-    sizes, pipeline = LAYOUTS[name]
-    return make_program(MODEL, make_layout(**sizes), pipeline=Pipeline(**pipeline))
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A layout's program, compiled once, and its run of LAST steps, saved after SAVED of them."""
+
+    config: Config
+    dataset: Dataset
+    program: Program
+    step: Any
+    folder: Path
+    losses: list[float]
+    saved: Any
+    last: Any
 
 
-def in_model_order(program, tree):
-    tree = jax.device_get(tree)
-    return tree if program.stages is None else program.stages.to_layers(tree)
+def go_on(config, dataset, program, step, state: TrainState, first: int, last: int):
+    """The state after steps `first` + 1 to `last`, and their losses."""
+    train = config.train
+    stream = batches(
+        dataset.train,
+        global_batch_size=train.global_batch_size,
+        seed=train.seed,
+        start=first,
+        threads=0,
+    )
+    losses = []
+    with program.layout.active():
+        for batch in islice(stream, last - first):
+            batch = to_device(batch, program.batch_shardings(batch), train.global_batch_size)
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def in_model_order(program, state):
+    """Everything that a run goes on with, layers in the model's order, on the host."""
+    stacked = (state.params, state.opt_state)
+    if program.stages is not None:
+        stacked = program.stages.to_layers(jax.device_get(stacked))
+    return jax.device_get((stacked, state.step, state.statistics, state.loss_scale))
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder and the state in it, for each layout; every leaf is different from the others."""
+def run(tiny_config, tmp_path_factory):
+    """The uninterrupted run in each layout that is asked for."""
     found = {}
 
     def get(name):
         if name not in found:
+            sizes, bindings = LAYOUTS[name]
+            config = load_config(tiny_config, [*BINDINGS, *bindings])
+            dataset = config.train.data.open(seed=config.train.seed)
+            program = make_program(config, make_layout(**sizes))
+            step = program.jit_train_step()
+            parts = (config, dataset, program, step)
+            state, losses = go_on(*parts, program.create(config.train.seed), 0, SAVED)
             folder = tmp_path_factory.mktemp(name)
-            writer = program(name)
-            state = writer.create(seed=0)
-            # Optimizer moments that are not all zero.
-            state = jax.tree.map(lambda x: x + 1 if x.ndim else x, state)
             checkpoints = Checkpoints(folder, Checkpoint(asynchronous=False))
-            checkpoints.save(3, state, {"layer_order": writer.layer_order})
+            extra = resume.describe(config, program, dataset.digest, SAVED)
+            checkpoints.save(SAVED, state, extra)
             checkpoints.close()
-            found[name] = folder, in_model_order(writer, (state.params, state.opt_state))
+            saved = in_model_order(program, state)
+            state, more = go_on(*parts, state, SAVED, LAST)
+            last = in_model_order(program, state)
+            found[name] = Run(*parts, folder, losses + more, saved, last)
+            assert step._cache_size() == 1
         return found[name]
 
     return get
 
 
-PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_alike(name, run):
+    expected, found = run("one"), run(name)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
+    # Not vacuous: every step moves the loss, the average is not the parameters, moments are there.
+    assert min(np.abs(np.diff(expected.losses))) > 1e3 * TOLERANCE
+    (params, opt_state), *_ = expected.saved
+    for one, average in zip(*map(jax.tree.leaves, (params, averaged(opt_state))), strict=True):
+        assert (one != average).any()
+    assert all(x.any() for x in jax.tree.leaves(opt_state))
 
 
-@pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_every_layout_reads_every_other(writer, reader, saved):
-    folder, expected = saved(writer)
-    checkpoints = Checkpoints(folder, Checkpoint(), read_only=True)
-    new = program(reader)
-    state = resume.restore(checkpoints, 3, new)
-    found = in_model_order(new, (state.params, state.opt_state))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, new.abstract_state())
+@pytest.mark.parametrize("reader", LAYOUTS)
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(writer, reader, run):
+    written, new = run(writer), run(reader)
+    checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
+    extra = checkpoints.extra(SAVED)
+    resume.refuse_other_run(extra, new.config, new.dataset, step=SAVED, workdir=written.folder)
+    state = resume.restore(checkpoints, SAVED, new.program)
+    assert_equal(in_model_order(new.program, state), written.saved)
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, new.program.abstract_state())
     assert jax.tree.map(lambda x: x.sharding, state) == wanted
+    parts = (new.config, new.dataset, new.program, new.step)
+    state, losses = go_on(*parts, state, extra["data"]["next_batch"], LAST)
+    np.testing.assert_allclose(losses, run("one").losses[SAVED:], rtol=TOLERANCE)
+    if writer == reader:
+        assert losses == new.losses[SAVED:]
+        assert_equal(in_model_order(new.program, state), new.last)
+    assert new.step._cache_size() == 1

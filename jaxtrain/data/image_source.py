@@ -12,6 +12,7 @@ from PIL import Image
 
 from jaxtrain.data.image_transform import from_array
 from jaxtrain.data.source import walk_files
+from jaxtrain.data.tfds import read_feature
 from jaxtrain.errors import UserError
 
 IMAGE_SUFFIXES = frozenset((".jpeg", ".jpg", ".png"))
@@ -98,7 +99,8 @@ class TfdsImages:
         return decode(encoded, f"{self.identity} record {index}"), int(record[self.label_feature])
 
     def labels(self) -> np.ndarray:
-        every = (int(self.records[i][self.label_feature]) for i in range(len(self.records)))
+        name = f"ImageData.source: {self.identity}"
+        every = map(int, read_feature(self.records, self.label_feature, name))
         return np.fromiter(every, np.int64, len(self.records))
 
     def content(self) -> list[bytes | np.ndarray]:

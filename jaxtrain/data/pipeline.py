@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.data.bad_records import BadRecords, read_example, weightless
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Examples
 
@@ -31,6 +32,7 @@ def batches(
     train: bool = True,
     threads: int = 2,
     prefetch: int = 4,
+    bad_records: BadRecords | None = None,
 ) -> Iterator[Batch]:
     """Endless batches in a new order each epoch; batch k depends on `seed` and k alone.
 
@@ -46,12 +48,16 @@ def batches(
       train: augment; False gives the same examples without augmentation.
       threads: batches made at the same time; 0 makes each when it is asked for.
       prefetch: batches kept ready.
+      bad_records: counts the examples that cannot be read, each replaced as `read_example` says;
+        None allows none.
 
     Returns:
-      numpy batches with len(rows) rows. Close the iterator to stop its threads.
+      numpy batches with len(rows) rows. Close the iterator to stop its threads. Its `next` raises
+      BadRecordError where more examples cannot be read than are allowed.
     """
     assert len(examples) > 0, "no examples"
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
+    bad = BadRecords() if bad_records is None else bad_records
     shuffle_seed = int(np.random.SeedSequence((seed, SHUFFLE_STREAM)).generate_state(1)[0])
     order = grain.MapDataset.range(len(examples)).shuffle(seed=shuffle_seed).repeat()
 
@@ -61,7 +67,7 @@ def batches(
             rng = np.random.default_rng((seed, AUGMENT_STREAM, place)) if train else None
             index = order[place]
             assert index is not None, "grain filters nothing here"
-            made.append(examples.example(int(index), rng))
+            made.append(read_example(examples, int(index), rng, "training", bad))
         return _stack(made)
 
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
@@ -75,30 +81,25 @@ def heldout_batches(
     rows: np.ndarray | None = None,
     threads: int = 2,
     prefetch: int = 4,
+    bad_records: BadRecords | None = None,
 ) -> Iterator[Batch]:
     """Every example once, without augmentation, in an order that is always the same.
 
     The order is shuffled, so that the first few batches, if only they are taken, are a sample of
     all and not the first documents or classes. The last batch is filled up with repetitions of an
-    example whose loss_mask is 0.
+    example whose loss_mask is 0. Examples that cannot be read are replaced as in `batches`.
     """
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
+    bad = BadRecords() if bad_records is None else bad_records
     count = len(examples)
     order = np.random.default_rng(HELDOUT_ORDER).permutation(count)
 
     def make(k: int) -> Batch:
         made = []
         for place in (int(k) * global_batch_size + wanted).tolist():
-            one = examples.example(int(order[min(place, count - 1)]), None)
-            if place >= count:
-                one = Batch(
-                    one.inputs,
-                    one.targets,
-                    np.zeros_like(one.loss_mask),
-                    one.segment_ids,
-                    one.positions,
-                )
-            made.append(one)
+            index = int(order[min(place, count - 1)])
+            one = read_example(examples, index, None, "held-out", bad)
+            made.append(one if place < count else weightless(one))
         return _stack(made)
 
     num_batches = -(-count // global_batch_size)

@@ -112,9 +112,32 @@ def read_text(builder: Any, split: str, setting: str, *, feature: str) -> Iterat
     """The text of each record of a split, in the order the records are stored.
 
     Raises:
-      UserError: no such split, or no such text feature.
+      UserError: no such split, no such text feature, or a record that cannot be read.
     """
     check_feature(builder, feature, "Text", "TextData.text_feature")
     records = open_split(builder, split, setting)
+    name = f"{setting} = {split!r} of {builder.info.full_name}"
+    for encoded in read_feature(records, feature, name):
+        yield encoded.decode("utf-8")  # without TensorFlow text stays bytes
+
+
+def read_feature(records: Sequence[dict[str, Any]], feature: str, name: str) -> Iterator[Any]:
+    """One feature of every record.
+
+    Args:
+      records: from `open_split`.
+      feature: which.
+      name: of the records, for the message.
+
+    Raises:
+      UserError: a record cannot be read. All are needed before training begins, so that none is
+        left out: documents are packed one after the other, and classes are split by their labels.
+    """
     for number in range(len(records)):
-        yield records[number][feature].decode("utf-8")  # without TensorFlow text stays bytes
+        try:
+            yield records[number][feature]
+        except RuntimeError as error:  # array_record's, where the bytes do not fit their hash
+            raise UserError(
+                f"{name}: record {number} cannot be read ({str(error).splitlines()[0]}); prepare "
+                "the data set again"
+            ) from error
