@@ -21,6 +21,7 @@ from jaxtrain import verify as verification
 from jaxtrain.attempt import Preempted
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.cluster import ClusterError, Flags
+from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.mesh import offer_cpu_devices
 from jaxtrain.metrics import write_atomically
@@ -41,7 +42,7 @@ from jaxtrain.train import Trainer, quiet
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 QUICKSTART_DEVICES = 8
-_FAILURES = (CheckpointError, ClusterError, FloatingPointError, OutOfMemory)
+_FAILURES = (CheckpointError, ClusterError, CorruptionError, FloatingPointError, OutOfMemory)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

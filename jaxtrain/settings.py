@@ -13,6 +13,7 @@ from jaxtrain import config as gin_files
 from jaxtrain.attention import Attention
 from jaxtrain.checkpoint import Checkpoint
 from jaxtrain.config import configurable
+from jaxtrain.corruption import Corruption
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
@@ -71,6 +72,8 @@ class Train:
       eval_every: how often the held-out examples are evaluated; the end always is.
       eval_batches: held-out batches in one evaluation; None takes them all.
       save_every: how often a checkpoint is written; the end always is.
+      bad_records: how many examples may be unreadable; each is replaced by a row that weighs
+        nothing. 0 stops at the first.
     """
 
     model: Model
@@ -83,12 +86,13 @@ class Train:
     eval_every: int = 0
     eval_batches: int | None = None
     save_every: int = 0
+    bad_records: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "accumulation", "log_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"Train.{name}={getattr(self, name)}; use at least 1")
-        for name in ("seed", "eval_every", "save_every"):
+        for name in ("seed", "eval_every", "save_every", "bad_records"):
             if getattr(self, name) < 0:
                 raise UserError(f"Train.{name}={getattr(self, name)}; use 0 or more")
         if self.eval_batches is not None and self.eval_batches < 1:
@@ -113,6 +117,7 @@ class Config:
     schedule: Schedule
     checkpoint: Checkpoint
     guard: Guard
+    corruption: Corruption
     deadlines: Deadlines
 
     def to_gin(self) -> str:

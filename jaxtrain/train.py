@@ -12,51 +12,26 @@ from rich.console import Console
 
 from jaxtrain import preflight, report
 from jaxtrain.attempt import Attempt, Preempted
+from jaxtrain.corruption import compare_replicas, replayed
+from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset
-from jaxtrain.exchange import ExchangeProgram, with_exchange
 from jaxtrain.generate import Sampling, write
 from jaxtrain.guard import Rewind, Rewinds
-from jaxtrain.layers import Execution
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
 from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines, write_atomically
-from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.peers import Alone
+from jaxtrain.program import make_program
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
-from jaxtrain.sharding import Layout
-from jaxtrain.step import Program, with_shardings
+from jaxtrain.step import with_shardings
 
 
 def quiet() -> Console:
     """A console that prints nothing."""
     return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console
-
-
-def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
-    """The pure functions that a configuration makes on a layout."""
-    schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
-    program = Program(
-        build=config.train.model.build,
-        objective=config.train.model.objective,
-        optimizer=make_optimizer(config.optimizer, schedule),
-        schedule=schedule,
-        layout=layout,
-        precision=config.precision,
-        loss=config.loss,
-        execution=Execution(
-            kernel=config.attention.kernel,
-            context_parallel=config.attention.context_parallel,
-            remat=config.remat.policy,
-            layers_per_iteration=config.scan.layers_per_iteration,
-        ),
-        accumulation=config.train.accumulation,
-        pipeline=config.pipeline,
-        guard=config.guard,
-    )
-    return with_exchange(config.exchange, program)
 
 
 class Trainer:
@@ -104,6 +79,7 @@ class Trainer:
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
+        self._bad_records = BadRecords(config.train.bad_records, self._say_bad)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -188,7 +164,7 @@ class Trainer:
                 with phases.phase("step" if self._is_compiled else "compile", step):
                     with phases.phase("data", step):
                         batch = next(stream)
-                    self.state, metrics = self._train_step(self.state, batch)
+                    metrics = self._take_step(step, batch)
                     self.steps_done = self._attempt.step = step
                     self._next_batch += 1
                     log.later(step, metrics)
@@ -202,6 +178,17 @@ class Trainer:
                         self._save()
                     self._account(log)
         return values
+
+    def _take_step(self, step: int, batch: Batch) -> Sums:
+        """One step of the loop; where it is due, checked for silent corruption."""
+        corruption = self.config.corruption
+        if _every(corruption.replay_every, step):
+            self.state, metrics = replayed(self._train_step, self.state, batch, step)
+        else:
+            self.state, metrics = self._train_step(self.state, batch)
+        if _every(corruption.compare_replicas_every, step):
+            compare_replicas(self.state, step)
+        return metrics
 
     def _account(self, log: MetricsLog) -> dict[str, Any]:
         """Records where the time went so far."""
@@ -262,7 +249,10 @@ class Trainer:
             state = self.program.consensus(self.state)
             sums = self.program.plain.no_sums(state, batch)
             source = heldout_batches(
-                self.dataset.heldout, global_batch_size=rows, rows=self._rows(rows)
+                self.dataset.heldout,
+                global_batch_size=rows,
+                rows=self._rows(rows),
+                bad_records=self._bad_records,
             )
             with Prefetcher(source, self._place(rows)) as stream:
                 for number, batch in enumerate(stream, start=1):
@@ -317,6 +307,10 @@ class Trainer:
         report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
         report.show_parameters(self.console, self.state)
 
+    def _say_bad(self, record: BadRecord) -> None:
+        """Every process says it of its own rows; its own log has it."""
+        self.console.print(f"{record}: left out", soft_wrap=True, markup=False)
+
     def say(self, line: str) -> None:
         """A line for people, on process 0's terminal."""
         if jax.process_index() == 0:
@@ -346,6 +340,7 @@ class Trainer:
             seed=self.config.train.seed,
             start=start,
             rows=self._rows(size),
+            bad_records=self._bad_records,
         )
         return Prefetcher(source, self._place(size))
 

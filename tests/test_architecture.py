@@ -13,7 +13,11 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options", "signals", "maintenance", "phases"],
+    ["errors", "tables", "options", "signals", "maintenance", "phases", "attempts", "lifeline"],
+    ["lock", "supervise", "wire"],
+    ["cluster", "launchers", "tpu_hosts"],
+    ["meeting", "hub", "channel", "peers"],
+    ["distributed"],
     [
         "config",
         "planning.hlo",
@@ -33,13 +37,17 @@ LAYERS = [
     ["self_attention", "experts"],
     ["transformer"],
     ["data.batch"],
-    ["models", "loss", "optimizer"],
+    ["models", "loss", "optimizer", "guard"],
     ["pipeline"],
+    ["manifest", "fingerprint", "leaves", "retention", "sealing"],
     ["step", "checkpoint", "metrics", "plot", "progress", "data"],
+    ["watchdog", "goodput", "corruption"],
+    ["attempt"],
     ["exchange"],
     ["settings"],
-    ["preflight", "report", "generate", "doctor", "resume"],
-    ["train"],
+    ["preflight", "report", "generate", "doctor", "resume", "program"],
+    ["saved"],
+    ["train", "run"],
     ["planning"],
     ["verify"],
     ["__init__"],

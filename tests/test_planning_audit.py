@@ -17,10 +17,10 @@ from jaxtrain.planning.collectives import Collective
 from jaxtrain.planning.placement import misplaced, paddings, replicated
 from jaxtrain.planning.traffic import Expected
 from jaxtrain.preflight import abstract_layout, check, layout
+from jaxtrain.program import make_program
 from jaxtrain.settings import load_config
 from jaxtrain.sharding import Sharding, shard
 from jaxtrain.step import with_shardings
-from jaxtrain.train import make_program
 
 SIZES = {"data": 2, "fsdp": 4}
 KIB = 1024

@@ -26,10 +26,10 @@ from jaxtrain.planning.targets import tpu_devices
 from jaxtrain.planning.traffic import Expected, branch_counts, expected
 from jaxtrain.precision import Precision
 from jaxtrain.preflight import abstract_layout, layout
+from jaxtrain.program import make_program
 from jaxtrain.remat import Remat
 from jaxtrain.settings import Config, load_config
 from jaxtrain.sharding import Sharding
-from jaxtrain.train import make_program
 
 MIXTRAL = Mixtral(
     vocab_size=VOCAB, num_layers=LAYERS, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512,

@@ -19,9 +19,9 @@ from jaxtrain.checkpoint import Checkpoint, Checkpoints
 from jaxtrain.data.pipeline import batches, to_device
 from jaxtrain.data.source import Dataset
 from jaxtrain.optimizer import averaged
+from jaxtrain.program import make_program
 from jaxtrain.settings import Config, load_config
 from jaxtrain.step import Program, TrainState
-from jaxtrain.train import make_program
 
 # Name -> mesh and ZeRO stage, and bindings.
 LAYOUTS = {

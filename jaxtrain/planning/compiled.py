@@ -26,10 +26,10 @@ from jaxtrain.planning.targets import (
     native_stderr_kept,
     target_devices,
 )
+from jaxtrain.program import make_program
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 from jaxtrain.step import with_shardings
-from jaxtrain.train import make_program
 
 # Quick compiles: a step takes a fifth of the time; what it keeps alive differs by a few per cent
 # (docs/planning.md has the figures).

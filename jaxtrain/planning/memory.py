@@ -12,10 +12,10 @@ from jaxtrain.mesh import Mesh
 from jaxtrain.pipeline.schedules import make_schedule, slots
 from jaxtrain.planning.profile import layer_profile, on_platform, shard_bytes
 from jaxtrain.preflight import abstract_layout
+from jaxtrain.program import make_program
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
 from jaxtrain.step import with_shardings
-from jaxtrain.train import make_program
 
 
 @dataclasses.dataclass(frozen=True)

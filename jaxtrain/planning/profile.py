@@ -19,11 +19,11 @@ from jaxtrain.loss import document_mask, spread
 from jaxtrain.mesh import Mesh
 from jaxtrain.precision import to_compute
 from jaxtrain.preflight import abstract_layout
+from jaxtrain.program import make_program
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 from jaxtrain.step import Program, parameter_shapes, with_shardings
-from jaxtrain.train import make_program
 
 # Named scopes of a layer; what stands in none of them belongs to the residual stream.
 KINDS = ("attention", "mlp", "experts", "router")

@@ -16,10 +16,10 @@ from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.formulas import wire_bytes
 from jaxtrain.planning.targets import Target
 from jaxtrain.preflight import abstract_layout
+from jaxtrain.program import make_program
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 from jaxtrain.step import with_shardings
-from jaxtrain.train import make_program
 
 # What large bfloat16 products of a transformer, with the elementwise work between them, reach of
 # the peak: MaxText's published 65-70 % MFU on v5p and 51 % causal (68 % with recomputation) of a

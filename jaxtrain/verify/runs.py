@@ -15,10 +15,10 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
 from jaxtrain.mesh import MESH_AXES
+from jaxtrain.program import make_program
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable
 from jaxtrain.step import Program, TrainState, with_shardings
-from jaxtrain.train import make_program
 from jaxtrain.verify import sample
 from jaxtrain.verify.figures import Arrays, Step
 from jaxtrain.verify.meshes import MeshSizes
