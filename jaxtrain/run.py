@@ -24,6 +24,7 @@ from jaxtrain.settings import Config
 from jaxtrain.watchdog import Watchdog, dump_stacks, write_reason
 
 FAILED = 1
+SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
 GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
 
 Say = Callable[[str], None]
@@ -107,7 +108,14 @@ def _meet(cluster: Cluster, config: Config, attempt: int, say: Say) -> Peers:
     hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
     hello["python"] = ".".join(map(str, sys.version_info[:3]))
     hello["configuration"] = hashlib.sha256(config.to_gin().encode()).hexdigest()[:16]
-    return rendezvous(cluster, hello, report=say, welcome={"attempt": attempt})
+    return rendezvous(
+        cluster,
+        hello,
+        report=say,
+        welcome={"attempt": attempt},
+        heartbeat_seconds=SILENCE_SECONDS / 10,
+        silence_seconds=SILENCE_SECONDS,
+    )
 
 
 def _fence(lock: RunLock) -> Callable[[], None]:

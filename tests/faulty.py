@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxtrain import __main__, run
+from jaxtrain import __main__, run, supervise
 from jaxtrain.phases import Phases
 
 PROCESS = int(os.environ.get("PROCESS", "0"))
@@ -49,6 +49,16 @@ class FaultyPhases(Phases):
         self.add_listener(strike)
 
 
-if __name__ == "__main__":
+def main(words: list[str], *, supervised: bool) -> int:
+    """The command line with these words; under a supervisor where that is asked for."""
     run.Phases = FaultyPhases
-    sys.exit(__main__.main())
+    run.SILENCE_SECONDS = 4.0
+    if supervised and os.environ.get("JAXTRAIN_SUPERVISOR") is None:
+        command = [
+            sys.executable,
+            "-c",
+            f"import sys, faulty; sys.exit(faulty.main({words!r}, supervised=False))",
+        ]
+        workdir = words[words.index("--workdir") + 1]
+        return supervise.supervise(command, workdir)
+    return __main__.main(words)
