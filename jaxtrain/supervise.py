@@ -198,13 +198,17 @@ def supervise(
             if step is not None and (best is None or step > best):
                 best, restarts = step, 0
             kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
+            if stop and ending.attempt is None and ending.status == -stop[0]:
+                # What exit.json says of the attempt before is still so.
+                say(f"stopped by {_name(stop[0])} before anything was begun")
+                return PREEMPTED
             if stop:
                 say(f"{ending} ({kept}); not started again, since {_name(stop[0])} came")
                 return FAILED
             if restarts >= settings.max_restarts_without_progress:
                 reason = (
                     f"gave up after {restarts} restarts in a row without a newer checkpoint "
-                    f"({kept}); the last: {ending}"
+                    f"({kept}); the last was {ending}"
                 )
                 say(reason)
                 ending.write_last(workdir, "failed", reason)
@@ -213,7 +217,7 @@ def supervise(
             restarts += 1
             say(f"{ending} ({kept}); starting again in {seconds:g} s")
             if _wait(seconds, settings.poll_seconds, stop):
-                reason = f"stopped by {_name(stop[0])} between two attempts; the last: {ending}"
+                reason = f"stopped by {_name(stop[0])} between two attempts; the last was {ending}"
                 say(f"{reason}; run the same command again to go on")
                 ending.write_last(workdir, "preempted", reason)
                 return PREEMPTED
@@ -241,7 +245,7 @@ class _Ending:
 
     def __str__(self) -> str:
         who = "a start" if self.attempt is None else f"attempt {self.attempt}"
-        return f"{who} {self.cause}"
+        return f"{who}: {self.cause}"
 
     def write(self, workdir: Path) -> None:
         """Completes attempts/<attempt>.json, and exit.json where the command left it behind."""
@@ -318,10 +322,10 @@ def _run(
             child.send_signal(stop[0])
         if deadline is not None and (len(stop) > 1 or now >= deadline):
             came = f"a second signal, {_name(stop[1])}" if len(stop) > 1 else "no end"
-            cause = f"was killed after {_name(stop[0])} and {came}"
+            cause = f"killed after {_name(stop[0])} and {came}"
             child.kill()
         elif heard and silent > settings.stall_seconds:
-            cause = f"stalled and was killed: no sign of life for {settings.stall_seconds:g} s"
+            cause = f"stalled, killed: no sign of life for {settings.stall_seconds:g} s"
             child.kill()
     child.kill()  # what it started goes with it
     child.close()
@@ -339,7 +343,7 @@ def _run(
 def _cause(workdir: Path, status: int, attempt: int | None) -> str:
     """Why a command ended of itself, in its own words where it left some."""
     if status < 0:
-        return f"was killed by {_name(-status)}"
+        return f"killed by {_name(-status)}"
     told = attempts.read(workdir / attempts.EXIT_FILE) or {}
     if status == DONE or attempt is None or told.get("attempt") != attempt:
         return f"ended with status {status}"

@@ -100,9 +100,9 @@ def test_failures_are_followed_by_another_start(tmp_path, capfd, monkeypatch):
     assert status == 0
     assert capfd.readouterr().out == "trained\n"
     assert said == [
-        "attempt 1 ended with status 1: out of memory (newest checkpoint: step 3); starting again "
+        "attempt 1: ended with status 1: out of memory (newest checkpoint: step 3); starting again "
         "in 0.001 s",
-        "attempt 2 was killed by SIGKILL (newest checkpoint: step 5); starting again in 0.001 s",
+        "attempt 2: killed by SIGKILL (newest checkpoint: step 5); starting again in 0.001 s",
     ]
     first, second, third = records(tmp_path)
     assert first["exit"] == "ended with status 1: out of memory"
@@ -127,7 +127,7 @@ def test_exit_json_never_claims_an_old_state(tmp_path):
     )
     assert status == 0
     killed, contradicted = seen
-    reason = "was killed by SIGKILL"
+    reason = "killed by SIGKILL"
     assert killed == {"status": "failed", "reason": reason, "step": 6, "attempt": 4}
     assert (contradicted["status"], contradicted["attempt"]) == ("failed", 5)
     assert (exit_of(tmp_path)["status"], exit_of(tmp_path)["attempt"]) == ("done", 6)
@@ -139,7 +139,7 @@ def test_a_restart_storm_ends(tmp_path):
     assert len(records(tmp_path)) == 3
     reason = (
         "gave up after 2 restarts in a row without a newer checkpoint (no checkpoint yet); the "
-        "last: attempt 3 ended with status 1"
+        "last was attempt 3: ended with status 1"
     )
     assert said[-1] == reason
     assert exit_of(tmp_path) == {"status": "failed", "reason": reason, "step": 0, "attempt": 3}
@@ -152,7 +152,7 @@ def test_a_storm_before_the_folder_is_taken_ends_too(tmp_path):
     assert len(said) == 4
     end = exit_of(folder)
     assert (end["status"], end["attempt"]) == ("failed", 0)
-    assert "the last: a start ended with status 1" in end["reason"]
+    assert "the last was a start: ended with status 1" in end["reason"]
 
 
 def test_progress_counts_from_a_newer_complete_checkpoint(tmp_path):
@@ -251,7 +251,7 @@ def test_what_does_not_stop_is_killed_with_all_it_started(way, start, tmp_path):
     # The output ends when nobody holds it any more.
     rest = process.popen.stdout.read()
     assert "asked" not in rest
-    assert f"attempt 1 was killed after SIGTERM and {way}" in rest
+    assert f"attempt 1: killed after SIGTERM and {way}" in rest
     assert process.popen.wait() == 1
     assert exit_of(tmp_path)["status"] == "failed"
     assert len(records(tmp_path)) == 1
@@ -265,6 +265,20 @@ def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path):
     assert process.popen.wait() == 75
     assert exit_of(tmp_path)["status"] == "preempted"
     assert len(records(tmp_path)) == 1
+
+
+def test_a_signal_before_anything_was_begun_loses_nothing(tmp_path):
+    process = Process(
+        SUPERVISOR,
+        tmp_path,
+        json.dumps(FAST),
+        *[sys.executable, "-c", "import time; print('importing', flush=True); time.sleep(600)"],
+    )
+    assert process.line() == "importing"
+    process.popen.send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM before anything was begun" in process.popen.stdout.read()
+    assert process.popen.wait() == 75
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [SAVES, STUBBORN], ids=["saves", "stubborn"])
@@ -286,7 +300,7 @@ def test_a_killed_supervisor_takes_the_command_with_it(code, start):
 def test_a_stalled_command_is_killed_and_started_again(stall, tmp_path):
     status, said = run(tmp_path, f"report_to_supervisor(); {stall}", "", stall_seconds=0.5)
     assert status == 0
-    assert said[0].startswith("attempt 1 stalled and was killed: no sign of life for 0.5 s")
+    assert said[0].startswith("attempt 1: stalled, killed: no sign of life for 0.5 s")
     assert records(tmp_path)[0]["signal"] == "SIGKILL"
     assert len(records(tmp_path)) == 2
 
