@@ -31,8 +31,6 @@ from jaxtrain.remat import Remat
 from jaxtrain.sharding import Sharding
 from jaxtrain.watchdog import Deadlines
 
-QUICKSTART = "gpt_quickstart"
-
 
 @runtime_checkable
 class Data(Protocol):

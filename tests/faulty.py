@@ -54,11 +54,8 @@ def main(words: list[str], *, supervised: bool) -> int:
     run.Phases = FaultyPhases
     run.SILENCE_SECONDS = 4.0
     if supervised and os.environ.get("JAXTRAIN_SUPERVISOR") is None:
-        command = [
-            sys.executable,
-            "-c",
-            f"import sys, faulty; sys.exit(faulty.main({words!r}, supervised=False))",
-        ]
+        again = f"import sys, faulty; sys.exit(faulty.main({words!r}, supervised=False))"
+        command = [sys.executable, "-c", again]
         workdir = words[words.index("--workdir") + 1]
         return supervise.supervise(command, workdir)
     return __main__.main(words)

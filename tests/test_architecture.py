@@ -51,6 +51,7 @@ LAYERS = [
     ["planning"],
     ["verify"],
     ["__init__"],
+    ["commands"],
     ["__main__"],
 ]
 

@@ -9,7 +9,6 @@ import time
 import pytest
 from without_jax import WITHOUT_JAX, Process
 
-from jaxtrain import settings
 from jaxtrain.errors import UserError
 from jaxtrain.lock import RunLock
 from jaxtrain.supervise import QUICKSTART, Supervision, main, newest_step, parse, supervise
@@ -367,7 +366,6 @@ def test_the_command_line_is_read():
 )
 def test_the_folder_is_the_one_of_train(words, folder):
     assert str(parse(["--", *words.split()]).workdir) == folder
-    assert settings.QUICKSTART == QUICKSTART
 
 
 @pytest.mark.parametrize(

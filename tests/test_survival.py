@@ -98,7 +98,8 @@ def state_of(folder):
     """The newest checkpoint's step, and each array's fingerprint."""
     steps = [int(path.parent.name) for path in folder.glob("checkpoints/*/manifest.json")]
     manifest = json.loads((folder / f"checkpoints/{max(steps)}/manifest.json").read_text())
-    return max(steps), {name: leaf["fingerprint"] for name, leaf in manifest["leaves"].items()}
+    leaves = manifest["manifest"]["leaves"]
+    return max(steps), {name: leaf["fingerprint"] for name, leaf in leaves.items()}
 
 
 def metrics_of(folder):
