@@ -31,6 +31,8 @@ class Attempt:
       may_write: raises where the run's folder belongs to a later attempt by now.
       step: optimizer steps done, as the trainer says.
       has_begun: whether there is a trainer: its configuration was not refused.
+      at_end: what waits for the other processes at an orderly end, and is left out where one of
+        them failed or is gone.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Attempt:
         self.may_write = may_write
         self.step = 0
         self.has_begun = False
+        self.at_end: list[Callable[[], None]] = []
         self._peers = peers
         self._ticks = 0
         self._listening = False

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, told = USER_ERROR, error
     except _FAILURES as error:
         status, told = FAILED, error
+    except BaseException:
+        if not jax.distributed.is_initialized():
+            raise
+        status, told = FAILED, traceback.format_exc()
     print(f"jaxtrain: {told}", file=sys.stderr)  # noqa: T201
     if jax.distributed.is_initialized():
         # JAX's farewell waits for the other processes, which may be gone.
@@ -85,12 +90,10 @@ def train(arguments: argparse.Namespace) -> int:
                 console = quiet()
             with attempt.phases.phase("start"):
                 trainer = Trainer(config, workdir, console=console, attempt=attempt)
+                attempt.at_end.append(trainer.close)
                 trainer.show()
-            try:
-                values = _train(trainer, console)
-                _show_end(console, trainer, values, workdir)
-            finally:
-                trainer.close()
+            values = _train(trainer, console)
+            _show_end(console, trainer, values, workdir)
             if attempt.is_first:
                 attempt.goodput.record(trainer.steps_done, finished=True)
                 account = attempt.goodput.account()

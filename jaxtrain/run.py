@@ -86,7 +86,13 @@ def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[
             stack.enter_context(
                 Watchdog(phases, config.deadlines, end.stalled, last_resort=last_resort)
             )
-            yield attempt
+            try:
+                yield attempt
+            except BaseException as error:
+                if peers.num_processes == 1 or isinstance(error, Preempted):
+                    end.orderly()
+                raise
+            end.orderly()
             peers.goodbye()
         except BaseException as error:
             cause = end.record(error)
@@ -218,6 +224,11 @@ class _End:
         _leave(reason)
 
     # -- the end of the main thread ----------------------------------------------------------------
+
+    def orderly(self) -> None:
+        """Finishes what waits for the other processes."""
+        for finish in self._attempt.at_end:
+            finish()
 
     def record(self, error: BaseException | None) -> str | None:
         """Writes exit.json, and tells the others of a failure.

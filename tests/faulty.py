@@ -12,8 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from jaxtrain import __main__, run, supervise
-from jaxtrain.phases import Phases
+# tensorboardX loads PyTorch where there is one, which takes longer than a whole run here.
+sys.modules["torch"] = None  # type: ignore[assignment]
+
+from jaxtrain import __main__, run, supervise  # noqa: E402
+from jaxtrain.phases import Phases  # noqa: E402
 
 PROCESS = int(os.environ.get("PROCESS", "0"))
 
@@ -57,5 +60,6 @@ def main(words: list[str], *, supervised: bool) -> int:
         again = f"import sys, faulty; sys.exit(faulty.main({words!r}, supervised=False))"
         command = [sys.executable, "-c", again]
         workdir = words[words.index("--workdir") + 1]
-        return supervise.supervise(command, workdir)
+        settings = supervise.Supervision(stall_seconds=8)
+        return supervise.supervise(command, workdir, settings=settings)
     return __main__.main(words)

@@ -55,7 +55,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def runs(config, compiled, tmp_path):
-    """Starts the processes of a run in a workdir; `faults` as in faulty.py, once in that workdir."""
+    """Starts the processes of a run; `faults` as in faulty.py, each once in that workdir."""
 
     @contextlib.contextmanager
     def start(workdir, *bindings, count=2, faults="", supervised=False, environment=None):
