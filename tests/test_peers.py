@@ -12,19 +12,15 @@ from cluster import free_ports, start_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.channel import rendezvous
-from jaxtrain.cluster import Cluster, ClusterError
 from jaxtrain.errors import UserError
-from jaxtrain.peers import Alone, Listeners
+from jaxtrain.peers import Alone, Cluster, ClusterError, Listeners, rendezvous
 
 # Meets the others, says so, and does what its variables say until it is stopped.
 PROGRAM = """
 import os, sys, threading
 import light
-from jaxtrain.channel import rendezvous
-from jaxtrain.cluster import Cluster, ClusterError
 from jaxtrain.errors import UserError
-from jaxtrain.peers import Listeners
+from jaxtrain.peers import Cluster, ClusterError, Listeners, rendezvous
 
 def say(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\\n")

@@ -7,9 +7,9 @@ import selectors
 import socket
 import time
 
-from jaxtrain.cluster import Cluster, ClusterError, Hello, Report, name_processes
 from jaxtrain.errors import UserError
-from jaxtrain.wire import (
+from jaxtrain.peers.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.peers.wire import (
     PROTOCOL,
     Door,
     Link,

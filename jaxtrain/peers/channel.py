@@ -8,11 +8,11 @@ import threading
 import time
 from typing import Literal
 
-from jaxtrain.cluster import Cluster, ClusterError, Hello, Report, name_processes
-from jaxtrain.hub import Cause, Hub, Table, read_table
-from jaxtrain.meeting import Meeting, double_sentence, meet
-from jaxtrain.peers import Alone, Listeners, Peers
-from jaxtrain.wire import Link, Message
+from jaxtrain.peers.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.peers.hub import Cause, Hub, Table, read_table
+from jaxtrain.peers.interface import Alone, Listeners, Peers
+from jaxtrain.peers.meeting import Meeting, double_sentence, meet
+from jaxtrain.peers.wire import Link, Message
 
 # The table goes to all; with many processes less often, so that the traffic grows with their
 # number and not with its square.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxtrain.wire import Message
+from jaxtrain.peers.wire import Message
 
 Row = dict[str, Any]
 Table = dict[int, Row]
