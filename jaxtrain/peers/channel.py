@@ -182,8 +182,10 @@ class Together(Peers):
             self._close_all()
 
     def _turn(self) -> None:
-        wait = min([t for t in (self._next_beat, self._hub and self._hub.next_check()) if t])
-        for key, _ in self._selector.select(max(wait - time.monotonic(), 0)):
+        until = self._next_beat
+        if self._hub is not None:
+            until = min(until, self._hub.next_check())
+        for key, _ in self._selector.select(max(until - time.monotonic(), 0)):
             if key.fileobj is self._wake_up:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_up.recv(4096)
