@@ -214,7 +214,7 @@ def test_a_frozen_process_is_silent_to_all_others_and_knows_when_it_wakes(tmp_pa
             assert "silent for 2 s" in processes[number].wait_for(f"lost {victim} ")
             assert processes[number].end() == 1
         processes[victim].send(signal.SIGCONT)
-        processes[victim].wait_for("cause process")
+        processes[victim].wait_for(f"cause process {victim} ")
         assert processes[victim].end() == 1
 
 

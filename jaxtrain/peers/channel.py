@@ -52,6 +52,7 @@ def rendezvous(
         Every process that is there gets the same sentence.
       ClusterError: a process is missing, or the coordinator cannot be reached.
     """
+    assert heartbeat_seconds * 2 <= silence_seconds
     if cluster.num_processes == 1:
         return Alone(welcome)
     meeting = meet(
@@ -185,7 +186,9 @@ class Together(Peers):
         until = self._next_beat
         if self._hub is not None:
             until = min(until, self._hub.next_check())
-        for key, _ in self._selector.select(max(until - time.monotonic(), 0)):
+        ready = self._selector.select(max(until - time.monotonic(), 0))
+        self._notice_standstill()
+        for key, _ in ready:
             if key.fileobj is self._wake_up:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_up.recv(4096)
@@ -216,15 +219,21 @@ class Together(Peers):
         else:
             self._links[0].send(message)
 
-    def _look(self) -> None:
-        """Heartbeats, silence, and whether this process itself stood still."""
+    def _notice_standstill(self) -> None:
+        """A process that was frozen finds the others gone: before it blames them, itself."""
         now = time.monotonic()
         still, self._last_turn = now - self._last_turn, now
-        if still > self.silence_seconds + self._heartbeat:
-            if self._hub is not None:
-                self._hub.frozen(still, now)
-            else:
-                self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
+        # The others count from its last sign of life, up to a heartbeat before it froze.
+        if still < self.silence_seconds - self._heartbeat:
+            return
+        if self._hub is not None:
+            self._hub.frozen(still, now)
+        else:
+            self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
+
+    def _look(self) -> None:
+        """Heartbeats and silence."""
+        now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat
             self._beats += 1
