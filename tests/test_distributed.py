@@ -1,15 +1,17 @@
 """Which run a process belongs to, by each launcher's own variables, and jax.distributed in it."""
 
 import http.server
+import socket
 import threading
 
 import pytest
 from cluster import free_ports, start_processes
 
-from jaxtrain.cluster import Cluster, Flags
 from jaxtrain.distributed import detect, devices_per_process
+from jaxtrain.distributed.launchers import expand_nodes
+from jaxtrain.distributed.relay import Relay
 from jaxtrain.errors import UserError
-from jaxtrain.launchers import expand_nodes
+from jaxtrain.peers import Cluster, Flags
 
 # -- by hand ---------------------------------------------------------------------------------------
 
@@ -186,7 +188,9 @@ def test_a_metadata_server_that_does_not_answer_is_said():
 
 def test_only_a_machine_with_chips_asks(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("jaxtrain.tpu_hosts._ask", lambda host, name: asked.append(host))
+    monkeypatch.setattr(
+        "jaxtrain.distributed.tpu_hosts._ask", lambda host, name: asked.append(host)
+    )
     detect({}, root=tmp_path)
     assert asked == []
     (tmp_path / "dev" / "vfio").mkdir(parents=True)
@@ -331,13 +335,33 @@ def test_simulated_devices_are_those_of_the_whole_run():
         devices_per_process(8, 3)
 
 
+def test_a_relay_outlives_what_it_relays_to():
+    with socket.create_server(("127.0.0.1", 0)) as far:
+        relay = Relay("127.0.0.1", far.getsockname()[1])
+        near = socket.create_connection(("127.0.0.1", relay.port))
+        there, _ = far.accept()
+    with near, there:
+        near.sendall(b"question")
+        assert there.recv(100) == b"question"
+        there.sendall(b"answer")
+        assert near.recv(100) == b"answer"
+        there.close()
+        near.sendall(b"are you there?")
+        near.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            near.recv(100)
+    # Nobody listens there any more: a new connection ends, so that its owner tries again.
+    with socket.create_connection(("127.0.0.1", relay.port)) as again:
+        assert again.recv(100) == b""
+
+
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, threading
 import light
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtrain.channel import rendezvous
-from jaxtrain import distributed
+from jaxtrain.distributed import detect, start
+from jaxtrain.peers import Listeners, rendezvous
 
 def say(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\\n")
@@ -345,10 +369,18 @@ def say(*words):
 def stop(number, frame):
     peers.request_stop(signal.Signals(number).name)
 
-cluster = distributed.detect(os.environ)
+def lost(process, host, why, table):
+    say("lost", process)
+    # Ten times as long as JAX takes to abort when its own connection breaks.
+    threading.Event().wait(1)
+    say("all said")
+    os._exit(1)
+
+cluster = detect(os.environ)
 peers = rendezvous(cluster, {"jax": jax.__version__}, timeout_seconds=30)
+peers.listen(Listeners(on_lost=lost))
 signal.signal(signal.SIGTERM, stop)
-distributed.start(cluster, peers, simulated_devices=4, timeout_seconds=30, report=say)
+start(cluster, peers, simulated_devices=4, timeout_seconds=30, report=say)
 mesh = jax.make_mesh((4,), ("data",))
 with jax.set_mesh(mesh):
     add = jax.shard_map(lambda x: jax.lax.psum(x.sum(), "data"), in_specs=P("data"), out_specs=P())
@@ -356,14 +388,15 @@ with jax.set_mesh(mesh):
 say("psum", int(total), jax.process_index(), jax.process_count(), jax.local_device_count())
 tick = 0
 while (reason := peers.tick(tick := tick + 1)) is None:
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.ones(())))
+    threading.Event().wait(0.01)
 say("stopped by", reason)
 peers.goodbye()
 say("ended")
 """
 
 
-def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):
+def two_tasks(tmp_path):
+    """Two Slurm tasks on this machine."""
     slurm = {
         "SLURM_JOB_ID": "77",
         "SLURM_NTASKS": "2",
@@ -372,9 +405,11 @@ def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):
         "JAX_COORDINATOR_PORT": str(free_ports()),
     }
     tasks = {number: {"SLURM_PROCID": str(number)} for number in range(2)}
-    with start_processes(
-        2, PROGRAM, folder=tmp_path, environment=slurm, per_process=tasks
-    ) as processes:
+    return start_processes(2, PROGRAM, folder=tmp_path, environment=slurm, per_process=tasks)
+
+
+def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):
+    with two_tasks(tmp_path) as processes:
         for number, process in enumerate(processes):
             process.wait_for(f"psum 28 {number} 2 2")
             assert f"Slurm: process {number} of 2, coordinator localhost:" in process.log()
@@ -383,3 +418,15 @@ def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):
         for process in processes:
             process.wait_for("stopped by SIGTERM")
             assert process.end() == 0, process.log()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_jax_leaves_time_to_say_who_was_lost(tmp_path, victim):
+    with two_tasks(tmp_path) as processes:
+        for process in processes:
+            process.wait_for("psum 28")
+        processes[victim].handle.kill()
+        living = processes[1 - victim]
+        living.wait_for(f"lost {victim}")
+        living.wait_for("all said")
+        assert living.end() == 1

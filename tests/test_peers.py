@@ -12,19 +12,15 @@ from cluster import free_ports, start_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.channel import rendezvous
-from jaxtrain.cluster import Cluster, ClusterError
 from jaxtrain.errors import UserError
-from jaxtrain.peers import Alone, Listeners
+from jaxtrain.peers import Alone, Cluster, ClusterError, Listeners, rendezvous
 
 # Meets the others, says so, and does what its variables say until it is stopped.
 PROGRAM = """
 import os, sys, threading
 import light
-from jaxtrain.channel import rendezvous
-from jaxtrain.cluster import Cluster, ClusterError
 from jaxtrain.errors import UserError
-from jaxtrain.peers import Listeners
+from jaxtrain.peers import Cluster, ClusterError, Listeners, rendezvous
 
 def say(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\\n")
@@ -218,7 +214,7 @@ def test_a_frozen_process_is_silent_to_all_others_and_knows_when_it_wakes(tmp_pa
             assert "silent for 2 s" in processes[number].wait_for(f"lost {victim} ")
             assert processes[number].end() == 1
         processes[victim].send(signal.SIGCONT)
-        processes[victim].wait_for("cause process")
+        processes[victim].wait_for(f"cause process {victim} ")
         assert processes[victim].end() == 1
 
 

@@ -7,9 +7,9 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxtrain.cluster import Cluster, Kind
+from jaxtrain.distributed.launchers import DEFAULT_PORT, address, integer, sentence
 from jaxtrain.errors import UserError
-from jaxtrain.launchers import DEFAULT_PORT, address, integer, sentence
+from jaxtrain.peers.cluster import Cluster, Kind
 
 _METADATA_SECONDS = 2.0
 

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import Any, Self
 
-from jaxtrain.cluster import Hello
-from jaxtrain.hub import Cause, Table
+from jaxtrain.peers.cluster import Hello
+from jaxtrain.peers.hub import Cause, Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from jaxtrain.cluster import Cluster, Flags, Kind
 from jaxtrain.errors import UserError
-from jaxtrain.wire import join_address, split_address
+from jaxtrain.peers.cluster import Cluster, Flags, Kind
+from jaxtrain.peers.wire import join_address, split_address
 
 Environment = Mapping[str, str]
 

@@ -8,11 +8,11 @@ import threading
 import time
 from typing import Literal
 
-from jaxtrain.cluster import Cluster, ClusterError, Hello, Report, name_processes
-from jaxtrain.hub import Cause, Hub, Table, read_table
-from jaxtrain.meeting import Meeting, double_sentence, meet
-from jaxtrain.peers import Alone, Listeners, Peers
-from jaxtrain.wire import Link, Message
+from jaxtrain.peers.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.peers.hub import Cause, Hub, Table, read_table
+from jaxtrain.peers.interface import Alone, Listeners, Peers
+from jaxtrain.peers.meeting import Meeting, double_sentence, meet
+from jaxtrain.peers.wire import Link, Message
 
 # The table goes to all; with many processes less often, so that the traffic grows with their
 # number and not with its square.
@@ -52,6 +52,7 @@ def rendezvous(
         Every process that is there gets the same sentence.
       ClusterError: a process is missing, or the coordinator cannot be reached.
     """
+    assert heartbeat_seconds * 2 <= silence_seconds
     if cluster.num_processes == 1:
         return Alone(welcome)
     meeting = meet(
@@ -182,8 +183,12 @@ class Together(Peers):
             self._close_all()
 
     def _turn(self) -> None:
-        wait = min([t for t in (self._next_beat, self._hub and self._hub.next_check()) if t])
-        for key, _ in self._selector.select(max(wait - time.monotonic(), 0)):
+        until = self._next_beat
+        if self._hub is not None:
+            until = min(until, self._hub.next_check())
+        ready = self._selector.select(max(until - time.monotonic(), 0))
+        self._notice_standstill()
+        for key, _ in ready:
             if key.fileobj is self._wake_up:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_up.recv(4096)
@@ -214,15 +219,21 @@ class Together(Peers):
         else:
             self._links[0].send(message)
 
-    def _look(self) -> None:
-        """Heartbeats, silence, and whether this process itself stood still."""
+    def _notice_standstill(self) -> None:
+        """A process that was frozen finds the others gone: before it blames them, itself."""
         now = time.monotonic()
         still, self._last_turn = now - self._last_turn, now
-        if still > self.silence_seconds + self._heartbeat:
-            if self._hub is not None:
-                self._hub.frozen(still, now)
-            else:
-                self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
+        # The others count from its last sign of life, up to a heartbeat before it froze.
+        if still < self.silence_seconds - self._heartbeat:
+            return
+        if self._hub is not None:
+            self._hub.frozen(still, now)
+        else:
+            self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
+
+    def _look(self) -> None:
+        """Heartbeats and silence."""
+        now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat
             self._beats += 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from jaxtrain.errors import UserError
-from jaxtrain.wire import split_address
+from jaxtrain.peers.wire import split_address
 
 Hello = Mapping[str, str | int]
 Report = Callable[[str], None]

@@ -1,50 +1,16 @@
-"""Finds the processes of this run, and starts jax.distributed among them."""
-
-from collections.abc import Mapping
-from pathlib import Path
+"""Starts jax.distributed among the processes of a run that have met."""
 
 import jax
 
-from jaxtrain.cluster import Cluster, ClusterError, Flags, Report
+from jaxtrain.distributed.relay import Relay
 from jaxtrain.errors import UserError, nearest_multiple
-from jaxtrain.launchers import kubernetes, mpich, open_mpi, said_by_hand, slurm
-from jaxtrain.peers import Peers
-from jaxtrain.tpu_hosts import gke_tpu, tpu_vm
-from jaxtrain.wire import bind_host, is_free, join_address, split_address
+from jaxtrain.peers.cluster import Cluster, ClusterError, Report
+from jaxtrain.peers.interface import Peers
+from jaxtrain.peers.wire import bind_host, is_free, join_address, split_address
 
 # JAX's own watch ends a process without a word to us; ours, which names the cause, comes first.
 _JAX_HEARTBEAT_FACTOR = 4
 _JAX_SHUTDOWN_SECONDS = 10
-
-
-def detect(
-    environment: Mapping[str, str], flags: Flags | None = None, *, root: Path = Path("/")
-) -> Cluster:
-    """The processes that this one belongs to; one process where nothing says otherwise.
-
-    Asked in this order: flags; JAX_NUM_PROCESSES; the variables of GKE's TPUs; a Kubernetes job;
-    the metadata server of a TPU VM; Open MPI and MPICH; Slurm. MPI comes before Slurm because
-    mpirun in an allocation leaves in every process the variables of the step that started mpirun's
-    daemons, while srun sets none of mpirun's.
-
-    Args:
-      environment: `os.environ`, or one made for a test.
-      flags: what the command line says.
-      root: where device files are looked for.
-
-    Raises:
-      UserError: half of what is needed is there.
-    """
-    return (
-        said_by_hand(environment, flags or Flags())
-        or gke_tpu(environment)
-        or kubernetes(environment)
-        or tpu_vm(environment, root)
-        or open_mpi(environment)
-        or mpich(environment)
-        or slurm(environment)
-        or Cluster()
-    )
 
 
 def devices_per_process(simulated_devices: int, num_processes: int) -> int:
@@ -101,9 +67,12 @@ def start(
         raise UserError(
             f"port {port} on this machine was taken just now by another program; start again"
         )
+    address = peers.jax_coordinator
+    if cluster.process_id:
+        address = join_address("127.0.0.1", Relay(host, port).port)
     try:
         jax.distributed.initialize(
-            coordinator_address=peers.jax_coordinator,
+            coordinator_address=address,
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
             local_device_ids=cluster.local_device_ids,

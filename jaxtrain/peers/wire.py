@@ -76,7 +76,7 @@ class Link:
         self._came = bytearray(rest)
         messages, self._put_back = self._put_back, []
         for line in lines:
-            message = _parse(line)
+            message = _parse(bytes(line))
             if message is None:
                 self.closed = "sent what is no message of this program"
                 break

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxtrain.wire import Message
+from jaxtrain.peers.wire import Message
 
 Row = dict[str, Any]
 Table = dict[int, Row]
@@ -106,9 +106,11 @@ class Hub:
         """This process itself did not run for so long that it is the one that was lost."""
         self._settle(Cause("lost", 0, self._hosts[0], f"stood still for {seconds:.0f} s"), now)
 
-    def next_check(self) -> float | None:
-        """When `check` has something to settle before the next heartbeat; None: nothing."""
-        return self._suspected[0] if self._suspected is not None and self.cause is None else None
+    def next_check(self) -> float:
+        """When `check` will have a doubt to settle; infinity where there is none."""
+        if self._suspected is None or self.cause is not None:
+            return float("inf")
+        return self._suspected[0]
 
     def table(self, now: float) -> Table:
         """What each process was doing when it was last heard, and how long ago that was."""

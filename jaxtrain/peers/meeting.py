@@ -7,9 +7,9 @@ import selectors
 import socket
 import time
 
-from jaxtrain.cluster import Cluster, ClusterError, Hello, Report, name_processes
 from jaxtrain.errors import UserError
-from jaxtrain.wire import (
+from jaxtrain.peers.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.peers.wire import (
     PROTOCOL,
     Door,
     Link,
@@ -316,7 +316,7 @@ def _join(cluster: Cluster, own: Message, timeout_seconds: float, report: Report
     host, port = split_address(cluster.coordinator)
     until = time.monotonic() + timeout_seconds
     next_report = time.monotonic() + _REPORT_SECONDS
-    why = "it does not answer"
+    why, said = "it does not answer", ""
     while True:
         now = time.monotonic()
         if now > until:
@@ -326,7 +326,10 @@ def _join(cluster: Cluster, own: Message, timeout_seconds: float, report: Report
             )
         if now >= next_report:
             next_report = now + _REPORT_SECONDS
-            report(f"waiting for the coordinator at {cluster.coordinator}: {why}")
+            waiting = f"waiting for the coordinator at {cluster.coordinator}: {why}"
+            if waiting != said:
+                report(waiting)
+            said = waiting
         try:
             connection = socket.create_connection((host, port), timeout=max(until - now, 0.1))
         except OSError as error:
