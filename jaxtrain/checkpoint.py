@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,18 +24,13 @@ from jaxtrain import manifest, retention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
 from jaxtrain.fingerprint import fingerprints
-from jaxtrain.leaves import StoredLeaf, differences, flatten, stored_leaf
-from jaxtrain.manifest import CheckpointError, Leaf, damaged
+from jaxtrain.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
+from jaxtrain.manifest import CheckpointError, Leaf, Reading, damaged
 from jaxtrain.sealing import UNWRITTEN, WRITE_SECONDS, Sealer
 
 FOLDER = "checkpoints"
-_STATE, _EXTRA = "state", "extra"
-_EXTRA_FILE = "extra/metadata"
-# What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
-# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
-# memory (jax.errors.JaxRuntimeError), is not among them.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-_MAX_DIFFERENCES = 8
+_STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
+_MAX_NAMES = 8
 _log = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
@@ -111,21 +106,21 @@ class Checkpoints:
             keep=settings.keep,
             keep_every=settings.keep_every,
             max_failures=settings.max_failed_saves,
-            barrier=lambda **when: ocp.multihost.get_barrier_sync_fn()(**when),
+            barrier=_barrier,
             report=report,
             may_write=may_write,
         )
         self._arrays = ocp.PyTreeCheckpointHandler()
         self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(
-                **{_STATE: self._arrays, _EXTRA: ocp.JsonCheckpointHandler()}
-            ),
+            ocp.CompositeCheckpointHandler(state=self._arrays, extra=ocp.JsonCheckpointHandler()),
             async_options=ocp.AsyncOptions(
                 timeout_secs=WRITE_SECONDS, barrier_sync_fn=self._sealer.barrier_of_writer
             ),
         )
         self._reader = ocp.Checkpointer(self._arrays)
-        self._intact: set[int] = set()  # steps whose files have been compared with their digests
+        # Steps whose files have been compared with their digests, and those found damaged.
+        self._intact: set[int] = set()
+        self._bad: set[int] = set()
         self.cleaned: list[str] = []
         if not read_only and jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,27 +139,48 @@ class Checkpoints:
     def newest_good(self) -> int | None:
         """The newest step whose files are all as they were written, or None; all processes call it.
 
-        A damaged one is reported and renamed to `damaged-<step>`, so that its step can be saved
-        again; opened read-only, it is left where it is.
+        Damaged ones are put aside. Of format 1, which has no digests, only the names are checked.
 
         Raises:
           UserError: a newer jaxtrain wrote the newest checkpoint.
         """
-        below: float = float("inf")
         while True:
-            step = max((step for step in self.steps() if step < below), default=-1)
-            step = below = int(ocp.multihost.broadcast_one_to_all(np.int32(step)))
+            step = max((step for step in self.steps() if step not in self._bad), default=-1)
+            step = int(ocp.multihost.broadcast_one_to_all(np.int32(step)))
             if step < 0:
                 return None
             try:
                 self._check_files(step)
                 return step
             except CheckpointError as error:
-                self._report(f"{error}; going on from the one before it")
-            if not self._read_only and jax.process_index() == 0:
-                self._may_write()
-                aside = retention.put_aside(self.folder, step)
-                self._report(f"the damaged checkpoint of step {step} is now {aside}")
+                self.put_aside(step, error)
+
+    def put_aside(self, step: int, error: CheckpointError) -> None:
+        """Reports a damaged checkpoint and renames it to `damaged-<step>`; all processes call it.
+
+        Its step may then be saved again. Opened read-only it is left where it is, and only passed
+        over by `newest_good`.
+        """
+        self._bad.add(step)
+        aside = None
+        if not self._read_only and jax.process_index() == 0:
+            self._may_write()
+            aside = retention.put_aside(self.folder, step)
+        renamed = f"it is now {aside}, to be looked at and deleted; " if aside else ""
+        self._report(f"{error}; {renamed}the one before it is used")
+
+    def drop_after(self, step: int) -> None:
+        """Deletes the checkpoints newer than `step`, to which a run goes back; all processes call.
+
+        They would be found by the next start, though the run has gone another way.
+        """
+        self._sealer.settle()
+        if jax.process_index() == 0:
+            self._may_write()
+            for newer in self.steps():
+                if newer > step:
+                    retention.delete(self.folder, newer)
+        _from_all(True)  # nobody goes on, and saves one of these steps, before they are gone
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
@@ -188,6 +204,8 @@ class Checkpoints:
         if step in self.steps():
             return
         self._may_write()
+        self._bad.discard(step)
+        self._intact.discard(step)
         # Serialised here: an unserialisable value is found before anything is written, and a dict
         # that the caller goes on changing does not reach the writing thread.
         extra = json.loads(json.dumps(extra))
@@ -199,11 +217,13 @@ class Checkpoints:
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
             for name, x in arrays.items()
         }
-        items = {_STATE: ocp.args.PyTreeSave(arrays), _EXTRA: ocp.args.JsonSave(extra)}
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(arrays), extra=ocp.args.JsonSave(extra)
+        )
         written = self._writer.wait_until_finished
         self._sealer.begin()
         try:
-            self._writer.save(self._path(step), args=ocp.args.Composite(**items), force=True)
+            self._writer.save(self._path(step), args=items, force=True)
         except UNWRITTEN as error:
             written = functools.partial(_raise, error)
         self._sealer.follow(step, written, summaries)
@@ -230,7 +250,7 @@ class Checkpoints:
         wanted = dict(zip(names, leaves, strict=True))
         self._refuse_absent(step)
         self._check_files(step)
-        self._refuse_differences(step, wanted, partial=partial)
+        refuse_differences(wanted, self.tree(step), partial=partial, folder=self._path(step))
         for leaf in wanted.values():
             leaf.sharding.shard_shape(leaf.shape)  # ValueError where it does not divide
         restore_args = {
@@ -242,7 +262,7 @@ class Checkpoints:
         item = ocp.args.PyTreeRestore(
             item=wanted, restore_args=restore_args, partial_restore=partial
         )
-        with _Reading(self._path(step), step):
+        with Reading(self._path(step), step):
             arrays = self._reader.restore(self._path(step) / _STATE, args=item)
         saved = manifest.read(self._path(step), step).leaves
         altered = [
@@ -251,7 +271,7 @@ class Checkpoints:
             if name not in saved or found != saved[name].fingerprint
         ]
         if altered:
-            names = ", ".join(altered[:_MAX_DIFFERENCES])
+            names = ", ".join(altered[:_MAX_NAMES])
             raise damaged(self._path(step), step, f"the bytes of {names} changed")
         return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
@@ -263,7 +283,7 @@ class Checkpoints:
           CheckpointError: the file cannot be read or is not what was written.
         """
         self._check_described(step, lambda name: name == _EXTRA_FILE)
-        with _Reading(self._path(step), step):
+        with Reading(self._path(step), step):
             return json.loads((self._path(step) / _EXTRA_FILE).read_text())
 
     def tree(self, step: int) -> dict[str, StoredLeaf]:
@@ -274,8 +294,9 @@ class Checkpoints:
           CheckpointError: its metadata cannot be read or are not what was written.
         """
         self._check_described(step, lambda name: "/d/" not in name)
-        with _Reading(self._path(step), step):
-            metadata = self._arrays.metadata(self._path(step) / _STATE)
+        with Reading(self._path(step), step):
+            folder: Any = self._path(step) / _STATE  # pathlib's serves where Orbax says etils'
+            metadata = self._arrays.metadata(folder)
             return {name: stored_leaf(leaf) for name, leaf in metadata.tree.items()}
 
     def verify(self, step: int) -> None:
@@ -360,23 +381,6 @@ class Checkpoints:
             there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
             raise UserError(f"no checkpoint of step {step} in {self.folder}; {there}")
 
-    def _refuse_differences(
-        self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool
-    ) -> None:
-        stored = self.tree(step)
-        found = list(differences(wanted, stored, partial=partial))
-        if not found:
-            return
-        shown = found[:_MAX_DIFFERENCES]
-        rest = len(found) - len(shown)
-        lines = [f"  {line}" for line in shown] + ([f"  and {rest} more"] if rest else [])
-        raise UserError(
-            f"the checkpoint of step {step} in {self.folder} was written by another model or "
-            f"optimizer than this configuration's ({len(found)} of its leaves differ); use "
-            f"{self.folder.parent / 'config.gin'}, which wrote it, or another workdir:\n"
-            + "\n".join(lines)
-        )
-
 
 def _from_all(flag: bool) -> np.ndarray:
     """Every process's flag, in their order."""
@@ -385,23 +389,9 @@ def _from_all(flag: bool) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(np.array(flag))).reshape(-1)
 
 
-class _Reading:
-    """While a checkpoint is read: what its files raise becomes a CheckpointError.
-
-    A context manager, because Orbax raises a bare Exception for an array that it cannot read.
-    """
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step = folder, step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if type(error) is Exception or isinstance(error, _DAMAGE):
-            cause = error.__cause__ or error
-            detail = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            raise damaged(self._folder, self._step, detail[:300]) from error
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    # Through the coordination service: it may be waited for in any thread.
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _raise(error: Exception) -> None:

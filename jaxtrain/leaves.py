@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxtrain.errors import nearest
+from jaxtrain.errors import UserError, nearest
+
+_MAX_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,36 @@ class StoredLeaf:
     spec: tuple[Any, ...] | None = None
 
 
-def differences(
+def refuse_differences(
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    stored: Mapping[str, StoredLeaf],
+    *,
+    partial: bool,
+    folder: Path,
+) -> None:
+    """Raises UserError, one screen of it, where the wanted arrays are not those stored.
+
+    Args:
+      wanted: by name.
+      stored: all arrays of the checkpoint, by name.
+      partial: arrays that are stored and not wanted are no difference.
+      folder: the checkpoint's, `workdir/checkpoints/<step>`.
+    """
+    found = list(_differences(wanted, stored, partial=partial))
+    if not found:
+        return
+    rest = len(found) - _MAX_SHOWN
+    lines = [f"  {line}" for line in found[:_MAX_SHOWN]]
+    lines += [f"  and {rest} more"] if rest > 0 else []
+    raise UserError(
+        f"the checkpoint of step {folder.name} in {folder.parent} was written by another model or "
+        f"optimizer than this configuration's ({len(found)} of its leaves differ); use "
+        f"{folder.parent.parent / 'config.gin'}, which wrote it, or another workdir:\n"
+        + "\n".join(lines)
+    )
+
+
+def _differences(
     wanted: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, StoredLeaf], *, partial: bool
 ) -> Iterable[str]:
     """One clause for each leaf that is missing, left over, or of another shape or dtype."""

@@ -23,6 +23,10 @@ FORMAT = 2  # of a checkpoint: the manifest, the files it names, and what stands
 _FINGERPRINTS_OF_FORMAT_1 = "fingerprints/metadata"
 _THREADS = 8  # hashlib and reads let go of the interpreter; one thread digests about 1 GB/s
 
+# What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
+# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
+# memory (jax.errors.JaxRuntimeError), is not among them.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON
 
 
@@ -62,6 +66,25 @@ class Manifest:
     leaves: dict[str, Leaf]
 
 
+class Reading:
+    """While a checkpoint is read: what its files raise becomes a CheckpointError.
+
+    A context manager, because Orbax raises a bare Exception for an array that it cannot read.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if type(error) is Exception or isinstance(error, _DAMAGE):
+            cause = error.__cause__ or error
+            detail = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            raise damaged(self._folder, self._step, detail[:300]) from error
+
+
 def is_sealed(folder: Path) -> bool:
     """Whether a checkpoint's folder is finished, as far as its files' names tell."""
     return (folder / FILE).is_file() or (folder / _FINGERPRINTS_OF_FORMAT_1).is_file()
@@ -70,12 +93,18 @@ def is_sealed(folder: Path) -> bool:
 def seal(folder: Path, step: int, leaves: dict[str, Leaf]) -> Manifest:
     """Digests every file in `folder` and writes its manifest, whole or not at all.
 
+    The files are brought to the disk before the manifest that vouches for them, so that a power cut
+    leaves no sealed checkpoint without its content: the one before it may be deleted at once.
+
     Raises:
       OSError: a file cannot be read or the manifest not be written.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in _walk(folder) if path.is_file())
     names = [name for name in names if name != FILE]
-    found = _in_threads(_digest, [folder / name for name in names])
+    found = _in_threads(_digest_on_disk, [folder / name for name in names])
+    for path in (*_walk(folder), folder, folder.parent):
+        if path.is_dir():
+            _sync(path)
     manifest = Manifest(FORMAT, step, dict(zip(names, found, strict=True)), leaves)
     _write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
     return manifest
@@ -119,10 +148,7 @@ def check(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 def damaged(folder: Path, step: int, detail: str) -> CheckpointError:
     """The error that names the checkpoint and what is wrong with it."""
-    return CheckpointError(
-        f"the checkpoint of step {step} in {folder} cannot be read ({detail}); where its files "
-        "are damaged, delete that folder to go on from the one before it"
-    )
+    return CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read ({detail})")
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -175,11 +201,16 @@ def _write_atomically(file: Path, content: bytes) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     beside.replace(file)
-    directory = os.open(file.parent, os.O_RDONLY)  # the new name, too, has to reach the disk
+    _sync(file.parent)  # the new name, too, has to reach the disk
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file's or folder's content, written by whomever, is on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(number)
     finally:
-        os.close(directory)
+        os.close(number)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -203,6 +234,11 @@ def _digest(file: Path) -> tuple[int, str]:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return stream.tell(), digest
+
+
+def _digest_on_disk(file: Path) -> tuple[int, str]:
+    _sync(file)
+    return _digest(file)
 
 
 def _difference(file: tuple[Path, int, str]) -> str | None:

@@ -186,6 +186,18 @@ def test_the_newest_stay_and_every_so_many_for_ever(tmp_path, opened):
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8, 10, 11]
 
 
+def test_a_run_that_goes_back_drops_what_came_after(tmp_path, opened):
+    checkpoints = opened(tmp_path, keep=9)
+    for step in range(1, 6):
+        checkpoints.save(step, {"x": jnp.full(4, step)}, EXTRA)
+    checkpoints.drop_after(3)  # the one being written, too
+    assert checkpoints.steps() == [1, 2, 3]
+    checkpoints.save(4, {"x": jnp.full(4, -4)}, EXTRA)
+    checkpoints.wait()
+    restored = checkpoints.restore(4, abstract({"x": jnp.full(4, 0)}))
+    assert bits(restored) == bits({"x": jnp.full(4, -4)})
+
+
 def test_settings_that_keep_nothing_are_refused():
     with pytest.raises(UserError, match=r"Checkpoint.keep = 0: at least 1"):
         Checkpoint(keep=0)

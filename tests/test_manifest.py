@@ -1,8 +1,10 @@
 """A manifest has the digests that other programs find, and no changed byte of it goes unseen."""
 
 import json
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -128,6 +130,31 @@ def test_a_later_format_is_told_from_a_broken_one(tmp_path):
     (tmp_path / "manifest.json").write_bytes(manifest._envelope(content))
     with pytest.raises(UserError, match="format 3, written by a newer jaxtrain; .* up to 2"):
         manifest.read(tmp_path, 7)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files: Linux")
+def test_files_and_folders_are_on_the_disk_before_the_manifest_vouches_for_them(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "7/state").mkdir(parents=True)
+    (tmp_path / "7/state/file").write_text("1")
+    events, fsync, replace = [], os.fsync, Path.replace
+
+    def noted_fsync(number):
+        events.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def noted_replace(source, target):
+        events.append("named")
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    manifest.seal(tmp_path / "7", 7, {})
+    before, after = events[: events.index("named")], events[events.index("named") + 1 :]
+    names = ["7/state/file", "7/state", "7", "", "7/.manifest.json.tmp"]
+    assert {str(tmp_path / name) for name in names} <= set(before)
+    assert after == [str(tmp_path / "7")]
 
 
 def test_a_second_seal_replaces_the_first_and_leaves_nothing_beside_it(tmp_path):
