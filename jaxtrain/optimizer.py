@@ -168,7 +168,7 @@ def keep_average(decay: float) -> optax.GradientTransformation:
     def init(params: Any) -> Average:
         return Average(jnp.zeros((), jnp.int32), _float32(params))
 
-    def update(updates: Any, state: Average, params: Any = None) -> tuple[Any, Average]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Average]:
         assert params is not None, "the average is over parameters"
         after = _float32(optax.apply_updates(params, updates))
         # (1 - decay) / (1 - decay^t), the weight of p_t: 1 for the first. Written with expm1,
