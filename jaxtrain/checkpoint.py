@@ -315,17 +315,6 @@ class Checkpoints:
             self.restore(step, {name: abstract}, partial=True)
         self.extra(step)
 
-    def remove_after(self, step: int) -> None:
-        """Deletes the checkpoints of all steps after this one; all processes call it."""
-        assert not self._read_only, "opened read-only"
-        self.wait()
-        if jax.process_index() == 0:
-            self._may_write()
-            for later in self.steps():
-                if later > step:
-                    retention.delete(self.folder, later)
-        ocp.multihost.sync_global_processes("checkpoints removed")
-
     def wait(self) -> None:
         """Returns when the last save is complete on disk, for all processes.
 

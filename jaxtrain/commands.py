@@ -16,17 +16,19 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from jaxtrain import doctor, report, run
-from jaxtrain import supervise as supervision
+from jaxtrain import doctor, report
 from jaxtrain import verify as verification
-from jaxtrain.attempt import Preempted
+from jaxtrain.attempts import run
+from jaxtrain.attempts import supervise as supervision
+from jaxtrain.attempts.attempt import Preempted
+from jaxtrain.attempts.supervise import QUICKSTART, run_folder
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from jaxtrain.cluster import ClusterError, Flags
 from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.files import write_atomically
 from jaxtrain.mesh import offer_cpu_devices
-from jaxtrain.metrics import write_atomically
 from jaxtrain.options import parser
+from jaxtrain.peers import ClusterError, Flags
 from jaxtrain.pipeline.schedules import make_schedule
 from jaxtrain.pipeline.stages import deal
 from jaxtrain.pipeline.timeline import draw, simulate, table
@@ -38,7 +40,6 @@ from jaxtrain.planning.tables import show as show_plan
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.settings import Config, load_config
 from jaxtrain.step import parameter_shapes
-from jaxtrain.supervise import QUICKSTART, run_folder
 from jaxtrain.train import Trainer, quiet
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_atomically
 from jaxtrain.guard import BadStepError, Guard, Rewind, what_is_bad
 from jaxtrain.planning.hardware import chip_of
 from jaxtrain.plot import loss_png
@@ -29,7 +29,6 @@ from jaxtrain.progress import Display
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
-EXIT_FILE = "exit.json"
 
 # Steps that may be under way when `later` returns. Two keep the devices busy while the host
 # prepares the next batch; more would only pile up input batches in device memory, make the clock
@@ -353,33 +352,3 @@ def drop_lines_past(file: Path, step: int) -> None:
         return
     kept = [line for line in read_lines(file) if line["step"] <= step] if step > 0 else []
     write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept).encode())
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Writes beside the file and renames: readers see the old content or the new, never a part."""
-    beside = file.with_name(f".{file.name}.tmp")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
-
-
-def write_exit(workdir: Path, *, status: str, reason: str, step: int, attempt: int) -> None:
-    """Records in exit.json how this attempt ended; process 0 alone writes.
-
-    Args:
-      status: how it ended, in a word.
-      reason: why, in a sentence.
-      step: the last step done.
-      attempt: which start of the same run this was, from 1.
-    """
-    if jax.process_index() == 0:
-        line = {"status": status, "reason": reason, "step": step, "attempt": attempt}
-        write_atomically(workdir / EXIT_FILE, (json.dumps(line) + "\n").encode())
-
-
-def previous_attempt(workdir: Path) -> int:
-    """The number of the attempt that wrote exit.json; 0 where there was none."""
-    file = workdir / EXIT_FILE
-    return int(json.loads(file.read_text(encoding="utf-8"))["attempt"]) if file.exists() else 0

@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 
 from jaxtrain import resume
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.attempts.phases import Phases
+from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
-from jaxtrain.phases import Phases
 from jaxtrain.settings import Config
 from jaxtrain.step import Program, TrainState
 
@@ -62,11 +62,9 @@ class SavedRun:
         Raises:
           UserError: the folder holds another run.
         """
-        with self._phases.phase("restore"):
-            step = None if self._checkpoints is None else self._checkpoints.newest_good()
-        if step is None:
+        if self._checkpoints is None:
             return self._fresh(), 0
-        return self._restore(step, None if self._read_only else open_data())
+        return self._newest(None if self._read_only else open_data())
 
     def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
         """The newest good state at `step` or before it, and its position; later ones are removed.
@@ -75,9 +73,22 @@ class SavedRun:
         """
         if self._checkpoints is None:
             return self._fresh(), 0
-        self._checkpoints.remove_after(step)
-        found = self._checkpoints.newest_good()
-        return (self._fresh(), 0) if found is None else self._restore(found, dataset)
+        self._checkpoints.drop_after(step)
+        return self._newest(dataset)
+
+    def _newest(self, dataset: Dataset | None) -> tuple[TrainState, int]:
+        assert self._checkpoints is not None
+        while True:
+            with self._phases.phase("restore"):
+                step = self._checkpoints.newest_good()
+                if step is None:
+                    return self._fresh(), 0
+                try:
+                    return self._restore(step, dataset)
+                except CheckpointError as error:
+                    if self._read_only:
+                        raise
+                    self._checkpoints.put_aside(step, error)
 
     def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
         """Saves a state and its position; the disk is written behind the next steps' back.
@@ -109,11 +120,8 @@ class SavedRun:
 
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         assert self._checkpoints is not None
-        with self._phases.phase("restore", step):
-            extra = self._checkpoints.extra(step)
-            if dataset is not None:
-                resume.refuse_other_run(
-                    extra, self._config, dataset, step=step, workdir=self._workdir
-                )
-            state = resume.restore(self._checkpoints, step, self._program)
+        extra = self._checkpoints.extra(step)
+        if dataset is not None:
+            resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
+        state = resume.restore(self._checkpoints, step, self._program)
         return state, extra["data"]["next_batch"]

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import jaxtrain.data
 import jaxtrain.models
 from jaxtrain import config as gin_files
+from jaxtrain.attempts.watchdog import Deadlines
 from jaxtrain.attention import Attention
 from jaxtrain.checkpoint import Checkpoint
 from jaxtrain.config import configurable
@@ -29,7 +30,6 @@ from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.precision import Precision
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import Sharding
-from jaxtrain.watchdog import Deadlines
 
 
 @runtime_checkable

@@ -11,17 +11,18 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain import preflight, report
-from jaxtrain.attempt import Attempt, Preempted
+from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset
+from jaxtrain.files import write_atomically
 from jaxtrain.generate import Sampling, write
 from jaxtrain.guard import Rewind, Rewinds
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
-from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines, write_atomically
+from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
 from jaxtrain.peers import Alone
 from jaxtrain.program import make_program
 from jaxtrain.saved import SavedRun

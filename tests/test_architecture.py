@@ -13,10 +13,11 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options", "signals", "maintenance", "phases", "attempts", "lifeline"],
-    ["lock", "supervise", "wire"],
-    ["cluster", "launchers", "tpu_hosts"],
-    ["meeting", "hub", "channel", "peers"],
+    ["errors", "tables", "options", "files"],
+    ["attempts.signals", "attempts.maintenance", "attempts.phases"],
+    ["attempts.records", "attempts.lifeline"],
+    ["attempts.lock", "attempts.supervise"],
+    ["peers"],
     ["distributed"],
     [
         "config",
@@ -41,13 +42,13 @@ LAYERS = [
     ["pipeline"],
     ["manifest", "fingerprint", "leaves", "retention", "sealing"],
     ["step", "checkpoint", "metrics", "plot", "progress", "data"],
-    ["watchdog", "goodput", "corruption"],
-    ["attempt"],
+    ["attempts.watchdog", "attempts.goodput", "corruption"],
+    ["attempts.attempt"],
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program"],
     ["saved"],
-    ["train", "run"],
+    ["train", "attempts"],
     ["planning"],
     ["verify"],
     ["__init__"],

@@ -12,9 +12,10 @@ import time
 import pytest
 from without_jax import Process
 
-from jaxtrain import attempts, lock
+from jaxtrain.attempts import lock, records
+from jaxtrain.attempts.lock import RunLock, Superseded
 from jaxtrain.errors import UserError
-from jaxtrain.lock import RunLock, Superseded
+from jaxtrain.files import write_atomically
 
 BEAT_SECONDS = 0.05
 HOLDER = """
@@ -89,7 +90,7 @@ def test_every_start_takes_the_next_number(tmp_path):
             assert shown["pid"] == os.getpid()
             held.check()
         assert not (tmp_path / "lock.json").exists()
-    assert attempts.newest_attempt(tmp_path) == 3
+    assert records.newest_attempt(tmp_path) == 3
     assert sorted(os.listdir(tmp_path / "attempts")) == ["1.json", "2.json", "3.json"]
 
 
@@ -234,8 +235,8 @@ def test_of_racing_starters_one_wins(start, tmp_path, links):
 # the next look waits for a beat: a short one, so that the race does not wait for the real one.
 NO_LINKS = """
 import dataclasses, errno
-from jaxtrain import attempts
-attempts._UNKNOWN = dataclasses.replace(attempts._UNKNOWN, beat_seconds=1.0)
+from jaxtrain.attempts import records
+records._UNKNOWN = dataclasses.replace(records._UNKNOWN, beat_seconds=1.0)
 def link(*_):
     raise OSError(errno.EPERM, "no links here")
 os.link = link
@@ -254,7 +255,7 @@ def test_who_judged_an_older_attempt_loses(holder, tmp_path):
     with pytest.raises(UserError, match="attempt 2, process"):
         RunLock.acquire(tmp_path, say=another_is_faster)
     assert [winner.attempt for winner in winners] == [2]
-    assert attempts.newest_attempt(tmp_path) == 2
+    assert records.newest_attempt(tmp_path) == 2
     winners[0].check()
     winners[0].release()
 
@@ -305,24 +306,24 @@ def test_a_full_disk_stops_no_run(tmp_path, monkeypatch):
 def test_an_older_attempt_does_not_say_how_it_all_ended(tmp_path):
     RunLock.acquire(tmp_path).release()
     end = {"status": "done", "reason": "trained", "step": 4}
-    assert attempts.write_exit(tmp_path, **end, attempt=1)
+    assert records.write_exit(tmp_path, **end, attempt=1)
     assert content(tmp_path / "exit.json") == {**end, "attempt": 1}
     with RunLock.acquire(tmp_path):
-        assert not attempts.write_exit(tmp_path, **{**end, "status": "failed"}, attempt=1)
+        assert not records.write_exit(tmp_path, **{**end, "status": "failed"}, attempt=1)
     assert content(tmp_path / "exit.json")["status"] == "done"
 
 
 def test_what_is_written_replaces_whole_and_leaves_nothing_beside(tmp_path):
     file = tmp_path / "file"
     for text in (b"one", b"two"):
-        attempts.write_atomically(file, text)
+        write_atomically(file, text)
         assert file.read_bytes() == text
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_neither_lock_nor_supervisor_imports_jax(start):
     process = start(
-        "import jaxtrain.lifeline, jaxtrain.lock, jaxtrain.supervise\n"
+        "import jaxtrain.attempts.lifeline, jaxtrain.attempts.lock, jaxtrain.attempts.supervise\n"
         "tell([name for name in sys.modules if name.split('.')[0] in ('jax', 'numpy', 'rich')])"
     )
     assert process.line() == "[]"

@@ -348,14 +348,6 @@ def test_a_resumed_runs_plot_shows_the_whole_curve(tmp_path, monkeypatch):
     assert [line["step"] for line in drawn[-1]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_exit_json(tmp_path):
-    assert metrics.previous_attempt(tmp_path) == 0
-    ending = {"status": "done", "reason": "all steps done", "step": 10, "attempt": 3}
-    metrics.write_exit(tmp_path, **ending)
-    assert json.loads((tmp_path / "exit.json").read_text()) == ending
-    assert metrics.previous_attempt(tmp_path) == 3
-
-
 def test_only_process_zero_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     console = Console(file=io.StringIO())
@@ -363,7 +355,6 @@ def test_only_process_zero_writes(tmp_path, monkeypatch):
     run(log, 1, 3)
     log.now(3, {"eval_loss": 1.0})
     log.close()
-    metrics.write_exit(tmp_path, status="done", reason="", step=3, attempt=1)
     assert list(tmp_path.iterdir()) == []
     assert console.file.getvalue() == ""
 

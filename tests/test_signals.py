@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from jaxtrain.maintenance import maintenance_notices, notice
-from jaxtrain.signals import STOP_SIGNALS, stop_signals
+from jaxtrain.attempts.maintenance import maintenance_notices, notice
+from jaxtrain.attempts.signals import STOP_SIGNALS, stop_signals
 
 
 class Asked:
@@ -65,7 +65,7 @@ def test_another_signals_number_is_not_a_request():
 
 BUSY = """
 import ctypes
-from jaxtrain.signals import stop_signals
+from jaxtrain.attempts.signals import stop_signals
 
 def stop(name):
     print("asked by", name, flush=True)

@@ -9,14 +9,14 @@ import time
 import pytest
 from without_jax import WITHOUT_JAX, Process
 
+from jaxtrain.attempts.lock import RunLock
+from jaxtrain.attempts.supervise import QUICKSTART, Supervision, main, newest_step, parse, supervise
 from jaxtrain.errors import UserError
-from jaxtrain.lock import RunLock
-from jaxtrain.supervise import QUICKSTART, Supervision, main, newest_step, parse, supervise
 
 # A stand-in for `train`: each attempt does what its entry in the plan says; the last one's repeats.
 TRAIN = """
-from jaxtrain.attempts import write_exit
-from jaxtrain.lifeline import report_to_supervisor
+from jaxtrain.attempts.records import write_exit
+from jaxtrain.attempts.lifeline import report_to_supervisor
 workdir, plan = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 lock = RunLock.acquire(workdir)
 def save(step, name="manifest.json"):
@@ -30,7 +30,7 @@ def kill(name="SIGKILL"):
 exec(plan[min(lock.attempt, len(plan)) - 1])
 """
 SUPERVISOR = """
-from jaxtrain.supervise import Supervision, supervise
+from jaxtrain.attempts.supervise import Supervision, supervise
 workdir, settings, *command = sys.argv[1:]
 settings = Supervision(**json.loads(settings))
 sys.exit(supervise(command, workdir, settings=settings, say=tell))

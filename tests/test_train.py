@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain import Trainer, load_config, retention
-from jaxtrain.attempt import Preempted
+from jaxtrain.attempts.attempt import Preempted
 from jaxtrain.data.pipeline import batches
 from jaxtrain.errors import UserError
 from jaxtrain.guard import BadStepError

@@ -7,15 +7,15 @@ import threading
 
 import pytest
 
+from jaxtrain.attempts.phases import NAMES, Activity, Phases
+from jaxtrain.attempts.watchdog import Deadlines, Watchdog, dump_stacks, write_reason
 from jaxtrain.errors import UserError
-from jaxtrain.phases import NAMES, Activity, Phases
-from jaxtrain.watchdog import Deadlines, Watchdog, dump_stacks, write_reason
 
 # Argument 1: a folder; argument 2: how to get stuck.
 CHILD = """
 import ctypes, os, pathlib, sys, threading, time
-from jaxtrain.phases import NAMES, Phases
-from jaxtrain.watchdog import Deadlines, Watchdog, dump_stacks, write_reason
+from jaxtrain.attempts.phases import NAMES, Phases
+from jaxtrain.attempts.watchdog import Deadlines, Watchdog, dump_stacks, write_reason
 
 folder = pathlib.Path(sys.argv[1])
 

@@ -4,15 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jaxtrain.lock
+import jaxtrain
 
-# The package's modules without its front door, which imports JAX.
 WITHOUT_JAX = f"""
 import json, os, pathlib, signal, sys, threading, time, types
-sys.modules["jaxtrain"] = types.ModuleType("jaxtrain")
-sys.modules["jaxtrain"].__path__ = [{str(Path(jaxtrain.lock.__file__).parent)!r}]
+sys.path.insert(0, {str(Path(jaxtrain.__file__).parent.parent)!r})
 from jaxtrain.errors import UserError
-from jaxtrain.lock import RunLock, Superseded
+from jaxtrain.attempts.lock import RunLock, Superseded
 def tell(line):
     print(line, flush=True)
 """

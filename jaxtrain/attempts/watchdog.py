@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from jaxtrain.attempts.phases import NAMES, Activity, Phases
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
-from jaxtrain.metrics import write_atomically
-from jaxtrain.phases import NAMES, Activity, Phases
+from jaxtrain.files import write_atomically
 
 # A median of fewer says little: caches are cold, the first batches are still being prefetched.
 SAMPLES = 5

@@ -1,6 +1,6 @@
 """The lock of a run's folder: one attempt at a time writes there, and finds out when it may not.
 
-The holder of the newest attempt (see `jaxtrain.attempts`) shows itself in lock.json and counts its
+The holder of the newest attempt (see `jaxtrain.attempts.records`) shows itself in lock.json and counts its
 beats there. No clock is compared with another machine's: a holder elsewhere is alive while its
 counter moves. Whoever finds a newer number than its own has been superseded, however long it slept.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.attempts import (
+from jaxtrain.attempts.records import (
     LOCK_FILE,
     Claim,
     attempt_in,

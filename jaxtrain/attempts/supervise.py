@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import attempts, options
+from jaxtrain import options
+from jaxtrain.attempts import records
+from jaxtrain.attempts.lifeline import Child
 from jaxtrain.errors import UserError
-from jaxtrain.lifeline import Child
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 QUICKSTART = "gpt_quickstart"
@@ -33,7 +34,7 @@ class Supervision:
         up.
       grace_seconds: that a command may take to save and end after the first SIGTERM or Ctrl-C.
       stall_seconds: without a beat, after which a command counts as stalled and is killed. Beats
-        begin when the command calls `jaxtrain.lifeline.report_to_supervisor`.
+        begin when the command calls `jaxtrain.attempts.lifeline.report_to_supervisor`.
       backoff_seconds: before the first restart; doubled with each restart that brings no progress.
       max_backoff_seconds: never longer than this.
       poll_seconds: between two looks at the command.
@@ -251,7 +252,7 @@ class _Ending:
         """Completes attempts/<attempt>.json, and exit.json where the command left it behind."""
         if self.attempt is None:
             return
-        attempts.record_end(
+        records.record_end(
             workdir,
             self.attempt,
             exit=self.cause,
@@ -261,7 +262,7 @@ class _Ending:
             step_after=self.step_after,
             seconds=self.seconds,
         )
-        told = attempts.read(workdir / attempts.EXIT_FILE) or {}
+        told = records.read(workdir / records.EXIT_FILE) or {}
         status = _STATUS_WORDS.get(self.status, "failed")
         # A run that said it was done or preempted, and then failed, did not end so.
         contradicts = told.get("status") in _STATUS_WORDS.values() and told["status"] != status
@@ -275,13 +276,13 @@ class _Ending:
         """
         if self.attempt is not None:
             self._write_exit(workdir, status, reason, self.attempt)
-        elif not attempts.is_held(workdir):
+        elif not records.is_held(workdir):
             workdir.mkdir(parents=True, exist_ok=True)
-            self._write_exit(workdir, status, reason, attempts.newest_attempt(workdir))
+            self._write_exit(workdir, status, reason, records.newest_attempt(workdir))
 
     def _write_exit(self, workdir: Path, status: str, reason: str, attempt: int) -> None:
         step = self.step_after or 0
-        attempts.write_exit(workdir, status=status, reason=reason, step=step, attempt=attempt)
+        records.write_exit(workdir, status=status, reason=reason, step=step, attempt=attempt)
 
 
 def _run(
@@ -300,7 +301,7 @@ def _run(
       stop: numbers of the signals that came to this process; others are added meanwhile.
       say: takes a line for people.
     """
-    attempt_before, step_before = attempts.newest_attempt(workdir), newest_step(workdir)
+    attempt_before, step_before = records.newest_attempt(workdir), newest_step(workdir)
     child = Child(
         command,
         beat_seconds=min(settings.stall_seconds / 10, 5.0),
@@ -329,7 +330,7 @@ def _run(
             child.kill()
     child.kill()  # what it started goes with it
     child.close()
-    attempt = attempts.attempt_of(workdir, child.pid, after=attempt_before)
+    attempt = records.attempt_of(workdir, child.pid, after=attempt_before)
     return _Ending(
         cause=cause or _cause(workdir, status, attempt),
         status=status,
@@ -344,7 +345,7 @@ def _cause(workdir: Path, status: int, attempt: int | None) -> str:
     """Why a command ended of itself, in its own words where it left some."""
     if status < 0:
         return f"killed by {_name(-status)}"
-    told = attempts.read(workdir / attempts.EXIT_FILE) or {}
+    told = records.read(workdir / records.EXIT_FILE) or {}
     if status == DONE or attempt is None or told.get("attempt") != attempt:
         return f"ended with status {status}"
     return f"ended with status {status}: {str(told.get('reason')).partition(chr(10))[0][:300]}"

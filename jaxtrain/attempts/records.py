@@ -17,6 +17,8 @@ import uuid
 from pathlib import Path
 from typing import Any, Self
 
+from jaxtrain.files import write_atomically
+
 LOCK_FILE = "lock.json"
 EXIT_FILE = "exit.json"
 ATTEMPTS_FOLDER = "attempts"
@@ -85,19 +87,6 @@ def write_exit(workdir: Path, *, status: str, reason: str, step: int, attempt: i
     line = {"status": status, "reason": reason, "step": step, "attempt": attempt}
     write_atomically(workdir / EXIT_FILE, (json.dumps(line) + "\n").encode())
     return True
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Writes beside the file and renames: readers see the old content or the new, never a part."""
-    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with beside.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def read(file: Path) -> dict[str, Any] | None:

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from jaxtrain.attempts.phases import Activity, Phases
 from jaxtrain.errors import UserError
-from jaxtrain.metrics import write_atomically
-from jaxtrain.phases import Activity, Phases
+from jaxtrain.files import write_atomically
 from jaxtrain.progress import clock
 
 FORMAT = 1  # of goodput.json

@@ -3,10 +3,10 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from jaxtrain.goodput import Goodput
+from jaxtrain.attempts.goodput import Goodput
+from jaxtrain.attempts.phases import Phases
+from jaxtrain.attempts.signals import stop_signals
 from jaxtrain.peers import Peers
-from jaxtrain.phases import Phases
-from jaxtrain.signals import stop_signals
 
 
 class Preempted(Exception):  # noqa: N818 - an orderly end, not an error

@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxtrain import attempts, distributed
-from jaxtrain.attempt import Attempt, Preempted
-from jaxtrain.channel import rendezvous
-from jaxtrain.cluster import Cluster, ClusterError, Flags
-from jaxtrain.goodput import Goodput, read_account
-from jaxtrain.lifeline import report_to_supervisor
-from jaxtrain.lock import RunLock, Superseded
-from jaxtrain.maintenance import maintenance_notices
-from jaxtrain.peers import Alone, Listeners, Peers
-from jaxtrain.phases import Activity, Phases
+from jaxtrain import distributed
+from jaxtrain.attempts import records
+from jaxtrain.attempts.attempt import Attempt, Preempted
+from jaxtrain.attempts.goodput import Goodput, read_account
+from jaxtrain.attempts.lifeline import report_to_supervisor
+from jaxtrain.attempts.lock import RunLock, Superseded
+from jaxtrain.attempts.maintenance import maintenance_notices
+from jaxtrain.attempts.phases import Activity, Phases
+from jaxtrain.attempts.watchdog import Watchdog, dump_stacks, write_reason
+from jaxtrain.peers import Alone, Cluster, ClusterError, Flags, Listeners, Peers, rendezvous
 from jaxtrain.settings import Config
-from jaxtrain.watchdog import Watchdog, dump_stacks, write_reason
 
 FAILED = 1
 SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
@@ -151,8 +150,8 @@ def _give_back(lock: RunLock, is_new: bool) -> None:
     """Releases the lock; a folder that was made for it alone goes too."""
     lock.release()
     left = {path.name for path in lock.workdir.iterdir()}
-    if is_new and left == {attempts.ATTEMPTS_FOLDER}:
-        folder = lock.workdir / attempts.ATTEMPTS_FOLDER
+    if is_new and left == {records.ATTEMPTS_FOLDER}:
+        folder = lock.workdir / records.ATTEMPTS_FOLDER
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
@@ -166,7 +165,7 @@ class _End:
         self._workdir, self._lock, self._peers, self._attempt = workdir, lock, peers, attempt
         self._phases = attempt.phases
         self._once = threading.Lock()
-        self.folder = workdir / attempts.ATTEMPTS_FOLDER
+        self.folder = workdir / records.ATTEMPTS_FOLDER
 
     def activity(self) -> dict[str, Any]:
         phase, step, seconds, _ = self._phases.activity()
@@ -260,7 +259,7 @@ class _End:
         lost = cause.process_id if cause is not None and cause.what == "lost" else None
         writer = 1 if lost == 0 else 0
         if self._peers.process_id == writer:
-            attempts.write_exit(
+            records.write_exit(
                 self._workdir,
                 status=status,
                 reason=reason,
