@@ -45,6 +45,7 @@ def check(config: Config, *, device_count: int, platform: str, reads_data: bool 
         found += _context(config, layout)
         found += _experts(config, layout)
         found += _stages(config, layout)
+        found += _replicas(config, layout)
     found += _model_and_data(config, platform, reads_data)
     found += _schedule(config)
     if found:
@@ -273,6 +274,16 @@ def _written(axis: str, layout: Layout) -> str:
     """How the user writes the size of an axis of the mesh; the sides of a grid are q."""
     on_a_grid = layout.tensor_layout != "1d" and axis in ("depth", "row", "tensor")
     return "q" if on_a_grid else f"Mesh.{axis}"
+
+
+def _replicas(config: Config, layout: Layout) -> Iterator[str]:
+    """Comparing what no two devices hold."""
+    every = config.corruption.compare_replicas_every
+    if every and layout.mesh.size == 1:
+        yield (
+            f"Corruption.compare_replicas_every={every} on one device: nothing is held twice; "
+            "use 0, or Corruption.replay_every"
+        )
 
 
 def _model_and_data(config: Config, platform: str, reads_data: bool) -> Iterator[str]:

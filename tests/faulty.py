@@ -15,11 +15,8 @@ from pathlib import Path
 # tensorboardX loads PyTorch where there is one, which takes longer than a whole run here.
 sys.modules["torch"] = None  # type: ignore[assignment]
 
-from jaxtrain import __main__  # noqa: E402
-from jaxtrain.attempts import (
-    run,  # noqa: E402
-    supervise,  # noqa: E402
-)
+from jaxtrain import __main__  # noqa: E402 - after PyTorch is hidden
+from jaxtrain.attempts import run, supervise  # noqa: E402
 from jaxtrain.attempts.phases import Phases  # noqa: E402
 
 PROCESS = int(os.environ.get("PROCESS", "0"))

@@ -38,7 +38,6 @@ def test_a_relay_outlives_what_it_relays_to():
 
 PROGRAM = """
 import os, signal, sys, threading
-import light
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed import detect, start

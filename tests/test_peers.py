@@ -18,7 +18,6 @@ from jaxtrain.peers import Alone, Cluster, ClusterError, Listeners, rendezvous
 # Meets the others, says so, and does what its variables say until it is stopped.
 PROGRAM = """
 import os, sys, threading
-import light
 from jaxtrain.errors import UserError
 from jaxtrain.peers import Cluster, ClusterError, Listeners, rendezvous
 

@@ -68,12 +68,12 @@ def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[
         )
         end = _End(workdir, lock, peers, attempt)
         try:
+            listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
+            peers.listen(listeners)
             with phases.phase("start"):
                 distributed.start(
                     cluster, peers, simulated_devices=config.mesh.simulated_devices, report=say
                 )
-            listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
-            peers.listen(listeners)
             stack.enter_context(attempt.listening())
             stack.enter_context(
                 maintenance_notices(

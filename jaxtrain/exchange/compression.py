@@ -185,8 +185,8 @@ class Compressed(ExchangeProgram):
         return jax.tree.structure(params).unflatten(sent), structure.unflatten(left)
 
     def consensus(self, state: TrainState) -> TrainState:
-        """The state itself: every replica has the same."""
-        return state
+        """As of the synchronous program: every replica has the same."""
+        return self.plain.consensus(state)
 
 
 def quantise(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -26,6 +26,7 @@ from jaxtrain.exchange.program import (
 from jaxtrain.exchange.rules import Rule
 from jaxtrain.loss import Sums
 from jaxtrain.metrics import shares
+from jaxtrain.optimizer import averaged
 from jaxtrain.sharding import reshard
 from jaxtrain.step import Program, TrainState
 
@@ -129,8 +130,10 @@ def _own_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainS
 
 @functools.partial(jax.jit, static_argnums=0)
 def _consensus(program: Replicas, state: TrainState) -> TrainState:
-    layout = program.layout
-    params = over_replicas(lambda x: x.mean(0, dtype=jnp.float32).astype(x.dtype), state.params)
+    layout, average = program.layout, averaged(state.opt_state)
+    kept = state.params if average is None else average
+    dtype = program.plain.precision.params
+    params = over_replicas(lambda x: x.mean(0, dtype=jnp.float32).astype(dtype), kept)
     return TrainState(
         step=state.step,
         params=reshard(params, layout.parameter, layout),
