@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.manifest import FORMAT
 from jaxtrain.data.source import Dataset
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import ExchangeProgram
-from jaxtrain.manifest import FORMAT
 from jaxtrain.pipeline.stages import is_layer, rearrange
 from jaxtrain.settings import Config
 from jaxtrain.sharding import is_variable

@@ -40,7 +40,6 @@ LAYERS = [
     ["data.batch"],
     ["models", "loss", "optimizer", "guard"],
     ["pipeline"],
-    ["manifest", "fingerprint", "leaves", "retention", "sealing"],
     ["step", "checkpoint", "metrics", "plot", "progress", "data"],
     ["attempts.watchdog", "attempts.goodput", "corruption"],
     ["attempts.attempt"],
@@ -123,7 +122,7 @@ def test_only_the_wrappers_know_gin_and_orbax(path):
     }
     roots = {library.split(".")[0] for library in libraries}
     assert ("gin" in roots) == (name_of(path) == "config")
-    assert ("orbax" in roots) == (name_of(path) == "checkpoint")
+    assert ("orbax" in roots) == (name_of(path) == "checkpoint.store")
     assert "torch" not in roots
     assert "pickle" not in roots
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from jaxtrain import manifest
-from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints, manifest
 from jaxtrain.errors import UserError
 
 STATES = {

@@ -18,7 +18,7 @@ KILLS = """
 import os, shutil, signal, sys
 from pathlib import Path
 import jax, numpy as np
-from jaxtrain import manifest, retention
+from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint import Checkpoint, Checkpoints
 
 def kill(*arguments, **keywords):

@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address, process, workdir = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(address, num_processes=2, process_id=process)
-from jaxtrain import sealing
+from jaxtrain.checkpoint import sealing
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 sealing._AGREE_SECONDS = 2
 want = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)

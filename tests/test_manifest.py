@@ -10,9 +10,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from jaxtrain import manifest
+from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint.manifest import CheckpointError, Leaf
 from jaxtrain.errors import UserError
-from jaxtrain.manifest import CheckpointError, Leaf
 
 LEAVES = {"params/up": Leaf(4_000_000_000, (2, 3), "bfloat16"), "step": Leaf(7, (), "int32")}
 

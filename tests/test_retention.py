@@ -4,8 +4,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from jaxtrain import retention
-from jaxtrain.manifest import seal
+from jaxtrain.checkpoint import retention
+from jaxtrain.checkpoint.manifest import seal
 
 
 @hypothesis.given(

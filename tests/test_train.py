@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxtrain import Trainer, load_config, retention
+from jaxtrain import Trainer, load_config
 from jaxtrain.attempts.attempt import Preempted
+from jaxtrain.checkpoint import retention
 from jaxtrain.data.pipeline import batches
 from jaxtrain.errors import UserError
 from jaxtrain.guard import BadStepError

@@ -1,8 +1,8 @@
 """The lock of a run's folder: one attempt at a time writes there, and finds out when it may not.
 
 The holder of the newest attempt (see `jaxtrain.attempts.records`) shows itself in lock.json and
-counts its beats there. No clock is compared with another machine's: a holder elsewhere is alive while its
-counter moves. Whoever finds a newer number than its own has been superseded, however long it slept.
+counts its beats there. No clock is compared with another machine's: a holder elsewhere is alive
+while its counter moves. Whoever finds a newer number than its own has been superseded.
 """
 
 import contextlib

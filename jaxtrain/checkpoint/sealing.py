@@ -9,9 +9,9 @@ from typing import Protocol
 
 import jax
 
-from jaxtrain import manifest, retention
+from jaxtrain.checkpoint import manifest, retention
+from jaxtrain.checkpoint.manifest import CheckpointError, Leaf
 from jaxtrain.errors import UserError
-from jaxtrain.manifest import CheckpointError, Leaf
 
 WRITE_SECONDS = 1200  # for the slowest process's part, and for process 0's digests
 _AGREE_SECONDS = 60  # for processes that leave a barrier together to come to the next

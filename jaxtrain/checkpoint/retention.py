@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.manifest import is_sealed
+from jaxtrain.checkpoint.manifest import is_sealed
 
 # What Orbax calls a folder that it is still writing: `<step>.orbax-checkpoint-tmp`, and with a
 # number behind it in some versions.

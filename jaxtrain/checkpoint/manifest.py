@@ -39,7 +39,7 @@ class Leaf:
     """What a manifest says of one array.
 
     Attributes:
-      fingerprint: of its elements (jaxtrain.fingerprint).
+      fingerprint: of its elements (jaxtrain.checkpoint.fingerprint).
       shape: global shape; None where format 1 did not say.
       dtype: its name; None where format 1 did not say.
     """

@@ -20,13 +20,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxtrain import manifest, retention
+from jaxtrain.checkpoint import manifest, retention
+from jaxtrain.checkpoint.fingerprint import fingerprints
+from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
+from jaxtrain.checkpoint.manifest import CheckpointError, Leaf, Reading, damaged
+from jaxtrain.checkpoint.sealing import UNWRITTEN, WRITE_SECONDS, Sealer
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
-from jaxtrain.fingerprint import fingerprints
-from jaxtrain.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
-from jaxtrain.manifest import CheckpointError, Leaf, Reading, damaged
-from jaxtrain.sealing import UNWRITTEN, WRITE_SECONDS, Sealer
 
 FOLDER = "checkpoints"
 _STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save

@@ -1,0 +1,7 @@
+"""Checkpoints: sealed with digests, restored on any mesh, complete or absent whatever happens."""
+
+from jaxtrain.checkpoint.leaves import StoredLeaf
+from jaxtrain.checkpoint.manifest import CheckpointError
+from jaxtrain.checkpoint.store import FOLDER, Checkpoint, Checkpoints
+
+__all__ = ["FOLDER", "Checkpoint", "CheckpointError", "Checkpoints", "StoredLeaf"]
