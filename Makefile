@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow smoke lint format configs clean
+.PHONY: train test test-slow chaos smoke lint format configs clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
@@ -18,9 +18,13 @@ test: $(VENV)/installed-dev
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
 
+# Runs of several processes, killed at random for minutes; prints their goodput.
+chaos: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m chaos tests/test_chaos.py
+
 # What runs on every supported Python and JAX, without PyTorch.
 smoke: $(VENV)/installed-smoke
-	$(BIN)/python -m pytest -q -m "not slow" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
+	$(BIN)/python -m pytest -q -m "not slow and not chaos" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
 
 # Lint, format check and types.
 lint: $(VENV)/installed-dev

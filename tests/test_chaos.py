@@ -20,8 +20,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unharmed(runs):
-    with runs.start("unharmed", *BINDINGS) as processes:
-        assert [process.end() for process in processes] == [0, 0], processes[0].log()
+    train_to_the_end(runs, "unharmed", *BINDINGS)
     return state_of(runs.folder / "unharmed"), metrics_of(runs.folder / "unharmed")
 
 
@@ -75,11 +74,11 @@ def test_a_soak_under_a_punisher_reports_its_goodput(runs, capsys):
 
         def punish():
             while not over.wait(rng.expovariate(1 / 25)):
-                victim = rng.choice(runs.trainers(processes) or [None])
+                victim = trainer_of(rng.choice(processes))
                 if victim is not None:
-                    number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+                    number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
                     kills.append(number.name)
-                    runs.strike(victim, number)
+                    strike(victim, number)
 
         punisher = threading.Thread(target=punish)
         punisher.start()
