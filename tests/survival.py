@@ -59,7 +59,7 @@ class Runs:
         count: int = 2,
         faults: str = "",
         supervised: bool = False,
-        limit_seconds: float = 60.0,
+        limit_seconds: float = 240.0,
     ) -> Iterator[list[Process]]:
         """Starts the processes of a run in its workdir.
 

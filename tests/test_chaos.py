@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from survival import Runs, metrics_of, state_of
+from survival import Runs, metrics_of, state_of, strike, train_to_the_end, trainer_of
 
 STEPS = 24
 BINDINGS = [f"Train.steps = {STEPS}", "Deadlines.step = 8", "Deadlines.data = 8"]
@@ -55,7 +55,7 @@ def run_to_its_end(runs, name, struck, limit_seconds):
 )
 def test_random_faults_leave_no_trace_in_the_result(runs, unharmed, seed, count):
     name, struck = f"struck{seed}", faults(seed, count)
-    run_to_its_end(runs, name, struck, limit_seconds=60.0 * count)
+    run_to_its_end(runs, name, struck, limit_seconds=120.0 * count)
     folder = runs.folder / name
     assert (state_of(folder), metrics_of(folder)) == unharmed
     hit = {mark.name for mark in (runs.folder / f"marks-{name}").iterdir()}

@@ -18,13 +18,14 @@ from jaxtrain.errors import UserError
 from jaxtrain.guard import BadStepError
 
 TIMES = {"step_seconds", "tokens_per_second", "mfu"}
+ACCOUNT = {"goodput", "goodput_seconds", "attempts", "restarts"}
 
 
 def lines(workdir) -> list[dict]:
     """metrics.jsonl without what a clock measured."""
     text = (workdir / "metrics.jsonl").read_text()
     return [
-        {name: value for name, value in json.loads(line).items() if name not in TIMES}
+        {name: value for name, value in json.loads(line).items() if name not in TIMES | ACCOUNT}
         for line in text.splitlines()
     ]
 

@@ -1,0 +1,203 @@
+"""Whole runs over bad numbers, bad records and corrupt replicas, through the loop as it is."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_corruption import flip_bit, with_parameter
+from test_train import arrays, lines
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.attempts.lock import RunLock
+from jaxtrain.commands import main
+from jaxtrain.corruption import CorruptionError
+from jaxtrain.data.bad_records import BadRecordError
+from jaxtrain.data.pipeline import batches
+from jaxtrain.errors import UserError
+from jaxtrain.guard import BadStepError
+
+
+class Touched:
+    """Examples of which some are touched: `touch` is called with each that is named."""
+
+    def __init__(self, examples, indices, touch):
+        self.examples, self.indices, self.touch = examples, set(indices), touch
+
+    def __len__(self):
+        return len(self.examples)
+
+    def example(self, index, rng):
+        one = self.examples.example(index, rng)
+        return self.touch(one) if index in self.indices else one
+
+
+def poison(example):
+    """Its loss is infinite, and so are its gradients."""
+    return dataclasses.replace(example, loss_mask=np.full_like(example.loss_mask, np.inf))
+
+
+def unreadable(_):
+    raise OSError("the disk has a hole")
+
+
+def touch(trainer, batch_numbers, what):
+    """Touches the first example of these batches of the stream, which no other batch has."""
+    dataset = trainer.dataset
+    order = record_order(trainer)
+    indices = [order[number * 8] for number in batch_numbers]
+    train = Touched(dataset.train, indices, what)
+    trainer.__dict__["dataset"] = dataclasses.replace(dataset, train=train)
+    return indices
+
+
+def record_order(trainer):
+    """Which example stands at each place of the stream's beginning."""
+    seen = []
+
+    class Spy:
+        def __len__(self):
+            return len(trainer.dataset.train)
+
+        def example(self, index, rng):
+            seen.append(index)
+            return trainer.dataset.train.example(index, rng)
+
+    stream = batches(Spy(), global_batch_size=8, seed=0, threads=0)
+    for _ in range(20):
+        next(stream)
+    assert len(set(seen)) == len(seen), "the test's batches lie in one epoch"
+    return seen
+
+
+def saved_extra(workdir, step):
+    return json.loads((workdir / f"checkpoints/{step}/extra/metadata").read_text())
+
+
+def test_skip_leaves_a_bad_batch_out_and_goes_on(tiny_config, tmp_path):
+    bindings = ["Guard.policy = 'skip'", "Train.log_every = 4"]
+    trainer = Trainer(load_config(tiny_config, bindings), tmp_path)
+    touch(trainer, [2, 5], poison)
+    trainer.train()
+    trainer.close()
+    assert all(np.isfinite(x).all() for x in arrays(trainer.state))
+    # Lines of the bad steps are written out of turn, with a null where JSON has no number.
+    found = {line["step"]: line for line in lines(tmp_path) if "grad_norm" in line}
+    assert sorted(found) == [1, 3, 4, 6, 8]
+    assert [step for step, line in found.items() if line["bad"] == 1.0] == [3, 6]
+    # The state is that of a run over the six good batches.
+    other = Trainer(load_config(tiny_config, bindings))
+    stream = batches(other.dataset.train, global_batch_size=8, seed=0, threads=0)
+    for number in range(8):
+        batch = next(stream)
+        if number not in (2, 5):
+            other.step(batch)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, other.state.params)
+
+
+def test_stop_keeps_the_last_good_checkpoint(tiny_config, tmp_path):
+    trainer = Trainer(load_config(tiny_config, ["Train.save_every = 2"]), tmp_path)
+    touch(trainer, [4], poison)
+    with pytest.raises(BadStepError, match="step 5 is bad, the loss is (inf|nan)"):
+        trainer.train()
+    trainer.close()
+    again = Trainer(trainer.config, tmp_path)
+    assert again.steps_done == 4
+    assert all(np.isfinite(x).all() for x in arrays(again.state))
+
+
+REWIND = [
+    "Guard.policy = 'rewind'",
+    "Guard.rewind_steps = 1",
+    "Guard.skip_batches = 3",
+    "Train.save_every = 2",
+    "Train.eval_every = 2",
+    "Schedule.name = 'constant'",
+]
+
+
+def test_rewind_restores_an_earlier_state_and_passes_over_the_batches(tiny_config, tmp_path):
+    """Bad in step 7 (batch 6): back to step 6, on with batch 6 + 3, and a resume goes on so."""
+    trainer = Trainer(load_config(tiny_config, REWIND), tmp_path)
+    touch(trainer, [6], poison)
+    trainer.train()
+    trainer.close()
+    assert trainer.steps_done == 8
+    other = Trainer(load_config(tiny_config, REWIND))
+    stream = batches(other.dataset.train, global_batch_size=8, seed=0, threads=0)
+    made = [next(stream) for _ in range(13)]
+    losses = [float(other.step(made[number])["loss"]) for number in (0, 1, 2, 3, 4, 5, 9, 10)]
+    found = {line["step"]: line["loss"] for line in lines(tmp_path) if "loss" in line}
+    assert list(found) == list(range(1, 9))
+    assert list(found.values()) == losses
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, other.state.params)
+    assert saved_extra(tmp_path, 8)["data"]["next_batch"] == 11
+    longer = Trainer(load_config(tiny_config, [*REWIND, "Train.steps = 10"]), tmp_path)
+    longer.train()
+    longer.close()
+    other.step(made[11])
+    other.step(made[12])
+    jax.tree.map(np.testing.assert_array_equal, longer.state.params, other.state.params)
+
+
+def test_a_rewind_passes_checkpoints_that_are_too_new(tiny_config, tmp_path):
+    """Three steps back from step 5 is step 2: the checkpoint of step 4 goes."""
+    bindings = [*REWIND, "Guard.rewind_steps = 3", "Guard.skip_batches = 4"]
+    trainer = Trainer(load_config(tiny_config, bindings), tmp_path)
+    touch(trainer, [4], poison)
+    trainer.train()
+    trainer.close()
+    assert saved_extra(tmp_path, 8)["data"]["next_batch"] == 12
+    account = trainer._attempt.goodput.account()
+    assert account.seconds["replay"] > 0
+
+
+def test_a_run_that_cannot_get_past_a_bad_step_stops(tiny_config, tmp_path):
+    bindings = [*REWIND, "Guard.max_bad_steps = 2"]
+    trainer = Trainer(load_config(tiny_config, bindings), tmp_path)
+    touch(trainer, range(2, 20), poison)
+    with pytest.raises(BadStepError, match="step 3 is bad.* after 3 in a row"):
+        trainer.train()
+    trainer.close()
+
+
+def test_bad_records_are_left_out_up_to_the_limit(tiny_config):
+    allowed = Trainer(load_config(tiny_config, ["Train.bad_records = 2"]))
+    indices = touch(allowed, [1, 3], unreadable)
+    allowed.train()
+    assert [record.index for record in allowed._bad_records.found] == indices
+    refused = Trainer(load_config(tiny_config, ["Train.bad_records = 1"]))
+    touch(refused, [1, 3], unreadable)
+    with pytest.raises(BadRecordError, match="the disk has a hole.*Train.bad_records = 1 allows 1"):
+        refused.train()
+
+
+def test_checks_for_corruption_change_nothing_and_find_a_flipped_bit(tiny_config):
+    bindings = ["Corruption.replay_every = 3", "Corruption.compare_replicas_every = 2"]
+    checked = Trainer(load_config(tiny_config, bindings))
+    checked.train()
+    plain = Trainer(load_config(tiny_config))
+    plain.train()
+    jax.tree.map(np.testing.assert_array_equal, checked.state, plain.state)
+    more = Trainer(load_config(tiny_config, [*bindings, "Train.steps = 10"]))
+    more.train(steps=2)
+    more.state = with_parameter(more.state, "attention_norm_scale", lambda x: flip_bit(x, 5))
+.*attention_norm_scale on device 5 \(alone"):
+        more.train()
+
+
+def test_one_folder_has_one_writer(tiny_config, tmp_path, capsys):
+    """Also against a Trainer of Python's in another process: here ours is the other one."""
+    with RunLock.acquire(tmp_path / "run", host="here"):
+        assert main(["train", str(tiny_config), "--workdir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "is writing there; wait for it, stop it with 'kill" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run" / "config.gin").exists()
+
+
+def test_settings_that_cannot_work_are_refused(tiny_config):
+    bindings = ["Guard.policy = 'skip'", "Exchange.method = 'local_sgd'", "Exchange.period = 2"]
+    with pytest.raises(UserError, match="Guard.policy='skip' with Exchange.method='local_sgd'"):
+        Trainer(load_config(tiny_config, bindings))
