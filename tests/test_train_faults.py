@@ -183,7 +183,9 @@ def test_checks_for_corruption_change_nothing_and_find_a_flipped_bit(tiny_config
     more = Trainer(load_config(tiny_config, [*bindings, "Train.steps = 10"]))
     more.train(steps=2)
     more.state = with_parameter(more.state, "attention_norm_scale", lambda x: flip_bit(x, 5))
-.*attention_norm_scale on device 5 \(alone"):
+    with pytest.raises(
+        CorruptionError, match=r"step 4: .*attention_norm_scale on device 5 \(alone"
+    ):
         more.train()
 
 

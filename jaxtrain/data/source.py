@@ -103,6 +103,12 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pat
     Raises:
       UserError: nothing is there; names the closest of `words` and of the names in that folder.
     """
+    scheme, separator, rest = value.partition("://")
+    if separator and "@" in rest.partition("/")[0]:
+        raise UserError(
+            f"{setting} = '{scheme}://...@...': credentials in a URL would stand in config.gin and "
+            "in logs; leave them out and log in with the storage's own tools"
+        )
     path = Path(value).expanduser()
     if value and path.exists():
         return path
