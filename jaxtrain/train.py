@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jaxtrain import preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
+from jaxtrain.attempts.lock import refuse_held
 from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
@@ -74,6 +75,8 @@ class Trainer:
         self.config, self.console = config, console or quiet()
         self._attempt = attempt or Attempt(Alone())
         self.workdir = None if workdir is None else Path(workdir)
+        if attempt is None and self.workdir is not None and not read_only:
+            refuse_held(self.workdir)
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)

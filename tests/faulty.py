@@ -56,11 +56,11 @@ class FaultyPhases(Phases):
 def main(words: list[str], *, supervised: bool) -> int:
     """The command line with these words; under a supervisor where that is asked for."""
     run.Phases = FaultyPhases
-    run.SILENCE_SECONDS = 4.0
+    run.SILENCE_SECONDS = 6.0
     if supervised and os.environ.get("JAXTRAIN_SUPERVISOR") is None:
         again = f"import sys, faulty; sys.exit(faulty.main({words!r}, supervised=False))"
         command = [sys.executable, "-c", again]
         workdir = words[words.index("--workdir") + 1]
-        settings = supervise.Supervision(stall_seconds=8)
+        settings = supervise.Supervision(stall_seconds=10)
         return supervise.supervise(command, workdir, settings=settings)
     return __main__.main(words)

@@ -64,22 +64,28 @@ LOSSES = {
 
 def test_supervised_processes_join_again_and_lose_nothing(runs, unharmed):
     """Whatever ends one process ends all, with the reason on disk; the restart goes on."""
-    bindings = ["Deadlines.step = 6", "Deadlines.data = 6"]
+    bindings = ["Deadlines.step = 8", "Deadlines.data = 8"]
     faults = " ".join(LOSSES)
     train_to_the_end(runs, "losses", *bindings, faults=faults, supervised=True)
     workdir = runs.folder / "losses"
     assert (state_of(workdir), metrics_of(workdir)) == unharmed
-    assert end_of(workdir)["attempt"] == len(LOSSES) + 1
-    for attempt, (fault, words) in enumerate(LOSSES.items(), start=1):
-        files = workdir.glob(f"attempts/reason-{attempt}-*")
-        told = [json.loads(file.read_text())["reason"] for file in files]
-        told.append(json.loads((workdir / f"attempts/{attempt}.json").read_text())["exit"])
-        assert any(words in one for one in told), (fault, told)
+    attempts = range(1, end_of(workdir)["attempt"] + 1)
+    assert len(attempts) > len(LOSSES)
+    told = {}
+    for attempt in attempts:
+        files = sorted(workdir.glob(f"attempts/reason-{attempt}-*"))
+        ended = json.loads((workdir / f"attempts/{attempt}.json").read_text())["exit"]
+        told[attempt] = [*(json.loads(file.read_text())["reason"] for file in files), ended]
+    # A slow machine may end an attempt more, but each fault is named, in their order.
+    named = iter(told.items())
+    for fault, words in LOSSES.items():
+        attempt = next((n for n, lines in named if any(words in line for line in lines)), None)
+        assert attempt is not None, (fault, told)
         if fault.endswith(("SIGSTOP", "hang")):
             stacks = workdir.glob(f"attempts/stacks-{attempt}-*.txt")
             assert "train.py" in "".join(file.read_text() for file in stacks)
     account = json.loads((workdir / "goodput.json").read_text())
-    assert len(account["attempts"]) == len(LOSSES) + 1
+    assert len(account["attempts"]) == len(attempts)
     assert sum(attempt.get("replay", 0) for attempt in account["attempts"]) > 0
 
 

@@ -190,9 +190,11 @@ def test_checks_for_corruption_change_nothing_and_find_a_flipped_bit(tiny_config
 
 
 def test_one_folder_has_one_writer(tiny_config, tmp_path, capsys):
-    """Also against a Trainer of Python's in another process: here ours is the other one."""
-    with RunLock.acquire(tmp_path / "run", host="here"):
+    """From the command line, and from Python, which takes no lock of its own."""
+    with RunLock.acquire(tmp_path / "run"):
         assert main(["train", str(tiny_config), "--workdir", str(tmp_path / "run")]) == 2
+        with pytest.raises(UserError, match="is writing there"):
+            Trainer(load_config(tiny_config), tmp_path / "run")
     error = capsys.readouterr().err
     assert "is writing there; wait for it, stop it with 'kill" in error
     assert "Traceback" not in error

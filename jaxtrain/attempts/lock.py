@@ -21,6 +21,7 @@ from jaxtrain.attempts.records import (
     LOCK_FILE,
     Claim,
     attempt_in,
+    is_held,
     newer_attempt,
     newest_attempt,
     read,
@@ -130,16 +131,34 @@ class RunLock:
         self.release()
 
 
+def refuse_held(workdir: Path) -> None:
+    """For a program that writes without a lock of its own, such as a notebook.
+
+    Raises:
+      UserError: an attempt from the command line is alive there.
+    """
+    if is_held(workdir):
+        attempt = newest_attempt(workdir)
+        holder = unended(workdir, attempt)
+        assert holder is not None
+        raise _refusal(workdir, attempt, holder)
+
+
+def _refusal(workdir: Path, attempt: int, holder: Claim) -> UserError:
+    who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
+    return UserError(
+        f"--workdir {workdir}: {who}, is writing there; wait for it, stop it with "
+        f"'kill {holder.pid}' on {holder.host}, or use another --workdir"
+    )
+
+
 def _outlive(workdir: Path, attempt: int, mine: Claim, say: Callable[[str], None]) -> None:
     """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""
     holder = unended(workdir, attempt)
     if holder is None:
         return
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
-    refused = UserError(
-        f"--workdir {workdir}: {who}, is writing there; wait for it, stop it with "
-        f"'kill {holder.pid}' on {holder.host}, or use another --workdir"
-    )
+    refused = _refusal(workdir, attempt, holder)
     if (holder.host, holder.machine) == (mine.host, mine.machine):
         if holder.is_alive():
             raise refused
