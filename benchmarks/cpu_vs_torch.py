@@ -207,10 +207,10 @@ def compare(
 
 
 def _variant(module: list[str], variant: str) -> Side:
-    name, value = (part.strip() for part in variant.split("=", 1))
-    if name.isupper():
-        return Side(variant, [*module, "--side", "jaxtrain"], {**CPU, name: value})
-    return Side(variant, [*module, "--side", "jaxtrain", f"--binding={variant}"], CPU)
+    pairs = [part.strip().split("=", 1) for part in variant.split(";")]
+    environment = {name: value for name, value in pairs if name.isupper()}
+    bindings = [f"--binding={n}={value}" for n, value in pairs if not n.isupper()]
+    return Side(variant, [*module, "--side", "jaxtrain", *bindings], {**CPU, **environment})
 
 
 def table(results: list[dict[str, Any]]) -> Table:
@@ -254,7 +254,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="VARIANT",
-        help="another side of ours: a gin binding, or an environment variable: XLA_FLAGS=...",
+        help="another side of ours: gin bindings and environment variables, joined by ';'",
     )
     parser.add_argument("--binding", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=Path("cpu_vs_torch.json"))
