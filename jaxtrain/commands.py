@@ -94,7 +94,8 @@ def train(arguments: argparse.Namespace) -> int:
                 attempt.at_end.append(trainer.close)
                 trainer.show()
             values = _train(trainer, console)
-            _show_end(console, trainer, values, workdir)
+            with attempt.phases.phase("evaluation", trainer.steps_done):
+                _show_end(console, trainer, values, workdir)
             if attempt.is_first:
                 attempt.goodput.record(trainer.steps_done, finished=True)
                 account = attempt.goodput.account()

@@ -1,12 +1,15 @@
 """Versions, devices, and what is missing for each extra."""
 
 import importlib.metadata
+import os
 import platform
 
 import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from jaxtrain.distributed import detect
 
 # Extra -> the distributions it brings.
 EXTRAS = {
@@ -43,6 +46,7 @@ def show(console: Console) -> int:
         f"Devices: {len(devices)} {', '.join(kinds)} ({jax.default_backend()}), "
         f"{jax.process_count()} process(es)"
     )
+    console.print(detect(os.environ).found)
     if jax.default_backend() == "cpu":
         console.print("No accelerator: --simulate-devices N lays a mesh over N simulated devices")
 

@@ -147,7 +147,8 @@ class Trainer:
                     break
                 except Rewind as rewind:
                     self._go_back(rewind, rewinds.target(rewind))
-        self._saved.wait()
+        with self._attempt.phases.phase("save", self.steps_done):
+            self._saved.wait()
         return values
 
     def _train_until(self, last: int) -> dict[str, float]:
@@ -217,7 +218,8 @@ class Trainer:
         if self.steps_done:
             with log.paused():
                 self._save()
-        self._saved.wait()
+        with self._attempt.phases.phase("save", self.steps_done):
+            self._saved.wait()
         self._account(log)
         raise Preempted(self.steps_done, reason)
 

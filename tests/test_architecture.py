@@ -33,6 +33,7 @@ LAYERS = [
     ["sharding", "precision", "remat"],
     ["context"],
     ["ring"],
+    ["blocked_attention"],
     ["attention"],
     ["layers"],
     ["self_attention", "experts"],

@@ -187,7 +187,9 @@ def test_timeline_refuses_with_the_way_out(arguments, words, capsys):
 def test_doctor_prints_versions_devices_and_extras(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("jaxtrain", "optax", "8 cpu", "cuda13", "tpu"))
+    assert all(
+        word in out for word in ("jaxtrain", "optax", "8 cpu", "One process", "cuda13", "tpu")
+    )
 
 
 @pytest.mark.parametrize(

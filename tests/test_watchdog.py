@@ -109,8 +109,8 @@ def test_a_watchdog_that_cannot_act_leaves_the_last_resort(ended, way):
         ("save", [1] * 5, 1800),
         ("save", [1000] * 5, 10000),
         ("compile", [30], 3600),
-        ("start", [], 600),
-        ("restore", [], 600),
+        ("start", [], 1800),
+        ("restore", [], 1800),
         ("idle", [], None),
     ],
 )

@@ -13,7 +13,8 @@ class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
     """Somebody asked the run to stop; everything up to `step` is saved."""
 
     def __init__(self, step: int, reason: str) -> None:
-        super().__init__(f"stopped by {reason} after saving step {step}")
+        done = f"after saving step {step}" if step else "before the first step"
+        super().__init__(f"stopped by {reason} {done}")
         self.step = step
 
 

@@ -50,8 +50,8 @@ class Deadlines:
       minimum_seconds: no learned deadline is shorter.
     """
 
-    start: float = 600.0
-    restore: float = 600.0
+    start: float = 1800.0
+    restore: float = 1800.0
     compile: float = 3600.0
     data: float = 300.0
     step: float = 300.0
