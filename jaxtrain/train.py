@@ -117,6 +117,7 @@ class Trainer:
         with self.layout.active():
             self.state, metrics = self._train_step(self.state, jax.device_put(batch, shardings))
         self.steps_done += 1
+        self._next_batch += 1
         return metrics
 
     def lower(self) -> jax.stages.Lowered:
@@ -135,8 +136,10 @@ class Trainer:
         """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
 
         Raises:
-          Preempted: a signal came; the state is saved.
-          FloatingPointError: the loss is not finite.
+          Preempted: the run was asked to stop; the state is saved.
+          BadStepError: a step's numbers are bad, and Guard.policy says to stop.
+          CorruptionError: devices disagree about what they should hold alike.
+          CheckpointError: a checkpoint cannot be written.
         """
         last = self.config.train.steps if steps is None else self.steps_done + steps
         rewinds = Rewinds(self.config.guard)
