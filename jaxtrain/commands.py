@@ -94,7 +94,8 @@ def train(arguments: argparse.Namespace) -> int:
                 attempt.at_end.append(trainer.close)
                 trainer.show()
             values = _train(trainer, console)
-            with attempt.phases.phase("evaluation", trainer.steps_done):
+            # The sample's two programs are compiled here.
+            with attempt.phases.phase("compile", trainer.steps_done):
                 _show_end(console, trainer, values, workdir)
             if attempt.is_first:
                 attempt.goodput.record(trainer.steps_done, finished=True)
