@@ -117,6 +117,8 @@ explain() { # says in one sentence what gcloud said; status 2: the user's to men
       said="ZONE=$ZONE has no ${ACCELERATOR_TYPE:-such TPU} to spare now; try later, another zone, or wait in line with --queued" ;;
     *"return code [255]"*)
       said="a worker of $TPU_NAME cannot be reached by ssh (run 'ssh-add ~/.ssh/google_compute_engine', and look at its state: gcloud compute tpus tpu-vm describe ${nodes[0]} --zone=$ZONE)" ;;
+    *"terminal state"*)
+      said="$TPU_NAME was taken away: watch.sh makes it anew, or delete.sh and create.sh do" ;;
     *NOT_FOUND*) said="there is no TPU called $TPU_NAME in ZONE=$ZONE" ;;
     *)
       case $said in *PERMISSION_DENIED* | *INVALID_ARGUMENT* | *"active account"* | *"gcloud auth login"*) ;; *) status=1 ;; esac

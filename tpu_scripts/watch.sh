@@ -48,7 +48,9 @@ again() { "$here/run.sh" -- "${words[@]}" || echo "jaxtrain: not started; lookin
 look_at_the_run() {
   local said told running
   said=$(workers) || { explain || retry "a worker did not answer" && return; }
-  told=$(ask '"status": "done"' storage cat "gs://$BUCKET/$RUN/exit.json") || told=''
+  told=$(ask '"status": "done"' storage cat "gs://$BUCKET/$RUN/exit.json") ||
+    grep -q -e 'matched no' -e 'No URLs' "$errors" ||
+    { explain || retry "exit.json could not be read" && return; }
   running=$(grep -c '^running' <<<"$said") || :
   if [ "$running" = 0 ]; then
     case $told in
