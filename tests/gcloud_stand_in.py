@@ -83,7 +83,7 @@ ANSWERS = {
         1,
         "",
         "Waiting for operation [operation-1756] to complete...failed.\n" + ERROR + '{\n  "code": 8,'
-        "\n  \"message\": \"Quota 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' exhausted. Limit 4 in "
+        '\n  "message": "Quota \'TPUV5sLitepodPerProjectPerZoneForTPUAPI\' exhausted. Limit 4 in '
         'zone us-west4-a"\n}',
     ),
     "no capacity": (

@@ -26,7 +26,15 @@ USER = {
     "BUCKET": "gs://my-bucket/",
     "POLL_SECONDS": "0",
 }
-TRAIN = ["--", "train", "gpt2_124m", "-b", "Train.data = @TextData()", "-b", "TextData.source='a b'"]
+TRAIN = [
+    "--",
+    "train",
+    "gpt2_124m",
+    "-b",
+    "Train.data = @TextData()",
+    "-b",
+    "TextData.source='a b'",
+]
 TOOLS = "bash cat dirname env grep gzip head mkdir mktemp rm sed sleep tail tar tr".split()
 
 
