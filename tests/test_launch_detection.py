@@ -1,10 +1,11 @@
-"""What slurm.sbatch, the JobSets and TPU VMs set in their processes is what detection finds there."""
+"""What slurm.sbatch, the JobSets and TPU VMs set in processes is what these detect."""
 
 import contextlib
 import http.server
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -276,7 +277,7 @@ def test_slurm_signals_what_supervise_takes_early_enough():
     name, seconds = re.search(r"^#SBATCH --signal=(\w+)@(\d+)$", text, re.M).groups()
     # SIGUSR1 ends a process that does not ask for it: the supervisor asks for these.
     with supervise._stop_signals() as came:
-        os.kill(os.getpid(), getattr(__import__("signal"), f"SIG{name}"))
+        os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
     assert len(came) == 1
     assert int(seconds) > supervise.Supervision().grace_seconds
     assert re.search(r"^#SBATCH --requeue$", text, re.M)
