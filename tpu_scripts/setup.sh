@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# setup.sh [--wheel FILE] [--slices N] [--dry-run]
+# Installs jaxtrain[tpu] on every worker: from this clone as it stands, or from a wheel.
+#
+#   --wheel FILE  install this wheel instead of the clone
+#   --slices N    as for create.sh
+#   --dry-run     prints the commands only
+# From the environment: TPU_NAME, ZONE, and where wanted PROJECT, SLICES=N.
+set -euo pipefail
+# shellcheck source=common.sh source-path=SCRIPTDIR
+source "$(dirname "$0")/common.sh"
+options "--wheel --slices" "$@"
+need TPU_NAME ZONE
+
+if [ -n "$WHEEL" ]; then
+  [ -f "$WHEEL" ] || die 2 "--wheel $WHEEL: there is no such file"
+  package=$WHEEL
+else
+  package=${TMPDIR:-/tmp}/jaxtrain.tar.gz
+  run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$here/.." --exclude=__pycache__ \
+    pyproject.toml README.md LICENSE configs jaxtrain
+fi
+for node in "${nodes[@]}"; do
+  cloud "${tpu[@]}" scp "$package" "$here/worker.sh" "$node:" "${where[@]}" --worker=all
+  cloud "${tpu[@]}" ssh "$node" "${where[@]}" --worker=all \
+    "--command=bash worker.sh install $(quoted "${package##*/}")"
+done
