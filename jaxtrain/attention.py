@@ -14,13 +14,14 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import context
+from jaxtrain.blocked_attention import blocked_attention
 from jaxtrain.config import configurable
 from jaxtrain.context import KEYS, QUERIES, SEGMENTS, ContextParallel
 from jaxtrain.errors import UserError
 from jaxtrain.ring import ring_attention
 from jaxtrain.sharding import activation_spec, current_layout, on_each_device, shard
 
-Kernel = Literal["reference", "xla", "cudnn", "tpu"]
+Kernel = Literal["reference", "xla", "blocked", "cudnn", "tpu"]
 
 # The TPU kernel works on whole tiles of this many queries and keys.
 TPU_TILE = 128
@@ -33,8 +34,9 @@ class Attention:
 
     Attributes:
       kernel: 'reference' (plain einsums in float32, every mask, every dtype); 'xla'
-        (jax.nn.dot_product_attention as XLA compiles it, every mask); 'cudnn' (cuDNN's flash
-        attention, NVIDIA GPUs); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
+        (jax.nn.dot_product_attention as XLA compiles it, every mask); 'blocked' (tiles that fit a
+        CPU's cache, every mask and dtype); 'cudnn' (cuDNN's flash attention, NVIDIA
+        GPUs); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
         What a kernel cannot do is refused, never handed to another one.
       context_parallel: what Mesh.context above 1 does: 'ring' sends keys and values around
         (kernels 'reference' and 'xla', whose products the ring does block by block); 'ulysses'
@@ -204,6 +206,9 @@ def refuse(
     ]
 
 
+_NO_CACHE = "cannot start queries in the middle of a key-value cache"
+
+
 def _anything(_: _Request) -> list[str]:
     return []
 
@@ -226,7 +231,7 @@ def _not_by_cudnn(request: _Request) -> list[str]:
     if request.window is not None and not request.causal:
         reasons.append(f"has a window (here {request.window}) for causal attention only")
     if request.cached:
-        reasons.append("cannot start queries in the middle of a key-value cache")
+        reasons.append(_NO_CACHE)
     if request.head_dim % 8 or request.head_dim > 128:
         reasons.append(
             f"takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
@@ -241,7 +246,7 @@ def _not_by_tpu(request: _Request) -> list[str]:
     if request.dtype not in ("bfloat16", "float32"):
         reasons.append(f"computes in bfloat16 or float32, not in {request.dtype}")
     if request.cached:
-        reasons.append("cannot start queries in the middle of a key-value cache")
+        reasons.append(_NO_CACHE)
     for name, length in {"queries": request.T, "keys": request.S}.items():
         if length % TPU_TILE:
             reasons.append(f"takes a multiple of {TPU_TILE} {name}, not {length}")
@@ -251,6 +256,7 @@ def _not_by_tpu(request: _Request) -> list[str]:
 _REASONS: dict[str, Callable[[_Request], list[str]]] = {
     "reference": _anything,
     "xla": _not_by_xla,
+    "blocked": lambda request: [_NO_CACHE] if request.cached else [],
     "cudnn": _not_by_cudnn,
     "tpu": _not_by_tpu,
 }
@@ -383,7 +389,10 @@ def _on_each_device(
 _KERNELS: dict[str, Callable[..., jax.Array]] = {
     "reference": _reference,
     "xla": _xla,
+    "blocked": functools.partial(_on_each_device, blocked_attention),
     "cudnn": _cudnn,
     "tpu": _tpu,
 }
-_ON_ONE_DEVICE = {**_KERNELS, "cudnn": _cudnn_on_one_device, "tpu": _tpu_on_one_device}
+_ON_ONE_DEVICE = _KERNELS | {
+    "blocked": blocked_attention, "cudnn": _cudnn_on_one_device, "tpu": _tpu_on_one_device
+}  # fmt: skip
