@@ -76,6 +76,7 @@ def runs(config, compiled, tmp_path):
         variables = {
             "FAULTS": faults,
             "MARKS": str(marks),
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
             "JAX_COMPILATION_CACHE_DIR": str(compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
