@@ -23,6 +23,7 @@ from jaxtrain.attempts import supervise as supervision
 from jaxtrain.attempts.attempt import Preempted
 from jaxtrain.attempts.supervise import QUICKSTART, run_folder
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.files import write_atomically
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Trains; continues from the newest checkpoint in the run's folder if there is one."""
+    keep_compiled_programs()
     console = _console()
     name, bindings = arguments.config, list(arguments.gin_bindings)
     if arguments.simulate_devices is not None:
@@ -317,6 +319,7 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Trainer:
     """The trainer of a run's folder with its newest checkpoint restored, changing nothing there."""
+    keep_compiled_programs()
     folder = _existing_run(workdir)
     config = load_config(folder / "config.gin", bindings, allow_imports=allow_imports)
     if Checkpoints(folder, config.checkpoint, read_only=True).latest_step() is None:

@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all."""
+"""Files written whole or not at all, and the folder of what may be deleted at any time."""
 
 import os
 import uuid
@@ -16,3 +16,12 @@ def write_atomically(file: Path, content: bytes) -> None:
         beside.replace(file)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def cache_folder(kind: str) -> Path:
+    """Where results of one kind are kept for later processes: under $JAXTRAIN_CACHE, else home."""
+    chosen = os.environ.get("JAXTRAIN_CACHE")
+    if chosen:
+        return Path(chosen) / kind
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxtrain" / kind

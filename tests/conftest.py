@@ -19,6 +19,9 @@ os.environ["XLA_FLAGS"] = (
 # The lock of libtpu gives a machine's chips to one process; here several only compile.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# Tests leave nothing in the user's home, and what they compile is compiled: a test that wants the
+# cache of compiled programs turns it on for a process of its own.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax  # noqa: E402 - after the flags
 import numpy as np

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import preflight
+from jaxtrain import files, preflight
 from jaxtrain.planning.memory import argument_bytes
 from jaxtrain.planning.placement import misplaced
 from jaxtrain.planning.targets import (
@@ -72,11 +72,7 @@ class Compiled:
 
 def cache_folder() -> Path:
     """Where compiled plans and the compilers' own messages are kept."""
-    chosen = os.environ.get("JAXTRAIN_CACHE")
-    if chosen:
-        return Path(chosen) / "plans"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxtrain" / "plans"
+    return files.cache_folder("plans")
 
 
 def planned_layout(config: Config, target: Target) -> Layout:

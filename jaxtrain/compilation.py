@@ -1,0 +1,50 @@
+"""Keeps compiled programs on disk, so that the next start of a run compiles nothing."""
+
+import contextlib
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+from jaxtrain.files import cache_folder
+
+
+def keep_compiled_programs() -> Path | None:
+    """Has JAX load each program that an earlier process of this machine compiled.
+
+    JAX's own settings win: `JAX_COMPILATION_CACHE_DIR` names another folder, and
+    `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing. To be called before anything is compiled.
+
+    Returns:
+      the folder, `$JAXTRAIN_CACHE/compiled/<processor>`; None where JAX's settings chose.
+    """
+    chosen = "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir
+    if chosen or not jax.config.jax_enable_compilation_cache:
+        return None
+    folder = cache_folder("compiled") / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None  # nowhere to keep it: it is compiled anew
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # JAX keeps what took a second; a start consists of a hundred programs of less, together as
+        # long as the step's, and a few kilobytes each.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+def _processor() -> str:
+    """This machine's instruction set, as a folder's name.
+
+    JAX's key says "cpu" for every processor, and homes are shared: a program for one may hold
+    instructions that another lacks (https://github.com/jax-ml/jax/issues/38445).
+    """
+    described = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        said = [line for line in lines if line.startswith(("flags", "Features"))]
+        described += said[0] if said else ""
+    return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

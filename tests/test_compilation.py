@@ -1,0 +1,91 @@
+"""A run's second start compiles nothing, computes the same, and is refused nowhere."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import collections, json, sys
+import jax
+seen = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: seen.update([name.split("/")[-1]]))
+jax.config.update("jax_platforms", "cpu")
+from jaxtrain.__main__ import main
+status = main(sys.argv[1:])
+print(json.dumps({"status": status, "folder": jax.config.jax_compilation_cache_dir, **seen}))
+"""
+
+
+def run(arguments, **environment):
+    """What a process of its own counted while it ran one command."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", START, *map(str, arguments)],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def first(tiny_config, tmp_path_factory):
+    """A cache's folder, and what the run that filled it counted."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, train(tiny_config, folder / "run", JAXTRAIN_CACHE=str(folder / "cache"))
+
+
+def train(config, workdir, **environment):
+    tiny = ["Train.steps = 2", "Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1"]
+    words = [word for binding in tiny for word in ("-b", binding)]
+    return run(["train", config, "--workdir", workdir, *words], **environment)
+
+
+def losses(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines for name in ("loss", "eval_loss") if name in line]
+
+
+def test_a_second_start_compiles_nothing_and_computes_the_same(first, tiny_config, tmp_path):
+    folder, counted = first
+    assert counted["status"] == 0
+    assert counted["cache_misses"] >= 3  # at least: initialization, step, evaluation
+    assert counted["folder"].startswith(str(folder / "cache" / "compiled"))
+    again = train(tiny_config, tmp_path / "run", JAXTRAIN_CACHE=str(folder / "cache"))
+    assert again["compile_requests_use_cache"] == again["cache_hits"]
+    assert "cache_misses" not in again
+    assert losses(tmp_path / "run") == losses(folder / "run")
+    assert len(losses(tmp_path / "run")) >= 3
+
+
+def test_eval_loads_what_training_compiled(first):
+    folder, _ = first
+    found = run(["eval", "--workdir", folder / "run"], JAXTRAIN_CACHE=str(folder / "cache"))
+    assert found["cache_hits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({"JAX_COMPILATION_CACHE_DIR": "{0}/mine"}, "{0}/mine"),
+        ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, None),
+        ({"JAXTRAIN_CACHE": "/dev/null"}, None),  # no folder can be made there
+    ],
+)
+def test_jax_s_settings_win_and_no_folder_is_no_failure(settings, chosen, tmp_path, monkeypatch):
+    settings = {name: value.format(tmp_path) for name, value in settings.items()}
+    program = (
+        "import jax\nfrom jaxtrain.compilation import keep_compiled_programs\n"
+        "assert keep_compiled_programs() is None\nprint(jax.config.jax_compilation_cache_dir)"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment = {**kept, "JAXTRAIN_CACHE": str(tmp_path / "unused"), **settings}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(chosen and chosen.format(tmp_path))
+    assert not (tmp_path / "unused").exists()
