@@ -177,8 +177,9 @@ def test_fetched_logs_stand_by_node_and_worker(shell):
     ],
 )
 def test_a_refusal_is_one_sentence(shell, words, answer, sentence, status):
-    # After a refusal nothing is there.
-    answers = {"describe": ["gone"]} if words[0] == "create" else {}
+    # After a refusal nothing of ours is there; a taken name is somebody's.
+    there = {"name taken": "ready", "wrong zone": "wrong zone"}.get(answer, "gone")
+    answers = {"describe": [there]} if words[0] == "create" else {}
     done = shell(*words, answers={**answers, "": [answer]})
     assert done.returncode == status, done
     assert sentence in done.stderr

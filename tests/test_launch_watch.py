@@ -41,6 +41,7 @@ def test_a_preempted_run_goes_on_in_the_same_folder(shell):
     started = [call[-1] for call in shell.calls() if "worker.sh start" in call[-1]]
     assert len(started) == 2
     assert len(set(started)) == 1
+    assert started[0].startswith("--command=bash worker.sh start my-bucket my-tpu train gpt2_124m")
     assert "the run in gs://my-bucket/my-tpu is done" in done.stdout
     assert "my-tpu is there (READY) and costs money" in done.stderr
 
@@ -169,8 +170,9 @@ def test_a_worker_starts_one_supervisor_that_outlives_the_connection(tmp_path):
         assert ssh(look) == "running\n"
         assert "jaxtrain runs already" in ssh(start)
         os.kill(int(pid), signal.SIGHUP)  # as a lost terminal does
-        with (home / "go").open("w") as go:
-            go.write("on\n")
+        # Opened to read as well, so that nobody waits here for a reader that is gone.
+        go = os.open(home / "go", os.O_RDWR)
+        os.write(go, b"on\n")
         while ssh(look) == "running\n":
             assert time.monotonic() < until
     finally:
