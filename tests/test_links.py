@@ -61,5 +61,7 @@ def test_every_picture_of_the_docs_is_shown():
 
 def test_anchors_are_those_of_github(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# `Mesh.dcn`: 2, of 3\n\n```\n# no heading\n```\n## A_b - [c](d.md)\n## A_b - c\n")
+    page.write_text(
+        "# `Mesh.dcn`: 2, of 3\n\n```\n# no heading\n```\n## A_b - [c](d.md)\n## A_b - c\n"
+    )
     assert anchors(page) == {"meshdcn-2-of-3", "a_b---c", "a_b---c-1"}

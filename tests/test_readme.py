@@ -18,10 +18,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # How a command begins that is not run here -> why.
 NOT_RUN: dict[str, str] = {}
 # What makes a command of the docs short; everything else runs as it is written.
-SHORT_TEXT = ["Train.steps = 4", "Schedule.warmup_steps = 2", "Train.eval_batches = 1",
-              "GPT.num_layers = 2", "GPT.embed_dim = 32", "TextData.source = 'README.md'"]  # fmt: skip
-SHORT_IMAGES = ["Train.steps = 2", "Schedule.warmup_steps = 1", "Train.eval_batches = 1",
-                "ResNet.width = 8"]  # fmt: skip
+SHORT_TEXT = [
+    "Train.steps = 4",
+    "Schedule.warmup_steps = 2",
+    "Train.eval_batches = 1",
+    "GPT.num_layers = 2",
+    "GPT.embed_dim = 32",
+    "TextData.source = 'README.md'",
+]
+SHORT_IMAGES = [
+    "Train.steps = 2",
+    "Schedule.warmup_steps = 1",
+    "Train.eval_batches = 1",
+    "ResNet.width = 8",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
