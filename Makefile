@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow chaos smoke lint format configs clean
+.PHONY: train test test-slow chaos smoke lint format docs clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
@@ -35,6 +35,11 @@ lint: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The page of every binding, out of the settings' docstrings.
+docs: $(VENV)/installed
+	$(BIN)/python -m jaxtrain.bindings > docs/bindings.md.new
+	mv docs/bindings.md.new docs/bindings.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxtrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'

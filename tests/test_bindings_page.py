@@ -1,0 +1,66 @@
+"""docs/bindings.md is what the settings' docstrings say now, and says it of every setting."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import bindings
+from jaxtrain.config import _CONFIGURABLES
+from jaxtrain.settings import load_config
+
+PAGE = (Path(__file__).parent.parent / "docs" / "bindings.md").read_text()
+
+
+def test_the_page_is_what_the_docstrings_say():
+    assert bindings.page() == PAGE, "run: make docs"
+
+
+def test_every_field_that_a_config_can_set_stands_on_the_page():
+    load_config("gpt_quickstart")  # registers every model and every source
+    ours = [cls for cls in _CONFIGURABLES.values() if cls.__module__.startswith("jaxtrain.")]
+    assert len(ours) > 20
+    for cls in ours:
+        _, heading, rest = PAGE.partition(f"\n## {cls.__name__}\n")
+        assert heading, cls.__name__
+        section = rest.partition("\n## ")[0]
+        for field in dataclasses.fields(cls):
+            assert f"\n| `{cls.__name__}.{field.name}` | " in section, (
+                f"{cls.__name__}.{field.name}"
+            )
+
+
+def test_choices_units_and_defaults_are_spelled_out():
+    row = next(line for line in PAGE.splitlines() if line.startswith("| `Precision.loss_scale` "))
+    assert row.startswith("| `Precision.loss_scale` | `'dynamic'` or float or `None` | `None` | ")
+    assert "| `Train.steps` | int |  | optimizer steps of the whole run. |" in PAGE
+    assert "| `Checkpoint.keep_every` | int or `None` | `None` | steps that are multiples" in PAGE
+    assert "| `Train.model` | `@GPT()`, `@Llama()`, `@Mixtral()`, `@ResNet()` |  |" in PAGE
+
+
+def test_a_field_without_a_meaning_is_refused():
+    @dataclasses.dataclass
+    class Half:
+        """Two fields.
+
+        Attributes:
+          first, second: described
+            over two lines: with a colon.
+        """
+
+        first: int
+        second: int
+
+    assert bindings.meanings(Half)["second"] == "described over two lines: with a colon."
+
+    @dataclasses.dataclass
+    class Other(Half):
+        """Two fields.
+
+        Attributes:
+          first: described.
+          third: not there.
+        """
+
+    with pytest.raises(ValueError, match="differ in second, third"):
+        bindings.meanings(Other)
