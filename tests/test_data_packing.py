@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 
@@ -113,3 +114,45 @@ def test_documents_that_are_not_kept_apart_are_one_running_text():
     np.testing.assert_array_equal(row.loss_mask, 1.0)
     np.testing.assert_array_equal(last.targets, stream[9:17])
     np.testing.assert_array_equal(last.inputs, stream[8:16])
+
+
+def one_by_one(packed, index):
+    """A row by walking over its tokens, as PackedText's docstring says it."""
+    length, total = packed.sequence_length, len(packed.tokens)
+    begins = set(packed.offsets.tolist())
+    leaves = np.zeros((5, length), np.int64)
+    segment, position = 0, None
+    for t in range(length):
+        place = index * length + t
+        if place >= total - 1:  # padding; positions run through where documents are not separate
+            leaves[:, t] = 0, 0, 0, 0, 0 if packed.separate else t
+            continue
+        is_new = position is None or (packed.separate and place in begins)
+        segment, position = (segment + 1, 0) if is_new else (segment, position + 1)
+        counts = not (packed.separate and place + 1 in begins)
+        leaves[:, t] = packed.tokens[place], packed.tokens[place + 1], counts, segment, position
+    return leaves
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("length", [1, 3, 16])
+def test_rows_made_together_are_the_rows_walked_over(separate, length):
+    rng = np.random.default_rng(length)
+    for _ in range(20):
+        sizes = rng.integers(1, 12, rng.integers(1, 9))
+        texts = [rng.integers(1, 300, size).astype(np.uint16) for size in sizes]
+        made_of = packing.pack(texts, length, np.dtype(np.uint16), separate=separate)
+        if not len(made_of):
+            continue
+        indices = rng.integers(0, len(made_of), 5)
+        made = made_of.examples(indices)
+        leaves = [made.inputs, made.targets, made.loss_mask, made.segment_ids, made.positions]
+        assert (made.segment_ids is None) == (not separate)
+        for row, index in enumerate(indices.tolist()):
+            for leaf, expected in zip(leaves, one_by_one(made_of, index), strict=True):
+                if leaf is not None:
+                    np.testing.assert_array_equal(leaf[row], expected)
+        single = made_of.example(int(indices[0]), None)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), single) == jax.tree.map(
+            lambda x: (x.shape[1:], x.dtype), made
+        )

@@ -8,14 +8,23 @@ import threading
 import time
 from itertools import islice
 
+import grain
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
+from jaxtrain.data.pipeline import (
+    SHUFFLE_STREAM,
+    Prefetcher,
+    batches,
+    heldout_batches,
+    process_rows,
+    to_device,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,53 @@ def test_each_epoch_holds_every_example_once_in_a_new_order():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert list(range(10)) not in epochs
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_the_order_is_that_of_grain_s_shuffled_and_repeated_range(count):
+    seed = int(np.random.SeedSequence((5, SHUFFLE_STREAM)).generate_state(1)[0])
+    theirs = grain.MapDataset.range(count).shuffle(seed=seed).repeat()
+    order = numbers(take(batches(Numbered(count), global_batch_size=8, seed=5), 300))
+    assert order == [theirs[place] for place in range(len(order))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Example i is the number i, made many at a time; those in `bad` cannot be read."""
+
+    count: int
+    bad: tuple[int, ...] = ()
+
+    def __len__(self):
+        return self.count
+
+    def example(self, index, rng):
+        if index in self.bad:
+            raise OSError("damaged")
+        return Batch(np.full(3, index), np.asarray(index), np.ones((), np.float32))
+
+    def examples(self, indices):
+        found = [self.example(index, None) for index in indices.tolist()]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+
+
+@pytest.mark.parametrize("bad", [(), (3, 4)])
+def test_examples_made_together_are_those_made_one_by_one(bad):
+    together, single = Together(10, bad), Numbered(10)
+    reported = []
+    bad_records = BadRecords(2, reported.append)
+    found = take(batches(together, global_batch_size=4, seed=2, bad_records=bad_records), 8)
+    expected = numbers(take(batches(single, global_batch_size=4, seed=2), 8))
+    stand_in = {3: 5, 4: 5} if bad else {}
+    assert numbers(found) == [stand_in.get(index, index) for index in expected]
+    weights = np.concatenate([batch.loss_mask for batch in found])
+    assert weights.tolist() == [0.0 if index in bad else 1.0 for index in expected]
+    assert sorted(record.index for record in reported) == list(bad)
+
+    found = take(heldout_batches(together, global_batch_size=4, bad_records=BadRecords(2)), 8)
+    expected = take(heldout_batches(single, global_batch_size=4), 8)
+    assert numbers(found) == [stand_in.get(index, index) for index in numbers(expected)]
+    assert sum(batch.loss_mask.sum() for batch in found) == 10 - len(bad)
 
 
 def test_the_seed_decides_order_and_augmentation():

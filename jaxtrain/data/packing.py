@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
@@ -13,7 +14,7 @@ COUNT_SLICE = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class PackedText:
-    """Rows of `sequence_length` tokens over concatenated documents; implements Examples.
+    """Rows of `sequence_length` tokens over concatenated documents; implements WholeBatches.
 
     Row i reads the tokens [i * T, i * T + T] of the stream: T inputs and, one further, T targets.
     The last row is filled up with padding (segment 0, loss_mask 0), so every token but the first of
@@ -37,36 +38,58 @@ class PackedText:
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
-        length = self.sequence_length
-        start = index * length
-        real = min(length, len(self.tokens) - 1 - start)
-        window = np.zeros(length + 1, np.int32)
-        window[: real + 1] = self.tokens[start : start + real + 1]
+        batch = self.examples(np.array([index]))
+        return jax.tree.map(lambda leaf: leaf[0], batch)
 
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The rows `indices`, one under the other: tokens [len(indices), T]."""
+        length, rows = self.sequence_length, len(indices)
+        starts = np.asarray(indices, np.int64) * length
+        reals = np.minimum(length, len(self.tokens) - 1 - starts)
+        inputs = np.empty((rows, length), np.int32)
+        targets = np.empty((rows, length), np.int32)
+        loss_mask = np.ones((rows, length), np.float32)
+        # Slices, which are copied whole, and not one gather of single tokens.
+        for row, start in enumerate(starts.tolist()):
+            inputs[row] = _padded(self.tokens[start : start + length], length)
+            targets[row] = _padded(self.tokens[start + 1 : start + 1 + length], length)
+        short = np.flatnonzero(reals < length).tolist()
+        for row in short:
+            inputs[row, reals[row] :] = 0  # the last row's final target is no input
+            loss_mask[row, reals[row] :] = 0.0
         if not self.separate:
-            mask = (np.arange(length) < real).astype(np.float32)
-            targets = window[1:].copy()
-            window[real:] = 0
-            return Batch(window[:-1], targets, mask, None, np.arange(length, dtype=np.int32))
+            positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+            return Batch(inputs, targets, loss_mask, None, positions)
 
-        # Only the documents that this row touches, however many the corpus has.
-        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
-        last = int(np.searchsorted(self.offsets, start + real, side="left"))
-        bounds = np.clip(self.offsets[first : last + 1] - start, 0, real)
-        counts = np.diff(bounds)
-        segment_ids = np.zeros(length, np.int32)
-        segment_ids[:real] = np.repeat(np.arange(1, len(counts) + 1), counts)
-        positions = np.zeros(length, np.int32)
-        positions[:real] = np.arange(real) - np.repeat(bounds[:-1], counts)
-
-        loss_mask = np.zeros(length, np.float32)
-        loss_mask[:real] = 1.0
+        # Only the documents that these rows touch, however many the corpus has: row r holds parts
+        # of `firsts[r]` to `lasts[r] - 1`, and behind them, as one more part, its padding.
+        firsts = np.searchsorted(self.offsets, starts, side="right") - 1
+        lasts = np.searchsorted(self.offsets, starts + reals, side="left")
+        counts = lasts - firsts + 1
+        row = np.repeat(np.arange(rows), counts)
+        number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = self.offsets[firsts[row] + number] - starts[row]
+        is_padding = number == counts[row] - 1
+        begins = np.where(is_padding, reals[row], np.clip(offsets, 0, None))
+        # A part ends where the next one begins; the last part of a row, its padding, at the end.
+        ends = np.where(is_padding, length, np.append(begins[1:], 0))
+        sizes = ends - begins
+        of_part = np.where(is_padding, 0, number + 1).astype(np.int32)
+        segment_ids = np.repeat(of_part, sizes).reshape(rows, length)
+        positions = np.arange(rows * length, dtype=np.int32)
+        positions -= np.repeat((row * length + begins).astype(np.int32), sizes)
+        positions = positions.reshape(rows, length)
+        for r in short:
+            positions[r, reals[r] :] = 0
         # The token before a document's first has that foreign token as its target.
-        begins = self.offsets[first + 1 : last + 1] - start
-        loss_mask[begins[(begins >= 1) & (begins <= real)] - 1] = 0.0
-        targets = window[1:].copy()
-        window[real:] = 0  # the last row's final target is no input
-        return Batch(window[:-1], targets, loss_mask, segment_ids, positions)
+        foreign = (number > 0) & (offsets <= reals[row])
+        loss_mask[row[foreign], offsets[foreign] - 1] = 0.0
+        return Batch(inputs, targets, loss_mask, segment_ids, positions)
+
+
+def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Tokens [length], zeros behind those that there are."""
+    return tokens if len(tokens) == length else np.pad(tokens, (0, length - len(tokens)))
 
 
 def pack(

@@ -2,17 +2,19 @@
 
 import collections
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import grain
 import jax
 import numpy as np
+from grain.experimental import index_shuffle
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.data.bad_records import BadRecords, read_example, weightless
+from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Examples
+from jaxtrain.data.source import Examples, WholeBatches
 
 # Streams drawn from one seed: grain's shuffle of epoch e with seed s is that of epoch e - 1 with
 # s + 1, so neighbouring seeds are hashed apart first.
@@ -59,16 +61,16 @@ def batches(
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
     bad = BadRecords() if bad_records is None else bad_records
     shuffle_seed = int(np.random.SeedSequence((seed, SHUFFLE_STREAM)).generate_state(1)[0])
-    order = grain.MapDataset.range(len(examples)).shuffle(seed=shuffle_seed).repeat()
+    count = len(examples)
 
     def make(k: int) -> Batch:
-        made = []
-        for place in (int(k) * global_batch_size + wanted).tolist():
-            rng = np.random.default_rng((seed, AUGMENT_STREAM, place)) if train else None
-            index = order[place]
-            assert index is not None, "grain filters nothing here"
-            made.append(read_example(examples, int(index), rng, "training", bad))
-        return _stack(made)
+        places = (int(k) * global_batch_size + wanted).tolist()
+        indices = [_shuffled(place, count, shuffle_seed) for place in places]
+
+        def rng(row: int) -> np.random.Generator | None:
+            return np.random.default_rng((seed, AUGMENT_STREAM, places[row])) if train else None
+
+        return _read_rows(examples, indices, rng, "training", bad)
 
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
     return _read(grain.MapDataset.range(start, end).map(make), threads, prefetch)
@@ -95,12 +97,11 @@ def heldout_batches(
     order = np.random.default_rng(HELDOUT_ORDER).permutation(count)
 
     def make(k: int) -> Batch:
-        made = []
-        for place in (int(k) * global_batch_size + wanted).tolist():
-            index = int(order[min(place, count - 1)])
-            one = read_example(examples, index, None, "held-out", bad)
-            made.append(one if place < count else weightless(one))
-        return _stack(made)
+        places = int(k) * global_batch_size + wanted
+        indices = order[np.minimum(places, count - 1)].tolist()
+        made = _read_rows(examples, indices, lambda row: None, "held-out", bad)
+        made.loss_mask[places >= count] = 0.0
+        return made
 
     num_batches = -(-count // global_batch_size)
     return _read(grain.MapDataset.range(num_batches).map(make), threads, prefetch)
@@ -116,8 +117,32 @@ def _read(dataset: grain.MapDataset, threads: int, prefetch: int) -> Iterator[Ba
         iterator.close()
 
 
-def _stack(examples: list[Batch]) -> Batch:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+def _shuffled(place: int, count: int, seed: int) -> int:
+    """Place `place` of the epochs of `count` examples, each shuffled, laid end to end.
+
+    What `grain.MapDataset.range(count).shuffle(seed=seed).repeat()[place]` is, by the function it
+    calls: its views cost more than an example of text.
+    """
+    epoch, index = divmod(place, count)
+    return index_shuffle(index, max_index=count - 1, seed=(seed + epoch) % 2**32, rounds=4)
+
+
+def _read_rows(
+    examples: Examples,
+    indices: list[int],
+    rng: Callable[[int], np.random.Generator | None],
+    split: str,
+    bad: BadRecords,
+) -> Batch:
+    """The examples `indices`, one under the other; `rng` gives each row's augmentation."""
+    if isinstance(examples, WholeBatches):
+        # Where one cannot be read, all are read one by one, to find out which.
+        with contextlib.suppress(*UNREADABLE):
+            return examples.examples(np.array(indices))
+    made = [
+        read_example(examples, index, rng(row), split, bad) for row, index in enumerate(indices)
+    ]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,15 @@ class Examples(Protocol):
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """One example, without a batch dimension; `rng` drives augmentation, None is evaluation."""
+        ...
+
+
+@runtime_checkable
+class WholeBatches(Examples, Protocol):
+    """Examples that nothing augments, and that are quicker made many at a time."""
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The examples `indices` with a leading batch dimension, each as `example` gives it."""
         ...
 
 

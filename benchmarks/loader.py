@@ -1,0 +1,167 @@
+"""Our text pipeline against torch's DataLoader: the same tokens in one memory-mapped uint16 file.
+
+    python -m benchmarks.loader [--rounds 7] [--batches 150] [--json FILE]
+
+Batches of 64 x 1024 tokens on the host. Ours is what `jaxtrain train` reads: shuffled anew each
+epoch, exact after a resume, with loss mask, segment ids and positions, documents apart; once also
+without documents' marks, which is nearer to the peers. Theirs are a sequential data set (row i is
+tokens [i * T, i * T + T]) that DataLoader shuffles, and nanoGPT's random offsets; both yield int64
+inputs and targets, nothing else. Sequential rows are compared with ours first.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import side_by_side
+from jaxtrain.data.packing import PackedText
+from jaxtrain.data.pipeline import batches
+
+ROWS, LENGTH, TOKENS = 64, 1024, 40_000_000
+
+
+class Sequential(torch.utils.data.Dataset):
+    """Row i and, one further, its targets."""
+
+    def __init__(self, file: str) -> None:
+        self._file, self._tokens = file, None
+
+    def __len__(self) -> int:
+        return (TOKENS - 1) // LENGTH
+
+    def tokens(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets from a place in the file, opened once in each worker."""
+        if self._tokens is None:
+            self._tokens = np.memmap(self._file, np.uint16, mode="r")
+        window = torch.from_numpy(self._tokens[start : start + LENGTH + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tokens(index * LENGTH)
+
+
+class RandomOffsets(Sequential):
+    """Rows that begin anywhere, as nanoGPT draws them."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tokens(int(torch.randint(TOKENS - LENGTH - 1, ())))
+
+
+def forever(loader: torch.utils.data.DataLoader) -> Iterator[Any]:
+    """A loader's epochs, one after the other."""
+    while True:
+        yield from loader
+
+
+def theirs(dataset: type[Sequential], file: str, workers: int) -> Iterator[Any]:
+    """DataLoader's batches."""
+    return forever(
+        torch.utils.data.DataLoader(
+            dataset(file),
+            ROWS,
+            shuffle=dataset is Sequential,
+            drop_last=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+    )
+
+
+def assert_equal_rows(packed: PackedText, file: str) -> None:
+    """Both read the same tokens: row i of one is row i of the other."""
+    peer = Sequential(file)
+    for index in (0, 1, len(peer) // 2, len(peer) - 1):
+        row = packed.example(index, None)
+        inputs, targets = peer[index]
+        np.testing.assert_array_equal(row.inputs, inputs.numpy())
+        np.testing.assert_array_equal(row.targets, targets.numpy())
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, default=150)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder) / "tokens.bin")
+        rng.integers(0, 50257, TOKENS, np.uint16).tofile(file)
+        sizes = rng.integers(50, 2000, TOKENS // 1025)
+        offsets = np.append(np.cumsum(np.append(0, sizes)), TOKENS)
+        offsets = np.unique(offsets[offsets <= TOKENS])
+        tokens = np.memmap(file, np.uint16, mode="r")
+
+        def ours(separate: bool, threads: int) -> Iterator[Any]:
+            packed = PackedText(tokens, offsets, LENGTH, separate)
+            assert_equal_rows(packed, file)
+            return batches(packed, global_batch_size=ROWS, seed=0, threads=threads)
+
+        makers: dict[str, Callable[[], Iterator[Any]]] = {
+            "jaxtrain, packed, 2 threads": lambda: ours(True, 2),
+            "jaxtrain, packed, 0 threads": lambda: ours(True, 0),
+            "jaxtrain, one text, 0 threads": lambda: ours(False, 0),
+            "torch sequential, 0 workers": lambda: theirs(Sequential, file, 0),
+            "torch sequential, 2 workers": lambda: theirs(Sequential, file, 2),
+            "torch random offsets, 0 workers": lambda: theirs(RandomOffsets, file, 0),
+            "torch random offsets, 2 workers": lambda: theirs(RandomOffsets, file, 2),
+        }
+        found = compare(makers, rounds=arguments.rounds, count=arguments.batches)
+    table = Table("loader", "batches/s", "Mtokens/s", "first batch, ms", "ours packed / it")
+    for name, row in found.items():
+        times = "" if "ours_over" not in row else f"{row['ours_over']['median']:.2f}x"
+        per_second, first = row["batches_per_second"], f"{1e3 * row['first_seconds']:.0f}"
+        speed = f"{per_second * ROWS * LENGTH / 1e6:.1f}"
+        table.add_row(name, f"{per_second:.0f}", speed, first, times)
+    Console(width=120).print(table)
+    about = side_by_side.circumstances(["jax", "grain", "numpy", "torch"])
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({**about, "rows": found}, indent=1))
+    Console(width=120).print_json(json.dumps(about))
+
+
+def compare(
+    makers: dict[str, Callable[[], Iterator[Any]]], *, rounds: int, count: int
+) -> dict[str, Any]:
+    """Interleaved rounds; each opens a loader, takes its first batch, and then `count` more."""
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    first: dict[str, list[float]] = {name: [] for name in makers}
+    names = list(makers)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            begin = time.perf_counter()
+            stream = makers[name]()
+            next(stream)
+            first[name].append(time.perf_counter() - begin)
+            for _ in range(8):  # what was made ahead before the clock starts
+                next(stream)
+            begin = time.perf_counter()
+            for _ in range(count):
+                next(stream)
+            seconds[name].append((time.perf_counter() - begin) / count)
+            stream.close()
+            del stream
+    own, found = np.array(seconds[names[0]]), {}
+    for name in names:
+        found[name] = {
+            "batches_per_second": 1 / float(np.median(seconds[name])),
+            "first_seconds": float(np.median(first[name])),
+        }
+        if name.startswith("torch"):
+            found[name]["ours_over"] = side_by_side.spread((np.array(seconds[name]) / own).tolist())
+    return found
+
+
+if __name__ == "__main__":
+    main()
