@@ -5,6 +5,7 @@ import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,8 +21,9 @@ def keep_compiled_programs() -> Path | None:
     Returns:
       the folder, `$JAXTRAIN_CACHE/compiled/<processor>`; None where JAX's settings chose.
     """
-    chosen = "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir
-    if chosen or not jax.config.jax_enable_compilation_cache:
+    settings: Any = jax.config  # whose attributes are made at run time
+    chosen = "JAX_COMPILATION_CACHE_DIR" in os.environ or settings.jax_compilation_cache_dir
+    if chosen or not settings.jax_enable_compilation_cache:
         return None
     folder = cache_folder("compiled") / _processor()
     try:
