@@ -19,8 +19,8 @@ from jaxtrain.settings import Config, Data
 _HEAD = """\
 # Every binding
 
-What a `.gin` file or `-b` can set, made by `make docs` out of the settings' docstrings. Syntax and rules: [configs](configs.md).
-What has no default has to be bound: `Train.steps = 100`.
+What a `.gin` file or `-b` can set, made by `make docs` out of the settings' docstrings.
+What has no default has to be bound. Syntax and rules: [configs](configs.md).
 """
 
 

@@ -25,7 +25,9 @@ def test_every_field_that_a_config_can_set_stands_on_the_page():
         assert heading, cls.__name__
         section = rest.partition("\n## ")[0]
         for field in dataclasses.fields(cls):
-            assert f"\n| `{cls.__name__}.{field.name}` | " in section, f"{cls.__name__}.{field.name}"
+            assert f"\n| `{cls.__name__}.{field.name}` | " in section, (
+                f"{cls.__name__}.{field.name}"
+            )
 
 
 def test_choices_units_and_defaults_are_spelled_out():
