@@ -1,0 +1,209 @@
+"""docs/failures.md: every message that it quotes is one that the program really prints."""
+
+import ast
+import re
+import socket
+import string
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain import guard, preflight
+from jaxtrain.attempts.goodput import Account
+from jaxtrain.attempts.lock import RunLock, Superseded
+from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.commands import main
+from jaxtrain.data.bad_records import BadRecord, BadRecordError, BadRecords
+from jaxtrain.errors import UserError
+from jaxtrain.peers import Cluster, ClusterError, rendezvous
+from jaxtrain.settings import load_config
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "failures.md").read_text()
+QUOTES = [line for block in re.findall(r"^```\n(.*?)^```", PAGE, re.S | re.M)
+          for line in block.splitlines()]  # fmt: skip
+HOLE = "\0"
+FEWEST_LETTERS = 10  # of a piece that is looked for in the source: "; use " alone says nothing
+
+
+def pattern(pieces: list[str]) -> str:
+    return ".*".join(re.escape(piece) for piece in pieces)
+
+
+# -- messages out of the source --------------------------------------------------------------------
+
+
+def template(node: ast.expr) -> str:
+    """A string of the source as it is printed, a hole for each value."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else HOLE
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    return HOLE
+
+
+def templates() -> list[str]:
+    found = []
+    for path in (ROOT / "jaxtrain").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        found += [template(n) for n in nodes if isinstance(n, ast.Constant | ast.JoinedStr)]
+    return sorted({unquoted(one, HOLE) for one in found})
+
+
+def unquoted(text: str, hole: str) -> str:
+    """Without the quotes around a hole, which the source writes as such or leaves to `repr`."""
+    return text.replace(f"'{hole}'", hole)
+
+
+def stands_in(message: str, sources: list[str]) -> bool:
+    """Whether a message is made of strings of the source, one after the other, cut at its holes."""
+    pieces = unquoted(message, "...").split("...")
+
+    def ends(first: int) -> bool:
+        """Whether the pieces from `first` on are made so."""
+        if first == len(pieces) or not any(pieces[first:]):
+            return True
+        for last in range(len(pieces), first, -1):
+            run = pieces[first:last]
+            letters = sum(letter in string.ascii_letters for letter in "".join(run))
+            if letters >= FEWEST_LETTERS and any(re.search(pattern(run), s, re.S) for s in sources):
+                return ends(last)
+        return False
+
+    while pieces and not pieces[0]:
+        pieces = pieces[1:]
+    return bool(pieces) and ends(0)
+
+
+# -- messages that are provoked --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory) -> list[str]:
+    """What the program says to a mistake, a damage or a clash."""
+    return [
+        *_bindings(),
+        *_sizes(tmp_path_factory.mktemp("text")),
+        *_bad_steps(),
+        _bad_record(),
+        *_checkpoints(tmp_path_factory.mktemp("run")),
+        *_clash(tmp_path_factory.mktemp("locked")),
+        *_processes(),
+        Account(({"step": 60.0, "data": 30.0}, {"step": 60.0}, {})).sentence(),
+    ]
+
+
+def refused(*bindings: str, config: str = "gpt_quickstart") -> list[str]:
+    """The lines of a refusal, by the loading or by the check for 8 CPU devices."""
+    with pytest.raises(UserError) as raised:
+        preflight.check(load_config(config, bindings), device_count=8, platform="cpu")
+    return str(raised.value).splitlines()
+
+
+def _bindings() -> list[str]:
+    wrong = ["GPTT.num_layers = 2", "GPT.num_layer = 2", "GPT.num_layers = '2'",
+             "Llama.num_layers = 2", "GPT.num_layers is 2"]  # fmt: skip
+    return [*(refused(one)[0] for one in wrong), *refused(config="gpt_quickstar")]
+
+
+def _sizes(folder: Path) -> list[str]:
+    (folder / "long.txt").write_text("to be or not to be\n" * 1000)
+    return [
+        *refused("Mesh.fsdp = 3"),
+        *refused("Mesh.fsdp = -1", "Mesh.tensor = 3"),
+        *refused("Train.global_batch_size = 18"),
+        *refused("GPT.num_heads = 2", "Mesh.fsdp = 2", "Mesh.tensor = 4"),
+        *refused("TextData.sequence_length = 512"),
+        *refused("GPT.vocab_size = 200"),
+        *refused("Attention.kernel = 'cudnn'")[:1],
+    ]
+
+
+def _bad_steps() -> list[str]:
+    not_finite = guard.what_is_bad({"loss": float("nan")})
+    no_norm = guard.what_is_bad({"loss": 2.0, "grad_norm": float("inf")})
+    return [
+        str(guard.BadStepError(7, not_finite)),
+        str(guard.BadStepError(7, no_norm, policy="skip", in_a_row=10)),
+        str(guard.Rewind(7, guard.what_is_bad({"loss": 9.0, "loss_threshold": 3.0}))),
+    ]
+
+
+def _bad_record() -> str:
+    with pytest.raises(BadRecordError) as raised:
+        BadRecords(0).add(BadRecord("training", 3, "cut short"), OSError("cut short"))
+    return str(raised.value)
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    said: list[str] = []
+    checkpoints = Checkpoints(folder, Checkpoint(), report=said.append)
+    for step in (1, 2):
+        checkpoints.save(step, {"x": jnp.arange(8)}, {})
+    checkpoints.wait()
+    next((folder / "checkpoints" / "2" / "state").rglob("_METADATA")).write_text("{}")
+    again = Checkpoints(folder, Checkpoint(), report=said.append)
+    with pytest.raises(CheckpointError) as raised:
+        again.verify(2)
+    assert again.newest_good() == 1
+    for one in (checkpoints, again):
+        one.close()
+    return [str(raised.value), *said]
+
+
+def _clash(folder: Path) -> list[str]:
+    with RunLock.acquire(folder), pytest.raises(UserError) as raised:
+        RunLock.acquire(folder)
+    return [str(raised.value), str(Superseded(folder, 1, 2))]
+
+
+def _processes() -> list[str]:
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = Cluster(kind="flags", coordinator=address, num_processes=2, process_id=0)
+        with pytest.raises(UserError) as raised:
+            rendezvous(cluster, {}, timeout_seconds=0.2)
+        said.append(str(raised.value))
+    with pytest.raises(ClusterError) as missing:
+        rendezvous(cluster, {}, timeout_seconds=0.2, report=said.append)
+    return [*said, str(missing.value)]
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_every_message_of_the_page_is_printed_or_stands_in_the_source(heard):
+    sources = templates()
+    unknown = [
+        quote
+        for quote in QUOTES
+        if not any(re.fullmatch(pattern(quote.split("...")), one, re.S) for one in heard)
+        and not stands_in(quote, sources)
+    ]
+    assert unknown == []
+    assert len(QUOTES) > 40
+
+
+def test_every_message_that_was_provoked_stands_on_the_page(heard):
+    quotes = [pattern(quote.split("...")) for quote in QUOTES]
+    missing = [one for one in heard if not any(re.fullmatch(q, one, re.S) for q in quotes)]
+    assert missing == []
+    assert len(heard) > 20
+
+
+def test_a_message_that_nobody_prints_is_found():
+    sources = templates()
+    assert stands_in("--workdir ...: there is no complete checkpoint in it", sources)
+    assert not stands_in("--workdir ...: there is no complete checkpoint there", sources)
+    assert not stands_in("the checkpoint of step ... in ... is broken", sources)
+    assert not stands_in("...", sources)
+
+
+def test_the_exit_statuses_are_those_of_the_program(tmp_path, capsys):
+    rows = dict(re.findall(r"^\| (\d+) \| ([^|]*) \|", PAGE, re.M))
+    assert rows.keys() == {"0", "1", "2", "75"}
+    assert main(["eval", "--workdir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.removeprefix("jaxtrain: ").strip()
+    assert said == f"--workdir {tmp_path}: no run there (no config.gin)"
