@@ -9,7 +9,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Imported here: loading JAX takes seconds, and a supervisor watches for weeks without it.
     if words[:1] == ["supervise"]:
-        from jaxtrain import supervise
+        from jaxtrain.attempts import supervise
 
         return supervise.main(words[1:])
     from jaxtrain import commands

@@ -46,7 +46,7 @@ LAYERS = [
     ["attempts.attempt"],
     ["exchange"],
     ["settings"],
-    ["preflight", "report", "generate", "doctor", "resume", "program"],
+    ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
     ["saved"],
     ["train", "attempts"],
     ["planning"],

@@ -13,8 +13,8 @@ class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
     """Somebody asked the run to stop; everything up to `step` is saved."""
 
     def __init__(self, step: int, reason: str) -> None:
-        done = f"after saving step {step}" if step else "before the first step"
-        super().__init__(f"stopped by {reason} {done}")
+        saved = f"stopped by {reason} after saving step {step}"
+        super().__init__(saved if step else f"stopped by {reason} before the first step")
         self.step = step
 
 
