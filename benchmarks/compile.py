@@ -58,7 +58,8 @@ def measure(layers: int, block: int, started: float) -> dict[str, Any]:
     jax.monitoring.register_event_listener(count)
     keep_compiled_programs()
     bindings = [
-        "Mesh.fsdp = 1", "Mesh.tensor = 1", "Precision.compute = 'float32'", "Train.steps = 10", "Schedule.warmup_steps = 0",
+        "Mesh.fsdp = 1", "Mesh.tensor = 1", "Precision.compute = 'float32'", "Train.steps = 10",
+        "Schedule.warmup_steps = 0",
         f"GPT.num_layers = {layers}", f"GPT.embed_dim = {WIDTH}", "GPT.num_heads = 4",
         f"GPT.context_length = {LENGTH}", f"TextData.sequence_length = {LENGTH}",
         "TextData.source = 'synthetic'", f"Train.global_batch_size = {ROWS}",
