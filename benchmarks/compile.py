@@ -40,6 +40,7 @@ def measure(layers: int, block: int, started: float) -> dict[str, Any]:
     import jax  # noqa: PLC0415 - loading it is a part of what is measured
 
     from jaxtrain.compilation import keep_compiled_programs  # noqa: PLC0415
+    from jaxtrain.data.pipeline import batches  # noqa: PLC0415
     from jaxtrain.settings import load_config  # noqa: PLC0415
     from jaxtrain.train import Trainer  # noqa: PLC0415
 
@@ -58,6 +59,7 @@ def measure(layers: int, block: int, started: float) -> dict[str, Any]:
     keep_compiled_programs()
     bindings = [
         "Mesh.fsdp = 1", "Mesh.tensor = 1", "Precision.compute = 'float32'", "Train.steps = 10",
+        "Schedule.warmup_steps = 0",
         f"GPT.num_layers = {layers}", f"GPT.embed_dim = {WIDTH}", "GPT.num_heads = 4",
         f"GPT.context_length = {LENGTH}", f"TextData.sequence_length = {LENGTH}",
         "TextData.source = 'synthetic'", f"Train.global_batch_size = {ROWS}",
@@ -65,7 +67,7 @@ def measure(layers: int, block: int, started: float) -> dict[str, Any]:
     ]  # fmt: skip
     trainer = Trainer(load_config("gpt_quickstart", bindings))
     ready = time.perf_counter()
-    batch = next(trainer._batches(0))
+    batch = next(batches(trainer.dataset.train, global_batch_size=ROWS, seed=0, threads=0))
     loss = float(trainer.step(batch)["loss"])
     now = time.perf_counter()
     return {

@@ -41,7 +41,7 @@ class Sequential(torch.utils.data.Dataset):
     def tokens(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets from a place in the file, opened once in each worker."""
         if self._tokens is None:
-            self._tokens = np.memmap(self._file, np.uint16, mode="r")
+            self._tokens = np.asarray(np.memmap(self._file, np.uint16, mode="r"))
         window = torch.from_numpy(self._tokens[start : start + LENGTH + 1].astype(np.int64))
         return window[:-1], window[1:]
 
@@ -100,7 +100,8 @@ def main() -> None:
         sizes = rng.integers(50, 2000, TOKENS // 1025)
         offsets = np.append(np.cumsum(np.append(0, sizes)), TOKENS)
         offsets = np.unique(offsets[offsets <= TOKENS])
-        tokens = np.memmap(file, np.uint16, mode="r")
+        # Plain arrays over the file on both sides: slicing a memmap is slower.
+        tokens = np.asarray(np.memmap(file, np.uint16, mode="r"))
 
         def ours(separate: bool, threads: int) -> Iterator[Any]:
             packed = PackedText(tokens, offsets, LENGTH, separate)

@@ -46,16 +46,22 @@ class PackedText:
         length, rows = self.sequence_length, len(indices)
         starts = np.asarray(indices, np.int64) * length
         reals = np.minimum(length, len(self.tokens) - 1 - starts)
-        inputs = np.empty((rows, length), np.int32)
+        whole = len(self.tokens) // length
+        if indices.max() < whole:  # one gather of rows
+            inputs = self.tokens[: whole * length].reshape(whole, length)[indices].astype(np.int32)
+        else:
+            inputs = np.zeros((rows, length), np.int32)
+            for row, start in enumerate(starts.tolist()):
+                there = self.tokens[start : start + length]
+                inputs[row, : len(there)] = there
         targets = np.empty((rows, length), np.int32)
+        targets[:, :-1] = inputs[:, 1:]
+        targets[:, -1] = self.tokens[starts + reals]
         loss_mask = np.ones((rows, length), np.float32)
-        # Slices, which are copied whole, and not one gather of single tokens.
-        for row, start in enumerate(starts.tolist()):
-            inputs[row] = _padded(self.tokens[start : start + length], length)
-            targets[row] = _padded(self.tokens[start + 1 : start + 1 + length], length)
         short = np.flatnonzero(reals < length).tolist()
         for row in short:
             inputs[row, reals[row] :] = 0  # the last row's final target is no input
+            targets[row, reals[row] :] = 0
             loss_mask[row, reals[row] :] = 0.0
         if not self.separate:
             positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
@@ -85,11 +91,6 @@ class PackedText:
         foreign = (number > 0) & (offsets <= reals[row])
         loss_mask[row[foreign], offsets[foreign] - 1] = 0.0
         return Batch(inputs, targets, loss_mask, segment_ids, positions)
-
-
-def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Tokens [length], zeros behind those that there are."""
-    return tokens if len(tokens) == length else np.pad(tokens, (0, length - len(tokens)))
 
 
 def pack(
