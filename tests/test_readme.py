@@ -115,7 +115,9 @@ def test_shell_commands_stand_in_blocks_that_are_run():
         fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
         assert len(fences) % 2 == 0, page.name
         languages = {fence.split(" ")[0] for fence in fences}
-        assert languages <= {"", "sh", "python", "diff"}, f"{page.name}: {languages}"
+        # tests/test_launch_page.py reads that page's commands for machines that are not here.
+        others = {"bash"} if page.name == "launch.md" else set()
+        assert languages <= {"", "sh", "python", "diff"} | others, f"{page.name}: {languages}"
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):

@@ -226,7 +226,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_lets_the_command_save(number, start, tmp_path):
     code = SAVES.replace("signal.SIGTERM", f"signal.{number.name}")
     process = start({}, code)

@@ -17,6 +17,7 @@ from typing import Any
 from jaxtrain import options
 from jaxtrain.attempts import records
 from jaxtrain.attempts.lifeline import Child
+from jaxtrain.attempts.signals import STOP_SIGNALS
 from jaxtrain.errors import UserError
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
@@ -353,13 +354,13 @@ def _cause(workdir: Path, status: int, attempt: int | None) -> str:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """The numbers of the SIGTERMs and SIGINTs that came, in order."""
+    """The numbers of the stop signals that came, in order."""
     came: list[int] = []
 
     def note(number: int, _frame: Any) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
         yield came
     finally:
