@@ -1,6 +1,6 @@
 """Seconds until the first step is done against depth: scanned, unrolled, and with programs kept.
 
-    python -m benchmarks.compile [--rounds 3] [--layers 12 24 48] [--json FILE]
+    python -m benchmarks.compile [--rounds 3] [--layers 12 24 48] [--ways scanned] [--json FILE]
 
 Every figure is a process of its own, from its start to the end of its first step, on one device. A
 round measures every depth once each way, so that a ratio within a round compares neighbours in
@@ -25,6 +25,7 @@ from rich.table import Table
 from benchmarks import side_by_side
 
 WIDTH, LENGTH, ROWS = 128, 128, 4
+WAYS = {"scanned": 1, "unrolled": 0}  # Scan.layers_per_iteration
 MODES = ("off", "first", "again")
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -98,15 +99,16 @@ def start(layers: int, block: int, cache: str | None) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def one_round(depths: list[int]) -> dict[str, dict[str, Any]]:
+def one_round(depths: list[int], ways: list[str]) -> dict[str, dict[str, Any]]:
     """Every depth, scanned and unrolled, in every mode; equal losses within a depth are asserted.
 
     Raises:
       SystemExit: keeping the programs changed a loss, or the second start compiled something.
     """
     found: dict[str, dict[str, Any]] = {}
-    for way, block in (("scanned", 1), ("unrolled", 0)):
+    for way in ways:
         for layers in depths:
+            block = WAYS[way]
             with tempfile.TemporaryDirectory() as cache:
                 for mode in MODES:
                     name = f"{way} {layers} {mode}"
@@ -122,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -130,7 +133,7 @@ def main() -> None:
         layers, block, started = arguments.measure
         print(json.dumps(measure(int(layers), int(block), float(started))))  # noqa: T201
         return
-    rounds = [one_round(arguments.layers) for _ in range(arguments.rounds)]
+    rounds = [one_round(arguments.layers, arguments.ways) for _ in range(arguments.rounds)]
     table = Table("start", "to first step, s", "first step, s", "compiling, s", "against off")
     rows, least, most = {}, arguments.layers[0], arguments.layers[-1]
     for name in rounds[0]:
@@ -142,7 +145,7 @@ def main() -> None:
         table.add_row(name, *(f"{value:.2f}" for value in values.values()))
     console.print(table)
     depth = {}
-    for way in ("scanned", "unrolled"):
+    for way in arguments.ways:
         deep, shallow = f"{way} {most} off", f"{way} {least} off"
         depth[way] = {
             key: ratio(rounds, deep, shallow, key) for key in ("start_seconds", "compile_seconds")

@@ -103,15 +103,15 @@ def main() -> None:
         # Plain arrays over the file on both sides: slicing a memmap is slower.
         tokens = np.asarray(np.memmap(file, np.uint16, mode="r"))
 
-        def ours(separate: bool, threads: int) -> Iterator[Any]:
+        def ours(separate: bool, threads: int | None) -> Iterator[Any]:
             packed = PackedText(tokens, offsets, LENGTH, separate)
             assert_equal_rows(packed, file)
             return batches(packed, global_batch_size=ROWS, seed=0, threads=threads)
 
         makers: dict[str, Callable[[], Iterator[Any]]] = {
+            "jaxtrain, packed": lambda: ours(True, None),
             "jaxtrain, packed, 2 threads": lambda: ours(True, 2),
-            "jaxtrain, packed, 0 threads": lambda: ours(True, 0),
-            "jaxtrain, one text, 0 threads": lambda: ours(False, 0),
+            "jaxtrain, one text": lambda: ours(False, None),
             "torch sequential, 0 workers": lambda: theirs(Sequential, file, 0),
             "torch sequential, 2 workers": lambda: theirs(Sequential, file, 2),
             "torch random offsets, 0 workers": lambda: theirs(RandomOffsets, file, 0),

@@ -32,7 +32,7 @@ def batches(
     start: int = 0,
     rows: np.ndarray | None = None,
     train: bool = True,
-    threads: int = 2,
+    threads: int | None = None,
     prefetch: int = 4,
     bad_records: BadRecords | None = None,
 ) -> Iterator[Batch]:
@@ -48,7 +48,9 @@ def batches(
       start: the batch to begin with: batch `start` of the stream, not a new stream.
       rows: the rows of the global batch to make, in this order; None makes all of them.
       train: augment; False gives the same examples without augmentation.
-      threads: batches made at the same time; 0 makes each when it is asked for.
+      threads: batches made at the same time; 0 makes each when it is asked for; None is 0 for
+        WholeBatches, of which a `Prefetcher`'s one thread makes more than two that take the
+        interpreter from each other (benchmarks/loader.py), and 2 for others.
       prefetch: batches kept ready.
       bad_records: counts the examples that cannot be read, each replaced as `read_example` says;
         None allows none.
@@ -73,7 +75,9 @@ def batches(
         return _read_rows(examples, indices, rng, "training", bad)
 
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
-    return _read(grain.MapDataset.range(start, end).map(make), threads, prefetch)
+    return _read(
+        grain.MapDataset.range(start, end).map(make), _threads(examples, threads), prefetch
+    )
 
 
 def heldout_batches(
@@ -81,7 +85,7 @@ def heldout_batches(
     *,
     global_batch_size: int,
     rows: np.ndarray | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     prefetch: int = 4,
     bad_records: BadRecords | None = None,
 ) -> Iterator[Batch]:
@@ -104,7 +108,15 @@ def heldout_batches(
         return made
 
     num_batches = -(-count // global_batch_size)
-    return _read(grain.MapDataset.range(num_batches).map(make), threads, prefetch)
+    return _read(
+        grain.MapDataset.range(num_batches).map(make), _threads(examples, threads), prefetch
+    )
+
+
+def _threads(examples: Examples, threads: int | None) -> int:
+    if threads is not None:
+        return threads
+    return 0 if isinstance(examples, WholeBatches) else 2
 
 
 def _read(dataset: grain.MapDataset, threads: int, prefetch: int) -> Iterator[Batch]:
