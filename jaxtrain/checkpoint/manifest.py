@@ -56,7 +56,7 @@ class Manifest:
     Attributes:
       format: of the checkpoint, at most FORMAT.
       step: the checkpoint's step.
-      files: size in bytes and sha256 of each file, by its path in the folder; empty in format 1.
+      files: size in bytes and digest of each file, by its path in the folder; empty in format 1.
       leaves: the arrays by name.
     """
 
@@ -157,8 +157,8 @@ def damaged(folder: Path, step: int, detail: str) -> CheckpointError:
 def _envelope(content: dict[str, Any]) -> bytes:
     """The file's bytes; later formats keep this form, to be told from broken ones."""
     text = json.dumps(content, sort_keys=True, indent=1)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f'{{"sha256": "{digest}",\n"manifest": {text}}}\n'.encode()
+    digest = _hash(text.encode()).hexdigest()
+    return f'{{"blake2b": "{digest}",\n"manifest": {text}}}\n'.encode()
 
 
 def _from_bytes(content: bytes) -> Manifest:
@@ -230,9 +230,17 @@ def _refuse_ways_out(folder: Path, step: int) -> None:
             raise damaged(folder, step, f"{path} is a link that leads out of {root}")
 
 
+def _hash(content: bytes = b"") -> Any:
+    """BLAKE2b with 256 bits (RFC 7693), as `b2sum -l 256` prints it.
+
+    Without instructions for SHA in the processor it is more than twice as fast as SHA-256.
+    """
+    return hashlib.blake2b(content, digest_size=32)
+
+
 def _digest(file: Path) -> tuple[int, str]:
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.file_digest(stream, _hash).hexdigest()
         return stream.tell(), digest
 
 
@@ -242,14 +250,14 @@ def _digest_on_disk(file: Path) -> tuple[int, str]:
 
 
 def _difference(file: tuple[Path, int, str]) -> str | None:
-    """What is wrong with a file that should have this size and sha256."""
+    """What is wrong with a file that should have this size and digest."""
     path, size, digest = file
     try:
         found = path.stat().st_size
         if found != size:
             return f"has {found} bytes instead of {size}"
         if _digest(path)[1] != digest:
-            return "is not what was written: its sha256 differs"
+            return "is not what was written: its digest differs"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
