@@ -64,16 +64,16 @@ def test_random_faults_leave_no_trace_in_the_result(runs, unharmed, seed, count)
 
 @pytest.mark.chaos
 def test_a_soak_under_a_punisher_reports_its_goodput(runs, capsys):
-    """Four minutes of a run whose processes are killed about every 25 s, whatever they are at."""
+    """Four minutes of a run whose processes are killed about every 40 s, whatever they are at."""
     rng, over = random.Random(7), threading.Event()
     kills = []
-    bindings = ["Train.steps = 1000000", "Train.save_every = 200", "Train.log_every = 100"]
+    bindings = ["Train.steps = 1000000", "Train.save_every = 20", "Train.log_every = 20"]
     with runs.start(
         "soak", *bindings, "Train.eval_every = 0", supervised=True, limit_seconds=400.0
     ) as processes:
 
         def punish():
-            while not over.wait(rng.expovariate(1 / 25)):
+            while not over.wait(rng.expovariate(1 / 40)):
                 victim = trainer_of(rng.choice(processes))
                 if victim is not None:
                     number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
@@ -99,6 +99,6 @@ def test_a_soak_under_a_punisher_reports_its_goodput(runs, capsys):
         shown = ", ".join(f"{cause} {seconds:.0f} s" for cause, seconds in total.items())
         told = f"soak: {len(kills)} kills, {len(account['attempts'])} attempts, step {step}"
         print(f"\n{told}, goodput {goodput:.0%} ({shown}); ends {ends}")  # noqa: T201
-    assert len(kills) >= 4
+    assert len(kills) >= 3
     assert len(account["attempts"]) > 2
     assert step > 0

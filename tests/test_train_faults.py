@@ -22,14 +22,14 @@ from jaxtrain.guard import BadStepError
 class Touched:
     """Examples of which some are touched: `touch` is called with each that is named."""
 
-    def __init__(self, examples, indices, touch):
-        self.examples, self.indices, self.touch = examples, set(indices), touch
+    def __init__(self, whole, indices, touch):
+        self.whole, self.indices, self.touch = whole, set(indices), touch
 
     def __len__(self):
-        return len(self.examples)
+        return len(self.whole)
 
     def example(self, index, rng):
-        one = self.examples.example(index, rng)
+        one = self.whole.example(index, rng)
         return self.touch(one) if index in self.indices else one
 
 
