@@ -12,7 +12,7 @@ from cluster import Process, start_processes
 TINY = """
 Train.model = @GPT()
 Train.data = @TextData()
-Train.steps = 8
+Train.steps = 16
 Train.global_batch_size = 8
 Train.log_every = 1
 Train.eval_every = 4

@@ -204,6 +204,7 @@ def test_a_message_that_nobody_prints_is_found():
 def test_the_exit_statuses_are_those_of_the_program(tmp_path, capsys):
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]*) \|", PAGE, re.M))
     assert rows.keys() == {"0", "1", "2", "75"}
-    assert main(["eval", "--workdir", str(tmp_path)]) == 2
+    missing = tmp_path / "no run"
+    assert main(["eval", "--workdir", str(missing)]) == 2
     said = capsys.readouterr().err.removeprefix("jaxtrain: ").strip()
-    assert said == f"--workdir {tmp_path}: no run there (no config.gin)"
+    assert said == f"--workdir {missing}: no run there (no config.gin)"

@@ -22,12 +22,13 @@ def unharmed(runs):
     return state_of(runs.folder / "unharmed"), metrics_of(runs.folder / "unharmed")
 
 
-# Where a signal comes, start after start of one run: all processes stop at the same step.
+# Where a signal comes, start after start of one run: all processes stop at the same step. The
+# first step of a start is a compile.
 SIGNALS = [
     "1:enter:compile:1:SIGTERM",
-    "1:enter:step:3:SIGUSR1",
-    "0:enter:evaluation:4:SIGTERM",
-    "1:enter:save:6:SIGTERM 1:leave:save:6:SIGTERM",  # a second one while it saves
+    "1:enter:step:5:SIGUSR1",
+    "0:enter:evaluation:12:SIGTERM",
+    "1:enter:save:14:SIGTERM 1:leave:save:14:SIGTERM",  # a second one while it saves
 ]
 
 
@@ -41,14 +42,14 @@ def test_a_signal_to_one_process_saves_the_same_step_in_all(runs, unharmed):
         ended, signal = end_of(workdir), fault.rpartition(":")[2]
         assert (ended["status"], ended["attempt"]) == ("preempted", attempt)
         assert f"{signal} on process {fault[0]} (host" in ended["reason"]
-        assert before <= ended["step"] < 8
+        assert before <= ended["step"] < 16
         before = ended["step"]
         if before:
             assert state_of(workdir)[0] == before
     train_to_the_end(runs, "signals")
     assert (state_of(workdir), metrics_of(workdir)) == unharmed
     assert end_of(workdir) == {
-        "status": "done", "reason": "trained to step 8", "step": 8, "attempt": 5
+        "status": "done", "reason": "trained to step 16", "step": 16, "attempt": 5
     }  # fmt: skip
 
 
