@@ -81,8 +81,9 @@ class SavedRun:
         while True:
             with self._phases.phase("restore"):
                 step = self._checkpoints.newest_good()
-                if step is None:
-                    return self._fresh(), 0
+            if step is None:
+                return self._fresh(), 0
+            with self._phases.phase("restore", step):
                 try:
                     return self._restore(step, dataset)
                 except CheckpointError as error:
