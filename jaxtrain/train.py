@@ -16,8 +16,8 @@ from jaxtrain.attempts.lock import refuse_held
 from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset
+from jaxtrain.feed import Feed
 from jaxtrain.files import write_atomically
 from jaxtrain.generate import Sampling, write
 from jaxtrain.guard import Rewind, Rewinds
@@ -28,7 +28,6 @@ from jaxtrain.peers import Alone
 from jaxtrain.program import make_program
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
-from jaxtrain.step import with_shardings
 
 
 def quiet() -> Console:
@@ -83,7 +82,8 @@ class Trainer:
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
-        self._bad_records = BadRecords(config.train.bad_records, self._say_bad)
+        bad_records = BadRecords(config.train.bad_records, self._say_bad)
+        self._feed = Feed(config.train, self.layout, self.program, bad_records)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -127,8 +127,7 @@ class Trainer:
 
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""
-        batch = self.config.train.data.abstract_batch(self.config.train.global_batch_size)
-        return with_shardings(batch, self.program.batch_shardings(batch))
+        return self._feed.abstract_training()
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Trainer:
         with ExitStack() as stack:
             with phases.phase("start"):
                 log = stack.enter_context(closing(self._open_log(first, last)))
-                stream = stack.enter_context(self._batches(self._next_batch))
+                stream = stack.enter_context(self._feed.training(self.dataset, self._next_batch))
             if self._owes_evaluation(last):
                 with log.paused():
                     values = self._evaluate(log)
@@ -252,18 +251,10 @@ class Trainer:
     def _evaluate(self, log: MetricsLog | None) -> dict[str, float]:
         """The same; inside a run, whose log is given, all may stop before any batch."""
         phases, step = self._attempt.phases, self.steps_done
-        rows = self._eval_rows()
-        batch = self.config.train.data.abstract_batch(rows)
         with self.layout.active(), phases.phase("evaluation", step):
             state = self.program.consensus(self.state)
-            sums = self.program.plain.no_sums(state, batch)
-            source = heldout_batches(
-                self.dataset.heldout,
-                global_batch_size=rows,
-                rows=self._rows(rows),
-                bad_records=self._bad_records,
-            )
-            with Prefetcher(source, self._place(rows)) as stream:
+            sums = self.program.plain.no_sums(state, self._feed.abstract_heldout())
+            with self._feed.heldout(self.dataset) as stream:
                 for number, batch in enumerate(stream, start=1):
                     if log is not None:
                         self._stop_if_asked(log)
@@ -328,34 +319,6 @@ class Trainer:
     def close(self) -> None:
         """Waits for the checkpoint being written."""
         self._saved.close()
-
-    # -- data ------------------------------------------------------------------------------------
-
-    def _rows(self, batch_size: int) -> np.ndarray:
-        sharding = self.layout.named(self.layout.activation(("batch",)))
-        return process_rows(sharding, batch_size)
-
-    def _place(self, batch_size: int):  # noqa: ANN202 - a function from host to device batches
-        def place(batch: Batch) -> Batch:
-            return to_device(batch, self.program.batch_shardings(batch), batch_size)
-
-        return place
-
-    def _batches(self, start: int) -> Prefetcher[Batch]:
-        size = self.config.train.global_batch_size
-        source = batches(
-            self.dataset.train,
-            global_batch_size=size,
-            seed=self.config.train.seed,
-            start=start,
-            rows=self._rows(size),
-            bad_records=self._bad_records,
-        )
-        return Prefetcher(source, self._place(size))
-
-    def _eval_rows(self) -> int:
-        # A microbatch: what fits while training fits here.
-        return self.config.train.global_batch_size // self.config.train.accumulation
 
     # -- metrics ---------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ LAYERS = [
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
-    ["saved"],
+    ["saved", "feed"],
     ["train", "attempts"],
     ["planning"],
     ["verify"],
