@@ -12,7 +12,7 @@ train: $(VENV)/installed
 
 # The test suite.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The long proofs.
 test-slow: $(VENV)/installed-dev
