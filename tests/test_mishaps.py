@@ -161,23 +161,26 @@ def contents(workdir):
 
 
 def test_a_flipped_byte_costs_one_checkpoint(runs, unharmed):
-    train_to_the_end(runs, "flipped", "Train.steps = 14", count=1)
+    train_to_the_end(runs, "flipped", count=1)
     workdir = runs.folder / "flipped"
-    newest = workdir / "checkpoints" / "14"
+    newest = workdir / "checkpoints" / "16"
     largest = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
     with start_processes(
-        1, ["eval", "--workdir", str(workdir)], folder=runs.folder / "logs-flipped"
+        1,
+        ["eval", "--workdir", str(workdir)],
+        folder=runs.folder / "logs-flipped",
+        devices_per_process=4,
     ) as (process,):
         assert process.end() == 0, process.log()
-        assert json.loads(process.log().strip().splitlines()[-1])["step"] == 12
-        assert "14" in process.log()
+        assert json.loads(process.log().strip().splitlines()[-1])["step"] == 14
+        assert "16" in process.log()
     with runs.start("flipped", count=1) as (process,):
         assert process.end() == 0, process.log()
-        assert "damaged-14" in process.log()
-    assert sorted(p.name for p in (workdir / "checkpoints").glob("damaged*")) == ["damaged-14"]
+        assert "damaged-16" in process.log()
+    assert sorted(p.name for p in (workdir / "checkpoints").glob("damaged*")) == ["damaged-16"]
     _, metrics = unharmed
     found = metrics_of(workdir)
     assert found.keys() == metrics.keys()
