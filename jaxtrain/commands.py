@@ -324,7 +324,7 @@ def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Tra
     config = load_config(folder / "config.gin", bindings, allow_imports=allow_imports)
     if Checkpoints(folder, config.checkpoint, read_only=True).latest_step() is None:
         raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
-    # Standard output is for the result; that a damaged checkpoint was passed over is said beside it.
+    # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
     return Trainer(config, folder, read_only=True, console=Console(stderr=True))
 
 
