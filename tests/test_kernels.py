@@ -171,8 +171,8 @@ def test_auto_takes_the_fastest_that_can_and_says_why(name: str) -> None:
     [
         ("gpt2_124m", [], "cpu", "blocked"),
         ("gpt2_124m", [], "tpu", "tpu"),
-        ("gpt2_124m", [], "gpu", "triton"),
-        ("gpt2_124m", ["TextData.separate_documents = False"], "gpu", "cudnn"),
+        ("gpt2_124m", [], "gpu", "cudnn"),
+        ("gpt2_124m", ["TextData.separate_documents = True"], "gpu", "triton"),
         ("gpt2_124m", ["Precision.compute = 'float32'"], "gpu", "xla"),
         ("llama_8b", ["TextData.separate_documents = False"], "gpu", "cudnn"),
         ("llama_8b", ["Mesh.context = 2"], "tpu", "xla"),
