@@ -134,7 +134,7 @@ def cell(
         checked = check(compiled(*arguments))
         took = timed(lambda: compiled(*arguments), jax.block_until_ready, seconds)
     except UserError as error:
-        return Cell(case=case, setting=setting, error=str(error))
+        return Cell(case=case, setting=setting, error=str(error).splitlines()[0])
     except jax.errors.JaxRuntimeError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
@@ -252,7 +252,7 @@ def loader(tiny: bool, seconds: float) -> Iterator[Cell]:
         file = Path(folder) / "text.txt"
         file.write_text("".join(letters))
         for every in (50, 1):
-            own = [f"TextData.source = {str(file)!r}", f"Train.log_every = {every}",
+            own = [f"SOURCE = {str(file)!r}", f"Train.log_every = {every}",
                    "Train.eval_batches = 1"]  # fmt: skip
             trainer = Trainer(load_config(row.config, [*row.gin("bfloat16"), *own]))
             trainer.train(steps=2)

@@ -17,8 +17,8 @@ COMMON = (
     "Remat.policy = 'none'",
 )  # fmt: skip
 TEXT = (
-    "TextData.source = 'synthetic'", "TextData.separate_documents = False",
-    "TextData.tokenizer = 'byte'", "Loss.chunk_size = None",
+    "SOURCE = 'synthetic'", "TOKENIZER = 'byte'", "TextData.separate_documents = False",
+    "Loss.chunk_size = None",
 )  # fmt: skip
 
 

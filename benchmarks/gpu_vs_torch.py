@@ -70,7 +70,8 @@ def one_side(task: Task, *, deadline: float) -> dict[str, Any]:
 def environment(task: Task) -> dict[str, str]:
     """What a side's process is started with: nearly all memory, and a CPU where it is tiny."""
     if task.side == "torch":
-        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        # Threads that wait for each other by spinning take the time of others on a shared CPU.
+        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_WAIT_POLICY": "PASSIVE"}
     return {"JAX_PLATFORMS": "cpu"} if task.tiny else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 
 
@@ -239,7 +240,7 @@ def main() -> int:
     """Reads the command line; the hidden options are for the processes of the sides."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--minutes", type=float, default=30.0, help="when what still runs is stopped")
+    parser.add_argument("--minutes", type=float, default=30.0, help="then all is stopped")
     parser.add_argument("--seconds", type=float, default=15.0, help="of timing a side")
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes of every side")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), help="settings of PyTorch")

@@ -224,7 +224,7 @@ def test_on_a_cpu_auto_gives_the_loss_and_gradients_of_the_reference(tiny_config
 # -- what is compiled -----------------------------------------------------------------------------
 
 SMALL = [
-    "TextData.source = 'synthetic'", "TextData.synthetic_vocab_size = 256",
+    "SOURCE = 'synthetic'", "TextData.synthetic_vocab_size = 256",
     "Llama.vocab_size = 256", "Llama.num_layers = 2", "Llama.embed_dim = 256",
     "Llama.num_heads = 4",
     "Llama.num_kv_heads = 2", "Llama.mlp_dim = 256", "TextData.sequence_length = 256",
@@ -252,7 +252,7 @@ def test_on_gpus_auto_is_cudnn_or_with_documents_triton_in_the_compiled_step(
 ) -> None:
     target = parse_target("h200:1x8")
     bindings = [
-        "TextData.source = 'synthetic'", "TextData.synthetic_vocab_size = 256",
+        "SOURCE = 'synthetic'", "TextData.synthetic_vocab_size = 256",
         f"TextData.separate_documents = {packed}",
     ]  # fmt: skip
     own = load_config(config, bindings)
