@@ -59,12 +59,19 @@ def one_side(task: Task, *, deadline: float) -> dict[str, Any]:
             return {"error": "out of time"}
         if done.returncode == 0:
             return json.load(answer)
-    said = done.stderr + done.stdout
+    said = done.stdout + done.stderr
+    error = why_it_failed(said, done.returncode)
+    if error != "out of memory":
+        sys.stderr.write(said)
+    return {"error": error}
+
+
+def why_it_failed(said: str, status: int) -> str:
+    """A side's end in a few words."""
     if any(words in said for words in OUT_OF_MEMORY):
-        return {"error": "out of memory"}
-    sys.stderr.write(said)
-    last = said.strip().splitlines()
-    return {"error": f"ended with status {done.returncode}: {last[-1] if last else 'no words'}"}
+        return "out of memory"
+    last = said.strip().splitlines() or ["no words"]
+    return f"ended with status {status}: {last[-1]}"
 
 
 def environment(task: Task) -> dict[str, str]:

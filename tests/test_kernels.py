@@ -228,7 +228,7 @@ SMALL = [
     "Llama.vocab_size = 256", "Llama.num_layers = 2", "Llama.embed_dim = 256",
     "Llama.num_heads = 4",
     "Llama.num_kv_heads = 2", "Llama.mlp_dim = 256", "TextData.sequence_length = 256",
-    "Train.global_batch_size = 8", "Train.accumulation = 1",
+    "Train.global_batch_size = 8", "Train.accumulation = 1", "Loss.chunk_size = None",
 ]  # fmt: skip
 
 
