@@ -99,7 +99,7 @@ class TrainRow:
             size, classes = self.sizes["image_size"], self.sizes["num_classes"]
             own += [
                 f"ImageData.image_size = {size}", f"ImageData.num_classes = {classes}",
-                "ImageData.source = 'synthetic'",
+                "ImageData.source = 'synthetic'", "ImageData.heldout_split = None",
             ]  # fmt: skip
         else:
             own += [
