@@ -324,7 +324,8 @@ def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Tra
     config = load_config(folder / "config.gin", bindings, allow_imports=allow_imports)
     if Checkpoints(folder, config.checkpoint, read_only=True).latest_step() is None:
         raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
-    return Trainer(config, folder, read_only=True)
+    # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
+    return Trainer(config, folder, read_only=True, console=Console(stderr=True))
 
 
 def _existing_run(workdir: str) -> Path:

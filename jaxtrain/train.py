@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxtrain import preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.attempts.lock import refuse_held
-from jaxtrain.corruption import compare_replicas, replayed
+from jaxtrain.corruption import compare_replicas, replayed, replicated_fraction
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
@@ -44,6 +44,7 @@ class Trainer:
       mesh: the device mesh.
       program: the pure functions: init, train_step, eval_step.
       state: the current TrainState.
+      bad_records: the records of training and evaluation that could not be read.
       steps_done: optimizer steps it has taken, known without asking the device.
       workdir: the run's folder; None keeps everything in memory.
     """
@@ -84,8 +85,8 @@ class Trainer:
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
-        bad_records = BadRecords(config.train.bad_records, self._say_bad)
-        self._feed = Feed(config.train, self.layout, self.program, bad_records)
+        self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
+        self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -308,6 +309,9 @@ class Trainer:
         if self.program.plain.stages is not None:
             report.show_stages(self.console, self.program.plain.stages, self.config.pipeline)
         report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
+        if self.config.corruption.compare_replicas_every:
+            share = f"{replicated_fraction(self.state):.0%}"
+            self.say(f"Replicas: {share} of the state's bytes have copies to be compared with")
         report.show_parameters(self.console, self.state)
 
     def _say_bad(self, record: BadRecord) -> None:

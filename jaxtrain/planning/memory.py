@@ -322,7 +322,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
 
         def forward(params: Any, statistics: Any, batch: Batch) -> Any:
             def loss(params: Any) -> Any:
-                sums, statistics_ = program._objective(params, statistics, batch, train=True)
+                sums, statistics_ = program.sums(params, statistics, batch, train=True)
                 return sums["loss"], statistics_
 
             return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])
