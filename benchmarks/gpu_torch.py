@@ -97,6 +97,7 @@ def train(task: Task) -> dict[str, Any]:
         del step
         torch.compiler.reset()
         step = stepper(row, model_of(row, None), setting, task)
+    peak_bytes()
     seconds = timed(step, float, task.seconds)
     return {
         "losses": losses,

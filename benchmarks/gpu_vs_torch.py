@@ -35,6 +35,8 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
 # Numbers of single operations, of size 1, in bfloat16.
 CELL_TOLERANCE = 5e-2
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemoryError")
+# SDPA's words where the one way to attend that is left cannot do it.
+NO_KERNEL = "No available kernel"
 # What PyTorch is tried in, the likely best first.
 PEERS = (
     "compile, cuDNN", "compile, flash", "compile, cuDNN, cast", "max-autotune, cuDNN, cast",
@@ -61,7 +63,7 @@ def one_side(task: Task, *, deadline: float) -> dict[str, Any]:
             return json.load(answer)
     said = done.stdout + done.stderr
     error = why_it_failed(said, done.returncode)
-    if error != "out of memory":
+    if error.startswith("ended"):
         sys.stderr.write(said)
     return {"error": error}
 
@@ -70,6 +72,8 @@ def why_it_failed(said: str, status: int) -> str:
     """A side's end in a few words."""
     if any(words in said for words in OUT_OF_MEMORY):
         return "out of memory"
+    if NO_KERNEL in said:
+        return "no such kernel"
     last = said.strip().splitlines() or ["no words"]
     return f"ended with status {status}: {last[-1]}"
 
@@ -234,7 +238,7 @@ def cells_table(results: Sequence[dict[str, Any]]) -> Table:
 
 def failures(results: Sequence[dict[str, Any]]) -> list[str]:
     """What makes the command fail: unequal mathematics and crashes; memory and time do not."""
-    forgiven = ("out of memory", "out of time")
+    forgiven = ("out of memory", "out of time", "no such kernel")
     found = [f"{r['says']}: {r['error']}" for r in results if "error" in r]
     for result in results:
         for name, side in result["sides"].items():

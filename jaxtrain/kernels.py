@@ -12,13 +12,13 @@ Kernel = Literal["auto", "reference", "xla", "blocked", "cudnn", "triton", "tpu"
 
 # The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
 TILE = 128
-# What NVIDIA GPUs of a compute capability below this one are called: neither cuDNN nor Pallas has
-# flash attention for them (docs.nvidia.com/deeplearning/cudnn, "scaled dot product attention").
+# What GPUs are called that are not NVIDIA's from this compute capability on: neither cuDNN nor Pallas
+# has flash attention for them (docs.nvidia.com/deeplearning/cudnn, "scaled dot product attention").
 OLD_GPU = "gpu before Ampere"
-_AMPERE = 8.0
+_AMPERE = 8
 
-# What 'auto' takes of the kernels that can do what is asked, the fastest first; the figures are in
-# benchmarks/RESULTS.md. 'reference' can do everything.
+# What 'auto' takes of the kernels that can do what is asked, the fastest first: on CPUs as measured
+# (benchmarks/RESULTS.md), elsewhere as published, not by us. 'reference' can do everything.
 _ON_GPUS = ("cudnn", "triton", "xla", "reference")
 _FASTEST_FIRST = {
     "cpu": ("blocked", "xla", "reference"),
@@ -94,7 +94,7 @@ def choose(request: Request) -> Choice:
         if request.in_ring and kernel in NOT_IN_A_RING:
             reasons.append("gives no log-sum-exp, which a ring over Mesh.context merges by")
         if not reasons:
-            why = "; ".join(passed_over) or f"the fastest on a {request.platform}"
+            why = "; ".join(passed_over) or f"the first choice on a {request.platform}"
             return Choice(kernel, why)
         passed_over += [f"{kernel!r} {reason}" for reason in reasons]
     raise AssertionError("'reference' can do everything")
@@ -114,7 +114,9 @@ def platform_of_device(device: Any) -> str:
     """The platform of a device, which may be one to compile for alone."""
     if device.platform not in ("gpu", "cuda"):
         return device.platform
-    return OLD_GPU if float(device.compute_capability) < _AMPERE else "gpu"
+    # Other vendors' GPUs have words there.
+    major = str(device.compute_capability).partition(".")[0]
+    return "gpu" if major.isdigit() and int(major) >= _AMPERE else OLD_GPU
 
 
 # -- what a kernel cannot do ----------------------------------------------------------------------

@@ -117,10 +117,10 @@ def test_what_kernels_can_do_is_not_refused() -> None:
 # -- what 'auto' means ----------------------------------------------------------------------------
 
 CHOICES = {
-    "cpu": ({"platform": "cpu", "dtype": "float32"}, "blocked", "the fastest on a cpu"),
+    "cpu": ({"platform": "cpu", "dtype": "float32"}, "blocked", "the first choice on a cpu"),
     "cpu-float16-packed": (
         {"platform": "cpu", "dtype": "float16", "segment_ids": True, "head_dim": 12, "T": 7},
-        "blocked", "the fastest",
+        "blocked", "the first choice",
     ),
     "cpu-ring": (
         {"platform": "cpu", "in_ring": True}, "xla",
@@ -130,7 +130,7 @@ CHOICES = {
         {"platform": "cpu", "in_ring": True, "dtype": "float16"}, "reference",
         "'xla' cannot multiply float16 on the CPU",
     ),
-    "gpu": ({}, "cudnn", "the fastest on a gpu"),
+    "gpu": ({}, "cudnn", "the first choice on a gpu"),
     "gpu-packed": (
         {"segment_ids": True}, "triton",
         "'cudnn' has no segment ids, so it cannot keep packed documents apart",
@@ -147,12 +147,12 @@ CHOICES = {
         {"platform": OLD_GPU}, "xla",
         "'cudnn' runs on NVIDIA GPUs from Ampere on (compute capability 8.0); 'triton' runs on",
     ),
-    "tpu": ({"platform": "tpu", "segment_ids": True, "window": 9}, "tpu", "the fastest on a tpu"),
+    "tpu": ({"platform": "tpu", "segment_ids": True, "window": 9}, "tpu", "the first choice on a tpu"),
     "tpu-length": (
         {"platform": "tpu", "T": 1000, "S": 1000}, "xla",
         "'tpu' takes a multiple of 128 queries, not 1000",
     ),
-    "another-platform": ({"platform": "metal"}, "xla", "the fastest"),
+    "another-platform": ({"platform": "metal"}, "xla", "the first choice"),
 }  # fmt: skip
 
 
@@ -192,7 +192,13 @@ def test_a_configuration_is_resolved_for_the_platform_that_it_is_for(
 
 def test_a_platform_is_that_of_the_devices() -> None:
     assert platform_of_device(jax.devices()[0]) == "cpu"
-    for capability, expected in {"7.5": OLD_GPU, "8.0": "gpu", "9.0": "gpu", "10.0": "gpu"}.items():
+    for capability, expected in {
+        "7.5": OLD_GPU,
+        "8.0": "gpu",
+        "9.0": "gpu",
+        "10.0": "gpu",
+        "gfx90a": OLD_GPU,
+    }.items():
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
         assert platform_of_device(gpu) == expected
     # A process on a CPU plans for TPUs: the mesh says what its code is for.
