@@ -12,8 +12,9 @@ Kernel = Literal["auto", "reference", "xla", "blocked", "cudnn", "triton", "tpu"
 
 # The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
 TILE = 128
-# What GPUs are called that are not NVIDIA's from this compute capability on: neither cuDNN nor Pallas
-# has flash attention for them (docs.nvidia.com/deeplearning/cudnn, "scaled dot product attention").
+# What GPUs are called that are not NVIDIA's from this compute capability on: neither cuDNN nor
+# Pallas has flash attention for them (docs.nvidia.com/deeplearning/cudnn, "scaled dot product
+# attention").
 OLD_GPU = "gpu before Ampere"
 _AMPERE = 8
 

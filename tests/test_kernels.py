@@ -147,7 +147,9 @@ CHOICES = {
         {"platform": OLD_GPU}, "xla",
         "'cudnn' runs on NVIDIA GPUs from Ampere on (compute capability 8.0); 'triton' runs on",
     ),
-    "tpu": ({"platform": "tpu", "segment_ids": True, "window": 9}, "tpu", "the first choice on a tpu"),
+    "tpu": (
+        {"platform": "tpu", "segment_ids": True, "window": 9}, "tpu", "the first choice on a tpu",
+    ),
     "tpu-length": (
         {"platform": "tpu", "T": 1000, "S": 1000}, "xla",
         "'tpu' takes a multiple of 128 queries, not 1000",
