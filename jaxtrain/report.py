@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.checkpoint import StoredLeaf
+from jaxtrain.kernels import Choice
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.sharding import Layout, is_variable, logical_axes
@@ -108,6 +109,13 @@ def show_mesh(console: Console, layout: Layout) -> None:
     console.print(table)
     if len(places) > shown:
         console.print(f"... and {len(places) - shown} more rows")
+
+
+def show_attention(console: Console, choice: Choice | None) -> None:
+    """Prints which attention kernel runs, and why; nothing for a model without attention."""
+    if choice is not None:
+        text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_stages(console: Console, stages: Stages, pipeline: Pipeline) -> None:

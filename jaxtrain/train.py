@@ -21,11 +21,12 @@ from jaxtrain.feed import Feed
 from jaxtrain.files import write_atomically
 from jaxtrain.generate import Sampling, write
 from jaxtrain.guard import Rewind, Rewinds
+from jaxtrain.kernels import platform_of_device
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
 from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
 from jaxtrain.peers import Alone
-from jaxtrain.program import make_program
+from jaxtrain.program import make_program, resolve_kernel
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
 
@@ -71,9 +72,10 @@ class Trainer:
         """
         if config.mesh.simulated_devices:
             simulate_devices(config.mesh.simulated_devices)
-        preflight.check(config, device_count=jax.device_count(), platform=jax.default_backend())
+        platform = platform_of_device(jax.local_devices()[0])
+        preflight.check(config, device_count=jax.device_count(), platform=platform)
         self.config, self.console = config, console or quiet()
-        self._attempt = attempt or Attempt(Alone())
+        self._attempt, self._platform = attempt or Attempt(Alone()), platform
         self.workdir = None if workdir is None else Path(workdir)
         if attempt is None and self.workdir is not None and not read_only:
             refuse_held(self.workdir)
@@ -303,6 +305,7 @@ class Trainer:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
         report.show_mesh(self.console, self.layout)
+        report.show_attention(self.console, resolve_kernel(self.config, self._platform))
         if self.program.plain.stages is not None:
             report.show_stages(self.console, self.program.plain.stages, self.config.pipeline)
         report.show_facts(self.console, self.dataset.facts, self.dataset.digest)

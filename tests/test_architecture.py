@@ -33,7 +33,7 @@ LAYERS = [
     ["sharding", "precision", "remat"],
     ["context"],
     ["ring"],
-    ["blocked_attention"],
+    ["blocked_attention", "kernels"],
     ["attention"],
     ["layers"],
     ["self_attention", "experts"],

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.mesh import MESH_AXES
-from jaxtrain.report import human_bytes
+from jaxtrain.report import human_bytes, show_attention
 
 if TYPE_CHECKING:
     from jaxtrain.planning.plan import Plan
@@ -45,6 +45,7 @@ def _head(console: Console, plan: "Plan") -> None:
         source += " by an earlier plan" if plan.compiled.cached else ""
     mesh = written_mesh(plan.layout.mesh.shape)
     _line(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
+    show_attention(console, plan.attention)
     if chip.hbm_bytes is None:
         _line(console, f"Memory: {human_bytes(plan.total)} a device")
         return
