@@ -76,7 +76,7 @@ CASES = [
     ("llama", "moments", 0, {"fsdp": 8}),
     ("llama", "moments", 1, {"fsdp": 8}),
     ("llama", "moments", 2, {"fsdp": 8}),
-    ("llama", "moments", 3, {"fsdp": 4, "tensor": 2}),
+    ("llama", "moments", 3, {"data": 2, "fsdp": 4}),
     ("llama", "bfloat16", 1, {"fsdp": 8}),
     ("llama", "bfloat16", 3, {"fsdp": 8}),
     # The data axis replicates: the table's divisor is fsdp alone.
