@@ -18,6 +18,7 @@ from jaxtrain.kernels import refuse as refuse_kernel
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES, abstract_mesh, make_mesh
+from jaxtrain.moments import refuse_moments
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.pipeline.schedules import cut_layers
 from jaxtrain.pipeline.schedules import make_schedule as make_pipeline
@@ -44,6 +45,7 @@ def check(config: Config, *, device_count: int, platform: str, reads_data: bool 
         found += _sizes(config, layout)
         found += refuse_exchange(config.exchange, layout.mesh.shape)
         found += refuse_guard(config.guard, config.exchange.method)
+        found += refuse_moments(config.optimizer.moments, config.exchange.method)
         found += _context(config, layout)
         found += _experts(config, layout)
         found += _stages(config, layout)

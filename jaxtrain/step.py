@@ -194,9 +194,10 @@ class Program:
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
-        updates, opt_state = self.optimizer.update(grads, old.opt_state, old.params)
-        # optax sums bfloat16 moments with float32 gradients into float32 ones.
-        opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, old.opt_state)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        updates, opt_state = optimizer.update(
+            grads, old.opt_state, old.params, layers=self.layer_order
+        )
         params: Any = optax.apply_updates(old.params, updates)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)

@@ -39,6 +39,7 @@ LAYERS = [
     ["self_attention", "experts"],
     ["transformer"],
     ["data.batch"],
+    ["moments"],
     ["models", "loss", "optimizer", "guard"],
     ["pipeline"],
     ["step", "checkpoint", "metrics", "plot", "progress", "data"],

@@ -14,6 +14,7 @@ from jaxtrain.settings import Config
 _SECTIONS = {
     "Train": "train", "Mesh": "mesh", "Sharding": "sharding", "Pipeline": "pipeline",
     "Precision": "precision", "Remat": "remat", "Attention": "attention", "Loss": "loss",
+    "Optimizer": "optimizer",
 }  # fmt: skip
 # From what keeps most to what keeps least.
 REMAT = ("none", "dots", "full", "offload")
@@ -60,6 +61,7 @@ def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
             config,
             device_count=target.devices * slices,
             platform=target.chip.kind,
+            device_kind=target.chip.device_kinds[0],
             reads_data=False,
         )
     except UserError as error:
@@ -102,6 +104,8 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
         for times in (2, 4):
             yield {"Pipeline.microbatches": config.pipeline.microbatches * times}
     yield from _meshes(config, sizes)
+    if config.optimizer.moments == "float32":
+        yield {"Optimizer.moments": "bfloat16"}
     if config.precision.params == "float32":
         yield {"Precision.params": "bfloat16"}
 
