@@ -139,7 +139,7 @@ def _fact(value: object) -> str:
 
 
 def show_checkpoint(
-    console: Console, folder: Path, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
+    console: Console, folder: Place, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
 ) -> None:
     """Prints a checkpoint's step, versions, configuration and arrays."""
     console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.buckets import Place
 from jaxtrain.errors import UserError, nearest
 
 _MAX_SHOWN = 8
@@ -35,7 +35,7 @@ def refuse_differences(
     stored: Mapping[str, StoredLeaf],
     *,
     partial: bool,
-    folder: Path,
+    folder: Place,
 ) -> None:
     """Raises UserError, one screen of it, where the wanted arrays are not those stored.
 

@@ -4,11 +4,11 @@ import concurrent.futures
 import itertools
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import jax
 
+from jaxtrain.buckets import BucketError, BucketPath, Place
 from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf
 from jaxtrain.errors import UserError
@@ -33,7 +33,7 @@ class Sealer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         keep: int,
         keep_every: int | None,
@@ -41,6 +41,7 @@ class Sealer:
         barrier: Barrier,
         report: Callable[[str], None],
         may_write: Callable[[], None],
+        before_seal: Callable[[], None],
     ) -> None:
         """Writes nothing yet.
 
@@ -51,11 +52,13 @@ class Sealer:
           max_failures: so many failed saves in a row raise.
           barrier: among all processes, safe in any thread.
           report: takes a line about a failed save.
-          may_write: raises where another attempt owns the folder.
+          may_write: raises where another attempt owns the folder; OSError where it cannot tell.
+          before_seal: brings to the run's folder what a checkpoint must not be there without;
+            process 0 calls it in the thread.
         """
         self._folder, self._keep, self._keep_every = folder, keep, keep_every
         self._max_failures, self._all_come_to = max_failures, barrier
-        self._report, self._may_write = report, may_write
+        self._report, self._may_write, self._before_seal = report, may_write, before_seal
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._fenced: BaseException | None = None
@@ -99,7 +102,7 @@ class Sealer:
         step, finished = self._pending
         error = finished.exception()
         self._pending = None
-        sealed = manifest.is_sealed(self._folder / str(step))
+        sealed = self._is_sealed(step)
         if error is not None and (error is self._fenced or not _is_unwritten(error)):
             raise error
         if sealed:
@@ -113,8 +116,8 @@ class Sealer:
         self._sweep()
         self._failures += 1
         self._unsaved = CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self._folder} ({detail}); "
-            f"{shutil.disk_usage(self._folder).free:,} bytes are free there"
+            f"the checkpoint of step {step} could not be written to {self._folder} ({detail})"
+            f"{self._room()}"
         )
         self._unsaved.__cause__ = error
         if self._failures >= self._max_failures:
@@ -139,7 +142,7 @@ class Sealer:
 
     def warn_of_little_space(self, last: int | None) -> None:
         """Reports a disk that soon has no room for one more checkpoint like that of step `last`."""
-        if last is None or jax.process_index() != 0:
+        if last is None or jax.process_index() != 0 or isinstance(self._folder, BucketPath):
             return
         size = retention.size(self._folder / str(last))
         free = shutil.disk_usage(self._folder).free
@@ -174,9 +177,12 @@ class Sealer:
     def _seal(self, step: int, leaves: dict[str, Leaf]) -> None:
         try:
             self._may_write()
+        except OSError:
+            raise  # a folder that is away for now
         except BaseException as error:
             self._fenced = error
             raise
+        self._before_seal()
         manifest.seal(self._folder / str(step), step, leaves)
         steps = retention.sealed_steps(self._folder)
         for old in retention.expired(steps, keep=self._keep, keep_every=self._keep_every):
@@ -186,6 +192,18 @@ class Sealer:
         self._all_come_to(key=f"jaxtrain_save_{self._save}_{name}", timeout_ms=seconds * 1000)
 
     # -- failures ------------------------------------------------------------------------------
+
+    def _is_sealed(self, step: int) -> bool:
+        """Whether a checkpoint is known to be there: no, while its bucket does not answer."""
+        try:
+            return manifest.is_sealed(self._folder / str(step))
+        except BucketError:
+            return False
+
+    def _room(self) -> str:
+        if isinstance(self._folder, BucketPath):
+            return ""
+        return f"; {shutil.disk_usage(self._folder).free:,} bytes are free there"
 
     def _sweep(self) -> None:
         if jax.process_index() != 0:

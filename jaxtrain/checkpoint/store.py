@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from jaxtrain.buckets import BucketError, Place, place
 from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.fingerprint import fingerprints
 from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
@@ -78,12 +79,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        workdir: Path,
+        workdir: Place,
         settings: Checkpoint,
         *,
         read_only: bool = False,
         report: Callable[[str], None] = _log.warning,
         may_write: Callable[[], None] = lambda: None,
+        before_seal: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens `workdir/checkpoints`, making it and removing what killed saves left behind.
 
@@ -95,10 +97,14 @@ class Checkpoints:
           may_write: called before leftovers are removed and before each save, and on process 0
             again before the save counts as done, then in another thread; raises or exits where
             another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
+          before_seal: called on process 0 before each save counts as done, in another thread:
+            brings to the run's folder what belongs there with the checkpoint. Where it raises
+            OSError the save has failed.
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.folder = Path(workdir).absolute() / FOLDER
+        root = place(workdir)
+        self.folder = (root.absolute() if isinstance(root, Path) else root) / FOLDER
         self._settings, self._read_only = settings, read_only
         self._report, self._may_write = report, may_write
         self._sealer = Sealer(
@@ -109,6 +115,7 @@ class Checkpoints:
             barrier=_barrier,
             report=report,
             may_write=may_write,
+            before_seal=before_seal,
         )
         self._arrays = ocp.PyTreeCheckpointHandler()
         self._writer = ocp.AsyncCheckpointer(
@@ -201,9 +208,16 @@ class Checkpoints:
         """
         assert not self._read_only, "opened read-only"
         self._sealer.settle()
-        if step in self.steps():
-            return
-        self._may_write()
+        last = None
+        try:
+            steps = self.steps()
+            last = max(steps, default=None)
+            if step in steps:
+                return
+            self._may_write()
+        except BucketError as error:
+            # It does not answer now: writing finds out whether it does in the end.
+            self._report(f"{error}; the checkpoint of step {step} is tried all the same")
         self._bad.discard(step)
         self._intact.discard(step)
         # Serialised here: an unserialisable value is found before anything is written, and a dict
@@ -211,7 +225,7 @@ class Checkpoints:
         extra = json.loads(json.dumps(extra))
         names, leaves, _ = flatten(state)
         arrays = dict(zip(names, leaves, strict=True))
-        self._sealer.warn_of_little_space(self.latest_step())
+        self._sealer.warn_of_little_space(last)
         found = fingerprints(arrays)
         summaries = {
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
@@ -223,7 +237,7 @@ class Checkpoints:
         written = self._writer.wait_until_finished
         self._sealer.begin()
         try:
-            self._writer.save(self._path(step), args=items, force=True)
+            self._writer.save(str(self._path(step)), args=items, force=True)
         except UNWRITTEN as error:
             written = functools.partial(_raise, error)
         self._sealer.follow(step, written, summaries)
@@ -263,7 +277,7 @@ class Checkpoints:
             item=wanted, restore_args=restore_args, partial_restore=partial
         )
         with Reading(self._path(step), step):
-            arrays = self._reader.restore(self._path(step) / _STATE, args=item)
+            arrays = self._reader.restore(str(self._path(step) / _STATE), args=item)
         saved = manifest.read(self._path(step), step).leaves
         altered = [
             name
@@ -295,8 +309,7 @@ class Checkpoints:
         """
         self._check_described(step, lambda name: "/d/" not in name)
         with Reading(self._path(step), step):
-            folder: Any = self._path(step) / _STATE  # pathlib's serves where Orbax says etils'
-            metadata = self._arrays.metadata(folder)
+            metadata = self._reader.metadata(str(self._path(step) / _STATE))
             return {name: stored_leaf(leaf) for name, leaf in metadata.tree.items()}
 
     def verify(self, step: int) -> None:
@@ -334,7 +347,7 @@ class Checkpoints:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int) -> Place:
         return self.folder / str(step)
 
     def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
