@@ -30,7 +30,7 @@ class BucketError(OSError):
     """A bucket did not do what it was asked for: it cannot be reached, or said no."""
 
 
-class BucketRefused(BucketError, PermissionError):
+class BucketRefusedError(BucketError, PermissionError):
     """A bucket does not let us: no permission, or no valid login."""
 
 
@@ -233,7 +233,7 @@ def require(setting: str, path: BucketPath) -> None:
             f"{setting} {path}: there is no bucket {path.bucket!r}; make it with 'gcloud storage "
             f"buckets create {SCHEME}{path.bucket}', or name another"
         ) from error
-    except BucketRefused as error:
+    except BucketRefusedError as error:
         raise UserError(f"{setting} {path}: {error}") from error
     except UserError as error:
         raise UserError(f"{setting} {path}: {error}") from error
@@ -298,7 +298,7 @@ def _translated(path: BucketPath) -> Iterator[None]:
     except _library_errors() as error:
         detail = " ".join(str(error).split())[:300] or type(error).__name__
         if str(error).startswith("Forbidden") or _code(error) in (401, 403):
-            raise BucketRefused(
+            raise BucketRefusedError(
                 f"the bucket {path.bucket!r} does not permit it to whoever is logged in here "
                 f"({detail}); log in with 'gcloud auth application-default login', or ask for the "
                 "role Storage Object User"

@@ -23,10 +23,10 @@ from jaxtrain.attempts import run
 from jaxtrain.attempts import supervise as supervision
 from jaxtrain.attempts.attempt import Preempted
 from jaxtrain.attempts.supervise import QUICKSTART, run_folder
+from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.corruption import CorruptionError
-from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.files import write_atomically
 from jaxtrain.mesh import offer_cpu_devices

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.buckets import Place
 from jaxtrain.checkpoint import StoredLeaf
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.pipeline.stages import Stages

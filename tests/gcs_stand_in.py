@@ -5,13 +5,15 @@ Objects are whole or absent, generations count up, and ifGenerationMatch=0 makes
 """
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.parser import BytesParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -38,6 +40,12 @@ class GcsStandIn:
       requests: method, bucket and object of each, in order.
     """
 
+    SETTINGS = {
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "a token",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks Google over gRPC
+        "NO_GCE_CHECK": "true",
+    }
+
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, Object]] = {}
         self.refuse: Callable[[str, str, str], int | None] = lambda *_: None
@@ -53,12 +61,7 @@ class GcsStandIn:
 
     def environment(self) -> dict[str, str]:
         """What sends a program's requests here, without a login and without Google's machines."""
-        return {
-            **dict.fromkeys(HOSTS, self.url),
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "a token",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks Google over gRPC
-            "NO_GCE_CHECK": "true",
-        }
+        return {**dict.fromkeys(HOSTS, self.url), **self.SETTINGS}
 
     def put(self, bucket: str, name: str, content: bytes) -> None:
         """Makes or replaces an object, and its bucket."""
@@ -80,6 +83,23 @@ class GcsStandIn:
         """Stops answering."""
         self._server.shutdown()
         self._server.server_close()
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[GcsStandIn]:
+    """A stand-in that this process's clients talk to; once a process: they remember where it is."""
+    before = {name: os.environ.get(name) for name in (*HOSTS, *GcsStandIn.SETTINGS)}
+    server = GcsStandIn()
+    os.environ.update(server.environment())
+    try:
+        yield server
+    finally:
+        server.close()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -168,9 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             end = int(last) + 1 if first and last else len(content)
             if begin >= len(content):
                 return self._error(416)
-            headers["Content-Range"] = (
-                f"bytes {begin}-{min(end, len(content)) - 1}/{len(content)}"
-            )
+            headers["Content-Range"] = f"bytes {begin}-{min(end, len(content)) - 1}/{len(content)}"
             content, status = content[begin:end], 206
         headers["x-goog-generation"] = str(found.generation)
         headers["x-goog-stored-content-length"] = str(len(found.content))
@@ -187,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
             assert BytesParser().parsebytes(head + self.body).is_multipart()
             # By hand, because content is not text with lines.
             about, content = self.body.split(b"--" + boundary)[1:3]
-            name = json.loads(about.partition(b"\n\n")[2] or about.partition(b"\r\n\r\n")[2])["name"]
+            name = json.loads(about.partition(b"\n\n")[2])["name"]
             content = content.partition(b"\n\n")[2].removesuffix(b"\n")
             status = self.store.refuse(self.command, bucket, name)
             if status is not None:

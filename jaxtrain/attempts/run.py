@@ -19,7 +19,7 @@ from jaxtrain.attempts.lock import RunLock, Superseded
 from jaxtrain.attempts.maintenance import maintenance_notices
 from jaxtrain.attempts.phases import Activity, Phases
 from jaxtrain.attempts.watchdog import Watchdog, dump_stacks, write_reason
-from jaxtrain.buckets import BucketPath, BucketRefused, Place, require
+from jaxtrain.buckets import BucketPath, BucketRefusedError, Place, require
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import METRICS_FILE
 from jaxtrain.peers import Alone, Cluster, ClusterError, Flags, Listeners, Peers, rendezvous
@@ -117,7 +117,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
 def _take(workdir: Place, say: Say) -> RunLock:
     try:
         return RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
-    except BucketRefused as error:
+    except BucketRefusedError as error:
         raise UserError(f"--workdir {workdir}: {error}") from error
 
 

@@ -105,6 +105,6 @@ def _entries(root: Place) -> list[Place]:
         return []
 
 
-def _is_step(path: Path) -> bool:
+def _is_step(path: Place) -> bool:
     # As this package writes it: another name of the same number is somebody else's.
     return path.name.isascii() and path.name.isdigit() and str(int(path.name)) == path.name
