@@ -178,6 +178,11 @@ class BucketPath:
             if not missing_ok:
                 raise
 
+    def remove_tree(self) -> None:
+        """Deletes all objects below this folder; also where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            _ask(self, lambda files: files.rm(self.address, recursive=True))
+
     def copy_to(self, other: "BucketPath") -> None:
         """Copies the object within the storage, without a way through this machine."""
         _ask(self, lambda files: files.cp_file(self.address, other.address))
@@ -207,10 +212,11 @@ def place(name: str | Path | BucketPath) -> Place:
         assert not isinstance(name, BucketPath)
         return Path(name)
     bucket, rest = found["bucket"], PurePosixPath(found["rest"])
-    if not bucket or "@" in bucket or ".." in (bucket, *rest.parts):
+    # gcsfs would take stars, question marks and brackets for a pattern.
+    if not bucket or "@" in bucket or ".." in (bucket, *rest.parts) or re.search(r"[*?\[]", text):
         raise UserError(
-            f"{re.sub('//.*@', '//...@', text)}: write gs://BUCKET/FOLDER, without '..' and "
-            "without credentials"
+            f"{re.sub('//.*@', '//...@', text)}: write gs://BUCKET/FOLDER, without '..', '*', '?' "
+            "and '[', and without credentials"
         )
     return BucketPath(f"{SCHEME}{bucket}/{rest}" if rest.parts else f"{SCHEME}{bucket}")
 
@@ -303,7 +309,7 @@ def _translated(path: BucketPath) -> Iterator[None]:
                 f"({detail}); log in with 'gcloud auth application-default login', or ask for the "
                 "role Storage Object User"
             ) from error
-        raise BucketError(f"{path} did not answer ({detail})") from error
+        raise BucketError(f"{path.address} did not answer ({detail})") from error
 
 
 def _library_errors() -> tuple[type[Exception], ...]:

@@ -112,6 +112,7 @@ def train(arguments: argparse.Namespace) -> int:
                 attempt.goodput.record(trainer.steps_done, finished=True)
                 account = attempt.goodput.account()
                 account.show(console)
+                assert attempt.folder is not None
                 account.draw(attempt.folder.local / run.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config)
             console.print(f"To go on: {command}", soft_wrap=True, markup=False)

@@ -7,7 +7,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from jaxtrain.buckets import BucketPath, Place, in_threads
+from jaxtrain.buckets import BucketPath, Place
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -58,7 +58,7 @@ def create(file: Place, content: bytes) -> None:
 def remove_tree(folder: Place) -> None:
     """Deletes a folder and all in it."""
     if isinstance(folder, BucketPath):
-        in_threads(lambda row: (folder / row.name).unlink(missing_ok=True), folder.stored())
+        folder.remove_tree()
     else:
         shutil.rmtree(folder)
 

@@ -81,7 +81,9 @@ def test_an_address_has_one_form(name, address):
     assert place(place(name)) == place(address)
 
 
-@pytest.mark.parametrize("name", ["gs://", "gs://b/../c", "gs://../b", "gs://me:secret@b/x"])
+@pytest.mark.parametrize(
+    "name", ["gs://", "gs://b/../c", "gs://../b", "gs://me:secret@b/x", "gs://b/*"]
+)
 def test_an_address_that_is_none_is_refused(name):
     with pytest.raises(UserError, match="write gs://BUCKET/FOLDER") as refused:
         place(name)

@@ -116,7 +116,7 @@ class Sealer:
         self._sweep()
         self._failures += 1
         self._unsaved = CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self._folder} ({detail})"
+            f"the checkpoint of step {step} could not be written to {self._folder} ({detail}); "
             f"{self._room()}"
         )
         self._unsaved.__cause__ = error
@@ -202,8 +202,8 @@ class Sealer:
 
     def _room(self) -> str:
         if isinstance(self._folder, BucketPath):
-            return ""
-        return f"; {shutil.disk_usage(self._folder).free:,} bytes are free there"
+            return "those before it are whole"
+        return f"{shutil.disk_usage(self._folder).free:,} bytes are free there"
 
     def _sweep(self) -> None:
         if jax.process_index() != 0:
