@@ -123,11 +123,11 @@ class RunFolder:
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """When each file was last written, and its size; those on their way to a name are left out."""
+    """When each file was last written, and its size; left out: empty ones, and half of one."""
     found = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
-            if path.is_file() and not path.name.startswith("."):
+            if path.is_file() and stat.st_size and not path.name.startswith("."):
                 found[path] = stat.st_mtime_ns, stat.st_size
     return found

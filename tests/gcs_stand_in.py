@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from email.parser import BytesParser
@@ -54,8 +55,7 @@ class GcsStandIn:
         self.generations = itertools.count(1)
         self.uploads: dict[str, tuple[str, str, dict[str, str], bytes]] = {}
         handler = type("Handler", (_Handler,), {"store": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -100,6 +100,16 @@ def serving() -> Iterator[GcsStandIn]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+class _Server(ThreadingHTTPServer):
+    """Says nothing of clients that no longer wait for an answer."""
+
+    daemon_threads = True
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -50,7 +50,7 @@ def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
         (root / "a" / "x.txt").write_bytes(b"one")
         (root / "a" / "b").mkdir(parents=True, exist_ok=True)
         (root / "a" / "b" / "y").write_bytes(b"")
-        (root / "a" / "x.txt").write_bytes(b"two\n--==0==--\n")
+        (root / "a" / "x.txt").write_bytes(b"two\n\n--\r\n")
         (root / "gone").unlink(missing_ok=True)
         yield [path.name for path in sorted((root / "a").iterdir())]
         for path in (root, root / "a", root / "a" / "x.txt", root / "a" / "b" / "y", root / "a/x"):

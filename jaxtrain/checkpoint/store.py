@@ -97,9 +97,8 @@ class Checkpoints:
           may_write: called before leftovers are removed and before each save, and on process 0
             again before the save counts as done, then in another thread; raises or exits where
             another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
-          before_seal: called on process 0 before each save counts as done, in another thread:
-            brings to the run's folder what belongs there with the checkpoint. Where it raises
-            OSError the save has failed.
+          before_seal: then called, in that thread: brings into the run's folder what belongs with
+            the checkpoint. Where it raises OSError the save has failed.
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -192,11 +191,10 @@ class Checkpoints:
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
 
-        Returns when the arrays have been copied to host memory, so that the next step may be given
-        (donated) their buffers; the disk is written behind the next steps' back. A save that is
-        still being written is waited for first. Where it failed, its remains are removed and the
-        failure is reported; the run goes on and saves again when it next should. A step that is
-        already there is left as it is: the same run at the same step has the same state.
+        Returns when the arrays are in host memory, so that the next step may be given (donated)
+        their buffers; the disk is written behind the next steps' back. A save still being written
+        is waited for first. Where it failed, its remains are removed and it is reported; the run
+        goes on and saves again when it next should. A step that is already there stays as it is.
 
         Args:
           step: number of optimizer steps done.
@@ -208,24 +206,22 @@ class Checkpoints:
         """
         assert not self._read_only, "opened read-only"
         self._sealer.settle()
-        last = None
+        last = away = None
         try:
             steps = self.steps()
-            last = max(steps, default=None)
             if step in steps:
                 return
+            last = max(steps, default=None)
             self._may_write()
         except BucketError as error:
-            # It does not answer now: writing finds out whether it does in the end.
-            self._report(f"{error}; the checkpoint of step {step} is tried all the same")
+            away = error
         self._bad.discard(step)
         self._intact.discard(step)
-        # Serialised here: an unserialisable value is found before anything is written, and a dict
-        # that the caller goes on changing does not reach the writing thread.
+        # Found here where it is not serialisable, and not reached by what the caller changes later.
         extra = json.loads(json.dumps(extra))
         names, leaves, _ = flatten(state)
-        arrays = dict(zip(names, leaves, strict=True))
         self._sealer.warn_of_little_space(last)
+        arrays = dict(zip(names, leaves, strict=True))
         found = fingerprints(arrays)
         summaries = {
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
@@ -237,6 +233,8 @@ class Checkpoints:
         written = self._writer.wait_until_finished
         self._sealer.begin()
         try:
+            if away is not None:  # what is there already would be overwritten
+                raise away
             self._writer.save(str(self._path(step)), args=items, force=True)
         except UNWRITTEN as error:
             written = functools.partial(_raise, error)
@@ -309,8 +307,10 @@ class Checkpoints:
         """
         self._check_described(step, lambda name: "/d/" not in name)
         with Reading(self._path(step), step):
-            metadata = self._reader.metadata(str(self._path(step) / _STATE))
-            return {name: stored_leaf(leaf) for name, leaf in metadata.tree.items()}
+            found: Any = self._reader.metadata(str(self._path(step) / _STATE)).item_metadata
+            if found is None:
+                raise ValueError("Orbax cannot read its metadata, and says why in its log")
+            return {name: stored_leaf(leaf) for name, leaf in found.tree.items()}
 
     def verify(self, step: int) -> None:
         """Reads all of `step`: every file, then every array, one after the other onto one device.
