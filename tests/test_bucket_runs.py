@@ -1,19 +1,24 @@
 """Runs whose folder is in a bucket: the real gcsfs and TensorStore talk to a stand-in of it."""
 
+import collections
 import contextlib
 import io
 import json
+import re
+import shlex
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from cluster import start_processes
 from gcs_stand_in import GcsStandIn, serving
 
-from jaxtrain import Trainer, load_config
+from jaxtrain import Trainer, load_config, options
 from jaxtrain.__main__ import main
+from jaxtrain.attempts import supervise
 from jaxtrain.buckets import place
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, manifest, retention
+from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints, manifest, retention
 
 pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")
 
@@ -76,6 +81,21 @@ def in_bucket(gcs, tiny_config, local):
     at_two = gcs.names("runs", "first/checkpoints/2/")
     told = train(tiny_config, "gs://runs/first", *source)
     return "gs://runs/first", at_two, told
+
+
+def test_the_commands_of_the_page_are_commands():
+    page = (Path(__file__).parent.parent / "docs" / "buckets.md").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.S)
+    whole = options.parser(collections.defaultdict(lambda: lambda _: 0))
+    commands = [shlex.split(line) for line in block.splitlines()]
+    commands = [words[1:] for words in commands if words[0] == "jaxtrain"]
+    assert len(commands) >= 4
+    for words in commands:
+        words = supervise.parse(words[1:]).train if words[0] == "supervise" else words
+        found = whole.parse_args(words)
+        assert found.workdir.startswith("gs://")
+        if words[0] == "train":
+            load_config(found.config, bindings=found.gin_bindings)
 
 
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(gcs, local, in_bucket):
@@ -198,3 +218,25 @@ def test_a_trainer_of_its_own_keeps_its_run_in_a_bucket(gcs, local):
     assert [line["step"] for line in found] == [1, 2, 2]
     trainer.close()
     assert {"run/config.gin", "run/loss.png"} <= set(gcs.names("notebook"))
+
+
+def test_two_processes_write_one_run_into_a_bucket(gcs, tiny_config, tmp_path):
+    gcs.buckets["pair"] = {}
+    mesh = ["Mesh.data = 1", "Mesh.fsdp = 2", "Mesh.tensor = 1", "Train.steps = 2"]
+    words = ["train", str(tiny_config), "--workdir", "gs://pair/run"]
+    words += ["--coordinator", "{coordinator}", "--num-processes", "{count}"]
+    words += ["--process-id", "{process}", *(word for one in mesh for word in ("-b", one))]
+    environment = gcs.environment()
+    with start_processes(2, words, folder=tmp_path, environment=environment) as processes:
+        for process in processes:
+            assert process.end() == 0, process.log()
+    names = gcs.names("pair", "run/checkpoints/2/")
+    assert {name.split("/")[4] for name in names if "ocdbt.process" in name} == {
+        "ocdbt.process_0",
+        "ocdbt.process_1",
+    }
+    checkpoints = Checkpoints(place("gs://pair/run"), Checkpoint(), read_only=True)
+    assert checkpoints.steps() == [2]
+    checkpoints.verify(2)
+    checkpoints.close()
+    assert [line["step"] for line in lines(gcs.read("pair", "run/metrics.jsonl"))] == [1, 2, 2]
