@@ -22,6 +22,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 # What gcsfs, TensorStore, array_record and Google's own client look for.
 HOSTS = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "CLOUD_STORAGE_EMULATOR_ENDPOINT")
 
+# Asks Google's own machines over gRPC what kind of bucket it is. Read when gcsfs is imported.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
 
 @dataclasses.dataclass(frozen=True)
 class Object:
@@ -43,7 +46,7 @@ class GcsStandIn:
 
     SETTINGS = {
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "a token",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks Google over gRPC
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         "NO_GCE_CHECK": "true",
     }
 

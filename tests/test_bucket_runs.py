@@ -240,3 +240,11 @@ def test_two_processes_write_one_run_into_a_bucket(gcs, tiny_config, tmp_path):
     checkpoints.verify(2)
     checkpoints.close()
     assert [line["step"] for line in lines(gcs.read("pair", "run/metrics.jsonl"))] == [1, 2, 2]
+
+
+def test_a_refused_run_leaves_nothing_in_its_bucket(gcs, tiny_config, capsys):
+    gcs.buckets["none"] = {}
+    wrong = ["-b", "TextData.source = '/nowhere/text'"]
+    assert main(["train", str(tiny_config), "--workdir", "gs://none/run", *wrong]) == 2
+    assert "/nowhere/text" in capsys.readouterr().err
+    assert gcs.names("none") == []

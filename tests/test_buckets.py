@@ -34,8 +34,8 @@ def gcs():
 
 @pytest.fixture(autouse=True)
 def _fresh(gcs):
-    """An empty bucket `b`, where everything is permitted."""
-    gcs.buckets["b"] = {}
+    """An empty bucket `box`, where everything is permitted."""
+    gcs.buckets["box"] = {}
     gcs.requests.clear()
     yield
     gcs.refuse = lambda *_: None
@@ -50,7 +50,7 @@ def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
         (root / "a" / "x.txt").write_bytes(b"one")
         (root / "a" / "b").mkdir(parents=True, exist_ok=True)
         (root / "a" / "b" / "y").write_bytes(b"")
-        (root / "a" / "x.txt").write_bytes(b"two\n\n--\r\n")
+        (root / "a" / "x.txt").write_bytes(b"two\n\n--\n")
         (root / "gone").unlink(missing_ok=True)
         yield [path.name for path in sorted((root / "a").iterdir())]
         for path in (root, root / "a", root / "a" / "x.txt", root / "a" / "b" / "y", root / "a/x"):
@@ -64,16 +64,16 @@ def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
             with pytest.raises(FileNotFoundError):
                 mistake()
 
-    assert list(story(place("gs://b/run"))) == list(story(tmp_path))
+    assert list(story(place("gs://box/run"))) == list(story(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("name", "address"),
     [
-        ("gs://b", "gs://b"),
-        ("gs://b/", "gs://b"),
-        ("gs:/b/run", "gs://b/run"),  # what pathlib makes of it
-        ("gs://b//run/./x/", "gs://b/run/x"),
+        ("gs://box", "gs://box"),
+        ("gs://box/", "gs://box"),
+        ("gs:/box/run", "gs://box/run"),  # what pathlib makes of it
+        ("gs://box//run/./x/", "gs://box/run/x"),
     ],
 )
 def test_an_address_has_one_form(name, address):
@@ -82,7 +82,7 @@ def test_an_address_has_one_form(name, address):
 
 
 @pytest.mark.parametrize(
-    "name", ["gs://", "gs://b/../c", "gs://../b", "gs://me:secret@b/x", "gs://b/*"]
+    "name", ["gs://", "gs://box/../c", "gs://../b", "gs://me:secret@b/x", "gs://box/*"]
 )
 def test_an_address_that_is_none_is_refused(name):
     with pytest.raises(UserError, match="write gs://BUCKET/FOLDER") as refused:
@@ -97,11 +97,11 @@ def test_other_storages_are_refused():
 
 @pytest.mark.parametrize("name", ["../out.txt", "a/../../out.txt", "a//b.txt", "./c.txt"])
 def test_names_that_lead_out_are_refused_wherever_they_are_listed(gcs, name):
-    gcs.put("b", f"text/{name}", b"text")
+    gcs.put("box", f"text/{name}", b"text")
     with pytest.raises(UserError, match="holds an object called"):
-        place("gs://b/text").stored()
+        place("gs://box/text").stored()
     with pytest.raises(UserError, match="holds an object called"):
-        TextData(source="gs://b/text").open(seed=0)
+        TextData(source="gs://box/text").open(seed=0)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ def test_text_from_a_bucket_is_the_text_on_a_disk(gcs, tmp_path):
         file = tmp_path / "corpus" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-        gcs.put("b", f"corpus/{name}", text.encode())
-    gcs.put("b", "corpus/empty/", b"")  # what some tools leave for a folder
+        gcs.put("box", f"corpus/{name}", text.encode())
+    gcs.put("box", "corpus/empty/", b"")  # what some tools leave for a folder
     settings = {"sequence_length": 8, "heldout_fraction": 0.4}
     for source in ("corpus", "corpus/a.txt"):
         here = TextData(source=str(tmp_path / source), **settings).open(seed=0)
-        there = TextData(source=f"gs://b/{source}", **settings).open(seed=0)
+        there = TextData(source=f"gs://box/{source}", **settings).open(seed=0)
         assert here.digest == there.digest
         assert here.facts["documents"] == there.facts["documents"]
 
@@ -134,9 +134,9 @@ def test_a_tokenizer_from_a_bucket_is_that_of_the_file(gcs, tmp_path):
 
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, "?"))
     made.save(str(tmp_path / "t.json"))
-    gcs.put("b", "t.json", (tmp_path / "t.json").read_bytes())
+    gcs.put("box", "t.json", (tmp_path / "t.json").read_bytes())
     here = TextData(tokenizer=str(tmp_path / "t.json")).open_tokenizer()
-    assert TextData(tokenizer="gs://b/t.json").open_tokenizer().digest == here.digest
+    assert TextData(tokenizer="gs://box/t.json").open_tokenizer().digest == here.digest
 
 
 def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
@@ -145,10 +145,10 @@ def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (4, 4), number * 20).save(file)
         name = file.relative_to(tmp_path).as_posix()
-        gcs.put("b", name, file.read_bytes())
+        gcs.put("box", name, file.read_bytes())
     settings = {"image_size": 4, "num_classes": 2, "heldout_fraction": 0.5}
     here = ImageData(source=str(tmp_path / "images"), **settings).open(seed=0)
-    there = ImageData(source="gs://b/images", **settings).open(seed=0)
+    there = ImageData(source="gs://box/images", **settings).open(seed=0)
     assert here.digest == there.digest
     for index in range(len(here.train)):
         mine, its = (found.train.example(index, None) for found in (here, there))
@@ -161,10 +161,10 @@ def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
 def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa: F811
     for file in place(data_dir).rglob("*"):
         if file.is_file():
-            gcs.put("b", f"tfds/{file.relative_to(data_dir).as_posix()}", file.read_bytes())
+            gcs.put("box", f"tfds/{file.relative_to(data_dir).as_posix()}", file.read_bytes())
     settings = {"source": "tfds:tiny_text", "sequence_length": 8, "heldout_fraction": 0.25}
     here = TextData(data_dir=data_dir, **settings).open(seed=0)
-    there = TextData(data_dir="gs://b/tfds", **settings).open(seed=0)
+    there = TextData(data_dir="gs://box/tfds", **settings).open(seed=0)
     assert here.digest == there.digest
     assert documents(there.train)
 
@@ -176,14 +176,18 @@ def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa
     ("source", "status", "sentence"),
     [
         ("gs://nowhere/x", None, r"TextData.source = gs://nowhere/x: there is no bucket 'nowhere'"),
-        ("gs://b/corpsu", None, r"'gs://b/corpsu': the bucket has no such .*'gs://b/corpus'\?"),
-        ("gs://b/x", 403, "TextData.source = gs://b/x: the bucket 'b' does not permit it"),
-        ("gs://b/x", 401, "gcloud auth application-default login"),
-        ("s3://b/x", None, r"TextData.source = 's3://b/x': .*gs:// is known"),
+        (
+            "gs://box/corpsu",
+            None,
+            r"'gs://box/corpsu': the bucket has no such .*'gs://box/corpus'\?",
+        ),
+        ("gs://box/x", 403, "TextData.source = gs://box/x: the bucket 'box' does not permit it"),
+        ("gs://box/x", 401, "gcloud auth application-default login"),
+        ("s3://box/x", None, r"TextData.source = 's3://box/x': .*gs:// is known"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused_in_a_sentence(gcs, source, status, sentence):
-    gcs.put("b", "corpus/a.txt", b"text")
+    gcs.put("box", "corpus/a.txt", b"text")
     gcs.refuse = lambda *_: status
     with pytest.raises(UserError, match=sentence) as refused:
         existing_path("TextData.source", source)
@@ -207,7 +211,7 @@ def test_a_source_that_cannot_be_read_is_refused_in_a_sentence(gcs, source, stat
 )
 def test_a_run_in_a_bucket_that_cannot_be_is_refused(gcs, command, status, sentence, capsys):
     gcs.refuse = lambda *_: status
-    bucket = "nowhere" if status is None else "b"
+    bucket = "nowhere" if status is None else "box"
     assert main([*command, "--workdir", f"gs://{bucket}/run"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"jaxtrain: --workdir gs://{bucket}/run: ")
@@ -217,9 +221,9 @@ def test_a_run_in_a_bucket_that_cannot_be_is_refused(gcs, command, status, sente
 
 def test_a_bucket_that_may_be_read_but_not_written_is_refused_before_anything_begins(gcs, capsys):
     gcs.refuse = lambda method, *_: 403 if method != "GET" else None
-    assert main(["train", "gpt_quickstart", "--workdir", "gs://b/run"]) == 2
+    assert main(["train", "gpt_quickstart", "--workdir", "gs://box/run"]) == 2
     assert "Storage Object User" in capsys.readouterr().err
-    assert gcs.names("b") == []
+    assert gcs.names("box") == []
 
 
 def test_without_the_extra_a_bucket_is_refused_and_the_doctor_says_how_to_get_it(
@@ -227,7 +231,7 @@ def test_without_the_extra_a_bucket_is_refused_and_the_doctor_says_how_to_get_it
 ):
     buckets._files.cache_clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    assert main(["eval", "--workdir", "gs://b/run"]) == 2
+    assert main(["eval", "--workdir", "gs://box/run"]) == 2
     assert "pip install 'jaxtrain[gcs]'" in capsys.readouterr().err
     buckets._files.cache_clear()
 
@@ -235,7 +239,7 @@ def test_without_the_extra_a_bucket_is_refused_and_the_doctor_says_how_to_get_it
 def test_a_bucket_that_is_away_is_no_mistake_of_the_users(gcs):
     gcs.refuse = lambda *_: 418  # nothing that is asked again
     with pytest.raises(BucketError, match="did not answer"):
-        buckets.require("--workdir", place("gs://b/run"))
+        buckets.require("--workdir", place("gs://box/run"))
 
 
 # -- locks -----------------------------------------------------------------------------------------
@@ -249,7 +253,7 @@ def claim(host: str, machine: str = "another machine") -> Claim:
 
 
 def test_of_many_who_take_an_attempt_at_once_one_has_it():
-    workdir = place("gs://b/run")
+    workdir = place("gs://box/run")
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         won = list(threads.map(lambda n: records.take(workdir, 1, claim(f"host{n}")), range(16)))
     assert sum(won) == 1
@@ -257,19 +261,21 @@ def test_of_many_who_take_an_attempt_at_once_one_has_it():
 
 
 def test_the_lock_in_a_bucket_shows_itself_and_is_given_back(gcs):
-    with RunLock.acquire("gs://b/run", beat_seconds=0.02) as held:
+    with RunLock.acquire("gs://box/run", beat_seconds=0.02) as held:
         assert held.attempt == 1
-        with pytest.raises(UserError, match="--workdir gs://b/run: attempt 1, process .* is writ"):
-            RunLock.acquire("gs://b/run")
+        with pytest.raises(
+            UserError, match="--workdir gs://box/run: attempt 1, process .* is writ"
+        ):
+            RunLock.acquire("gs://box/run")
         first = lock._beat(held.workdir, 1)
         while lock._beat(held.workdir, 1) == first:
             pass
-    assert gcs.names("b") == ["run/attempts/1.json"]
-    assert RunLock.acquire("gs://b/run").attempt == 2
+    assert gcs.names("box") == ["run/attempts/1.json"]
+    assert RunLock.acquire("gs://box/run").attempt == 2
 
 
 def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
-    workdir = place("gs://b/run")
+    workdir = place("gs://box/run")
     assert records.take(workdir, 1, claim("elsewhere"))
     frozen = RunLock(workdir, 1)
     frozen.check()
@@ -280,7 +286,7 @@ def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
         with pytest.raises(Superseded, match="attempt 2 took it over"):
             frozen.check()
         # What the frozen one wrote into lock.json as it woke is put right by the next beat.
-        gcs.put("b", "run/lock.json", json.dumps({"attempt": 1}).encode())
+        gcs.put("box", "run/lock.json", json.dumps({"attempt": 1}).encode())
         while records.attempt_in(records.read(workdir / "lock.json")) != 2:
             pass
         assert records.newest_attempt(workdir) == 2
@@ -290,8 +296,8 @@ def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
 
 
 def test_what_changed_is_pushed_and_nothing_else(gcs):
-    gcs.put("b", "run/metrics.jsonl", b"1\n")
-    folder = RunFolder(place("gs://b/run"), pull=["metrics.jsonl", "goodput.json"])
+    gcs.put("box", "run/metrics.jsonl", b"1\n")
+    folder = RunFolder(place("gs://box/run"), pull=["metrics.jsonl", "goodput.json"])
     with (folder.local / "metrics.jsonl").open("a") as file:
         gcs.requests.clear()
         folder.push()
@@ -302,19 +308,19 @@ def test_what_changed_is_pushed_and_nothing_else(gcs):
         (folder.local / "tensorboard" / "events").write_bytes(b"e")
         (folder.local / ".half.tmp").write_bytes(b"half")
         folder.push()
-    assert gcs.names("b") == ["run/metrics.jsonl", "run/tensorboard/events"]
-    assert gcs.read("b", "run/metrics.jsonl") == b"1\n2\n"
+    assert gcs.names("box") == ["run/metrics.jsonl", "run/tensorboard/events"]
+    assert gcs.read("box", "run/metrics.jsonl") == b"1\n2\n"
     (folder.local / "loss.png").write_bytes(b"png")
     gcs.requests.clear()
     folder.close()
     assert [method for method, *_ in gcs.requests] == ["POST"]
-    assert "run/loss.png" in gcs.names("b")
+    assert "run/loss.png" in gcs.names("box")
     assert not folder.local.exists()
 
 
 def test_what_cannot_be_pushed_stays_on_this_machine_and_people_are_told(gcs):
     told = []
-    folder = RunFolder(place("gs://b/run"), report=told.append)
+    folder = RunFolder(place("gs://box/run"), report=told.append)
     (folder.local / "metrics.jsonl").write_text("1\n")
     gcs.refuse = lambda *_: 403
     with pytest.raises(BucketRefusedError):
@@ -326,13 +332,13 @@ def test_what_cannot_be_pushed_stays_on_this_machine_and_people_are_told(gcs):
 
 def test_an_attempt_that_was_superseded_pushes_nothing(gcs):
     def superseded():
-        raise Superseded(place("gs://b/run"), 1, 2)
+        raise Superseded(place("gs://box/run"), 1, 2)
 
-    folder = RunFolder(place("gs://b/run"), may_write=superseded)
+    folder = RunFolder(place("gs://box/run"), may_write=superseded)
     (folder.local / "metrics.jsonl").write_text("old\n")
     with pytest.raises(Superseded):
         folder.push()
-    assert gcs.names("b") == []
+    assert gcs.names("box") == []
 
 
 # -- supervisor ------------------------------------------------------------------------------------
@@ -341,7 +347,7 @@ COMMAND = """
 import json, os, sys
 from jaxtrain.attempts.lock import RunLock
 from jaxtrain.attempts.records import write_exit
-lock = RunLock.acquire("gs://b/run", say=print)
+lock = RunLock.acquire("gs://box/run", say=print)
 step = 10 * lock.attempt
 (lock.workdir / "checkpoints" / str(step) / "manifest.json").write_bytes(b"{}")
 if lock.attempt < 3:
@@ -353,13 +359,13 @@ lock.release()
 
 def test_a_supervisor_follows_a_run_in_a_bucket(gcs):
     said = []
-    settings = Supervision(max_restarts_without_progress=0, backoff_seconds=0.0)
+    settings = Supervision(max_restarts_without_progress=1, backoff_seconds=0.0)
     command = [sys.executable, "-c", COMMAND]
-    assert supervise(command, "gs://b/run", settings=settings, say=said.append) == 0
+    assert supervise(command, "gs://box/run", settings=settings, say=said.append) == 0
     assert [line.partition(";")[0] for line in said] == [
         "attempt 1: ended with status 9 (newest checkpoint: step 10)",
         "attempt 2: ended with status 9 (newest checkpoint: step 20)",
     ]
-    first = json.loads(gcs.read("b", "run/attempts/1.json"))
+    first = json.loads(gcs.read("box", "run/attempts/1.json"))
     assert (first["status"], first["step_before"], first["step_after"]) == (9, None, 10)
-    assert json.loads(gcs.read("b", "run/exit.json"))["status"] == "done"
+    assert json.loads(gcs.read("box", "run/exit.json"))["status"] == "done"
