@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -301,7 +302,8 @@ def _translated(path: BucketPath) -> Iterator[None]:
         yield
     except (FileNotFoundError, FileExistsError, UserError):
         raise
-    except _library_errors() as error:
+    # RuntimeError and the others: what gcsfs makes of odd answers.
+    except (OSError, ValueError, RuntimeError, KeyError, *library_errors()) as error:
         detail = " ".join(str(error).split())[:300] or type(error).__name__
         if str(error).startswith("Forbidden") or _code(error) in (401, 403):
             raise BucketRefusedError(
@@ -312,8 +314,10 @@ def _translated(path: BucketPath) -> Iterator[None]:
         raise BucketError(f"{path.address} did not answer ({detail})") from error
 
 
-def _library_errors() -> tuple[type[Exception], ...]:
-    """What gcsfs and those below it raise; only asked for once gcsfs is there."""
+def library_errors() -> tuple[type[Exception], ...]:
+    """What gcsfs and those below it raise besides OSError; none while it is not loaded."""
+    if "gcsfs" not in sys.modules:
+        return ()
     classes = [
         ("gcsfs.retry", "HttpError"),
         ("gcsfs.retry", "ChecksumError"),
@@ -321,9 +325,7 @@ def _library_errors() -> tuple[type[Exception], ...]:
         ("aiohttp", "ClientError"),
         ("google.auth.exceptions", "GoogleAuthError"),
     ]
-    found = (getattr(importlib.import_module(module), name) for module, name in classes)
-    # OSError: requests' errors, and status 403. The others: what it makes of odd answers.
-    return (OSError, ValueError, RuntimeError, KeyError, *found)
+    return tuple(getattr(importlib.import_module(module), name) for module, name in classes)
 
 
 def _code(error: Exception) -> int | None:

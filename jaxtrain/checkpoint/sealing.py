@@ -8,7 +8,7 @@ from typing import Protocol
 
 import jax
 
-from jaxtrain.buckets import BucketError, BucketPath, Place
+from jaxtrain.buckets import BucketError, BucketPath, Place, library_errors
 from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf
 from jaxtrain.errors import UserError
@@ -19,6 +19,7 @@ _BARRIERS_OF_WRITER = 2  # of one save: all have written; process 0 has renamed
 # What Orbax raises when something cannot be written (a full disk: ValueError with TensorStore's
 # RESOURCE_EXHAUSTED), and the coordination service when another process stays away.
 UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
+_MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written beside the arrays
 _serial = itertools.count()  # of saves: all processes count alike, and no barrier's name repeats
 
 
@@ -26,6 +27,30 @@ class Barrier(Protocol):
     """Returns when all processes have come to `key`; raises JaxRuntimeError when time is up."""
 
     def __call__(self, *, key: str, timeout_ms: int) -> None: ...
+
+
+def unwritten() -> tuple[type[BaseException], ...]:
+    """UNWRITTEN, and what a bucket's libraries raise, under Orbax too."""
+    return (*UNWRITTEN, *library_errors())
+
+
+def exhaust(wait: Callable[[], None], first: BaseException | None = None) -> None:
+    """Waits for a writer until it has nothing more to complain about, and raises the first of it.
+
+    What was left over would be taken for a failure of the next save.
+
+    Args:
+      wait: returns when all is written, or raises one thing that went wrong.
+      first: what went wrong before.
+    """
+    for _ in range(_MOST_COMPLAINTS):
+        try:
+            wait()
+            break
+        except unwritten() as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class Sealer:
@@ -177,12 +202,12 @@ class Sealer:
     def _seal(self, step: int, leaves: dict[str, Leaf]) -> None:
         try:
             self._may_write()
+            self._before_seal()
         except OSError:
             raise  # a folder that is away for now
         except BaseException as error:
             self._fenced = error
             raise
-        self._before_seal()
         manifest.seal(self._folder / str(step), step, leaves)
         steps = retention.sealed_steps(self._folder)
         for old in retention.expired(steps, keep=self._keep, keep_every=self._keep_every):
@@ -223,4 +248,4 @@ def _is_unwritten(error: BaseException) -> bool:
     """Whether the disk or another process is to blame, so that the next save may succeed."""
     if isinstance(error, UserError):
         return False
-    return type(error) is Exception or isinstance(error, UNWRITTEN)
+    return type(error) is Exception or isinstance(error, unwritten())

@@ -25,7 +25,7 @@ from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.fingerprint import fingerprints
 from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf, Reading, damaged
-from jaxtrain.checkpoint.sealing import UNWRITTEN, WRITE_SECONDS, Sealer
+from jaxtrain.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
 
@@ -230,14 +230,14 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays), extra=ocp.args.JsonSave(extra)
         )
-        written = self._writer.wait_until_finished
+        written = functools.partial(exhaust, self._writer.wait_until_finished)
         self._sealer.begin()
         try:
             if away is not None:  # what is there already would be overwritten
                 raise away
             self._writer.save(str(self._path(step)), args=items, force=True)
-        except UNWRITTEN as error:
-            written = functools.partial(_raise, error)
+        except unwritten() as error:
+            written = functools.partial(exhaust, self._writer.wait_until_finished, error)
         self._sealer.follow(step, written, summaries)
         if not self._settings.asynchronous:
             self._sealer.settle()
@@ -394,7 +394,3 @@ def _from_all(flag: bool) -> np.ndarray:
 def _barrier(*, key: str, timeout_ms: int) -> None:
     # Through the coordination service: it may be waited for in any thread.
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
-def _raise(error: Exception) -> None:
-    raise error
