@@ -55,7 +55,7 @@ class RunFolder:
         self._pushed: dict[Path, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._pushing: Future[None] | None = None
+        self._pushing: Future[bool] | None = None
         if not isinstance(workdir, BucketPath):
             self.local = workdir
             return

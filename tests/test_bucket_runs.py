@@ -78,10 +78,18 @@ def in_bucket(gcs, tiny_config, local):
     put_folder(gcs, tiny_config.parent, "data", "corpus")
     gcs.buckets["runs"] = {}
     source = ["-b", "TextData.source = 'gs://data/corpus'"]
+    there_when_sealed = {}
+
+    def note(method, bucket, name):
+        if method == "POST" and name.endswith("manifest.json"):
+            found = lines(gcs.read(bucket, "first/metrics.jsonl"))
+            there_when_sealed[name.split("/")[2]] = [line["step"] for line in found]
+
+    gcs.refuse = note
     train(tiny_config, "gs://runs/first", *source, "-b", "Train.steps = 2")
     at_two = gcs.names("runs", "first/checkpoints/2/")
     told = train(tiny_config, "gs://runs/first", *source)
-    return "gs://runs/first", at_two, told
+    return "gs://runs/first", at_two, told, there_when_sealed
 
 
 def test_the_commands_of_the_page_are_commands():
@@ -100,7 +108,7 @@ def test_the_commands_of_the_page_are_commands():
 
 
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(gcs, local, in_bucket):
-    name, at_two, told = in_bucket
+    name, at_two, told, _ = in_bucket
     assert "Going on from the checkpoint of step 2 in gs://runs/first" in told
     assert lines(gcs.read("runs", "first/metrics.jsonl")) == lines(
         (local / "metrics.jsonl").read_bytes()
@@ -113,6 +121,10 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(gcs, local, in_bucket):
     assert here.steps_done == there.steps_done == 4
     for mine, its in zip(arrays(here.state), arrays(there.state), strict=True):
         np.testing.assert_array_equal(mine, its)
+
+
+def test_a_checkpoint_is_not_there_before_its_metrics(in_bucket):
+    assert in_bucket[-1] == {"2": [1, 2, 2], "4": [1, 2, 2, 3, 4, 4]}
 
 
 def test_a_run_leaves_the_files_of_the_contract_in_its_bucket(gcs, in_bucket):

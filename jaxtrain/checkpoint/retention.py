@@ -46,7 +46,7 @@ def put_aside(root: Place, step: int) -> Place:
         aside = root / f"{_DAMAGED}{step}-{count}"
     folder = root / str(step)
     if not isinstance(folder, BucketPath):
-        folder.rename(aside)
+        folder.rename(folder.with_name(aside.name))
         return aside
     # A bucket renames nothing: copied, within the storage, and deleted. A kill while it is copied
     # leaves the checkpoint, to be found damaged again; one while it is deleted leaves the copy.

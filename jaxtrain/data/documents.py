@@ -36,7 +36,7 @@ def read_folder(root: Place) -> Iterator[str]:
       UserError: a link leads out of the folder (see `walk_files`), or a file is not UTF-8.
     """
     files = walk_files(root, "TextData.source")
-    paths = [path for path, _ in files if path.suffix.lower() in TEXT_SUFFIXES]
+    paths = [path for path, *_ in files if path.suffix.lower() in TEXT_SUFFIXES]
     if isinstance(root, BucketPath):
         return iter(in_threads(_decode, paths))
     return map(_decode, paths)

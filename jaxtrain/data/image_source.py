@@ -63,9 +63,8 @@ class ArrayImages:
 class FileImages:
     """Image files; the digest covers their names and sizes, for reading them all takes too long."""
 
-    root: Place
     paths: tuple[Place, ...]
-    bytes: tuple[int, ...]
+    names_and_sizes: tuple[str, ...]
     of_class: np.ndarray
 
     def __len__(self) -> int:
@@ -80,11 +79,7 @@ class FileImages:
         return self.of_class
 
     def content(self) -> list[bytes | np.ndarray]:
-        rows = [
-            f"{path.relative_to(self.root).as_posix()}\0{size}"
-            for path, size in zip(self.paths, self.bytes, strict=True)
-        ]
-        return ["\n".join(rows).encode("utf-8")]
+        return ["\n".join(self.names_and_sizes).encode("utf-8")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,15 +205,14 @@ def folder(root: Place) -> tuple[FileImages, list[str]]:
         raise UserError(f"ImageData.source = {str(root)!r} is a file; it takes a folder of folders")
     files = list(walk_files(root, "ImageData.source"))
     if isinstance(root, BucketPath):  # where a folder without files is none
-        below = (path.relative_to(root).parts for path, _ in files)
-        names = sorted({parts[0] for parts in below if len(parts) > 1})
+        names = sorted({name.partition("/")[0] for _, name, _ in files if "/" in name})
     else:
         names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    by_class: dict[str, list[tuple[Place, int]]] = {name: [] for name in names}
-    for path, size in files:
-        name = path.relative_to(root).parts[0]
-        if path.suffix.lower() in IMAGE_SUFFIXES and name in by_class:
-            by_class[name].append((path, size))
+    by_class: dict[str, list[tuple[Place, str]]] = {name: [] for name in names}
+    for path, name, size in files:
+        of_class = by_class.get(name.partition("/")[0])
+        if path.suffix.lower() in IMAGE_SUFFIXES and of_class is not None:
+            of_class.append((path, f"{name}\0{size}"))
     if not names:
         raise UserError(
             f"ImageData.source = {str(root)!r} has no class folders in it; it takes a folder with "
@@ -230,5 +224,5 @@ def folder(root: Place) -> tuple[FileImages, list[str]]:
             f"ImageData.source = {str(root)!r}: its class folder {empty!r} has no PNG or JPEG files"
         )
     labels = np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names])
-    paths, sizes = zip(*(file for name in names for file in by_class[name]), strict=True)
-    return FileImages(root, paths, sizes, labels), names
+    paths, rows = zip(*(file for name in names for file in by_class[name]), strict=True)
+    return FileImages(paths, rows, labels), names

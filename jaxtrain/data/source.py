@@ -159,8 +159,8 @@ def _in_bucket(setting: str, path: BucketPath, allowed: str) -> BucketPath:
     )
 
 
-def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, int]]:
-    """Every file under `root` and its size, in order of its path's parts.
+def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
+    """Every file under `root`, its name there and its size in bytes, in order of its path's parts.
 
     Names with a leading dot are skipped. A link to a place inside the folder is skipped too: that
     place is read itself.
@@ -172,7 +172,7 @@ def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, int]]:
         rows = [(row.name.split("/"), row) for row in root.stored()]
         for parts, row in sorted(rows, key=lambda pair: pair[0]):
             if not any(part.startswith(".") for part in parts):
-                yield root / row.name, row.bytes
+                yield root / row.name, row.name, row.bytes
         return
     inside, found = root.resolve(), []
     for folder, folders, files in os.walk(root):
@@ -188,4 +188,4 @@ def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, int]]:
             elif path.is_file():
                 found.append(path)
     for path in sorted(found, key=lambda path: path.relative_to(root).parts):
-        yield path, path.stat().st_size
+        yield path, path.relative_to(root).as_posix(), path.stat().st_size
