@@ -330,5 +330,5 @@ def library_errors() -> tuple[type[Exception], ...]:
 
 def _code(error: Exception) -> int | None:
     """The HTTP status that gcsfs keeps in its own error."""
-    code = vars(error).get("code")
-    return int(code) if str(code).isdigit() else None
+    code = str(vars(error).get("code"))
+    return int(code) if code.isdigit() else None

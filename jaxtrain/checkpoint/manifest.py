@@ -219,7 +219,7 @@ def _sync(path: Path) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _walk(folder: Place) -> Iterable[Path]:
+def _walk(folder: Path) -> Iterable[Path]:
     """Everything below a folder; links are named, not followed."""
     for parent, folders, files in os.walk(folder):
         yield from (Path(parent) / name for name in folders + files)
