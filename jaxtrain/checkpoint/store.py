@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.buckets import BucketError, Place, place
 from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.fingerprint import fingerprints
-from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
+from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, groups, refuse_differences, stored_leaf
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf, Reading, damaged
 from jaxtrain.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
 from jaxtrain.config import configurable
@@ -313,7 +313,7 @@ class Checkpoints:
             return {name: stored_leaf(leaf) for name, leaf in found.tree.items()}
 
     def verify(self, step: int) -> None:
-        """Reads all of `step`: every file, then every array, one after the other onto one device.
+        """Reads all of `step`: every file, then every array, some at a time onto one device.
 
         Raises:
           UserError: there is no such checkpoint.
@@ -323,9 +323,12 @@ class Checkpoints:
         self._intact.discard(step)
         self._check_files(step)
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        for name, leaf in self.tree(step).items():
-            abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            self.restore(step, {name: abstract}, partial=True)
+        for part in groups(self.tree(step)):
+            wanted = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for name, leaf in part.items()
+            }
+            self.restore(step, wanted, partial=True)
         self.extra(step)
 
     def wait(self) -> None:
