@@ -240,9 +240,7 @@ def require(setting: str, path: BucketPath) -> None:
             f"{setting} {path}: there is no bucket {path.bucket!r}; make it with 'gcloud storage "
             f"buckets create {SCHEME}{path.bucket}', or name another"
         ) from error
-    except BucketRefusedError as error:
-        raise UserError(f"{setting} {path}: {error}") from error
-    except UserError as error:
+    except (BucketRefusedError, UserError) as error:
         raise UserError(f"{setting} {path}: {error}") from error
 
 
