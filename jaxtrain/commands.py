@@ -348,9 +348,11 @@ def _existing_run(workdir: str) -> Place:
     if isinstance(folder, BucketPath):
         require("--workdir", folder)
     if not (folder / "config.gin").is_file():
-        beside = folder.parent
-        near = beside.iterdir() if beside.is_dir() else ()
-        runs = [str(path) for path in near if (path / "config.gin").is_file()]
+        if isinstance(folder, BucketPath):
+            beside = folder.parent
+            runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
+        else:
+            runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
         hint = did_you_mean(workdir, runs) if runs else ""
         raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
     return folder

@@ -219,6 +219,12 @@ def test_a_run_in_a_bucket_that_cannot_be_is_refused(gcs, command, status, sente
     assert len(told.splitlines()) == 1
 
 
+def test_a_run_that_is_not_there_is_refused_with_the_nearest_that_is(gcs, capsys):
+    gcs.put("box", "runs/first/config.gin", b"")
+    assert main(["eval", "--workdir", "gs://box/runs/frist"]) == 2
+    assert "did you mean 'gs://box/runs/first'?" in capsys.readouterr().err
+
+
 def test_a_bucket_that_may_be_read_but_not_written_is_refused_before_anything_begins(gcs, capsys):
     gcs.refuse = lambda method, *_: 403 if method != "GET" else None
     assert main(["train", "gpt_quickstart", "--workdir", "gs://box/run"]) == 2
