@@ -134,7 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in parts]
         bucket = parts[1] if len(parts) > 1 else ""
         name = parts[3] if len(parts) > 3 else self.query.get("name", "")
-        self.store.requests.append((self.command, bucket, name))
+        if self.query.get("uploadType") != "multipart":  # the name is in its body
+            self.store.requests.append((self.command, bucket, name))
         status = self.store.refuse(self.command, bucket, name)
         if status is not None:
             self._error(status)
@@ -220,6 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             about, content = self.body.split(b"--" + boundary)[1:3]
             name = json.loads(about.partition(b"\n\n")[2])["name"]
             content = content.partition(b"\n\n")[2].removesuffix(b"\n")
+            self.store.requests.append((self.command, bucket, name))
             status = self.store.refuse(self.command, bucket, name)
             if status is not None:
                 return self._error(status)

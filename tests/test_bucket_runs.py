@@ -136,6 +136,11 @@ def test_a_run_leaves_the_files_of_the_contract_in_its_bucket(gcs, in_bucket):
     assert "lock.json" not in names
     ended = json.loads(gcs.read("runs", "first/exit.json"))
     assert (ended["status"], ended["step"], ended["attempt"]) == ("done", 4, 2)
+    written = [
+        name for method, bucket, name in gcs.requests if (method, bucket) == ("POST", "runs")
+    ]
+    last = len(written) - 1 - written[::-1].index("first/exit.json")
+    assert not any("tensorboard" in n or n.endswith(".png") for n in written[last:]), written[last:]
     assert "ended" in json.loads(gcs.read("runs", "first/attempts/2.json"))
     assert not Path("gs:").exists()
 

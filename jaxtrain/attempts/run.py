@@ -268,6 +268,8 @@ class _End:
         """
         if not self._once.acquire(blocking=False):
             threading.Event().wait()
+        # First: whoever reads exit.json may take the machine away.
+        self._run_folder.push_or_report()
         if isinstance(error, Preempted):
             self._peers.goodbye()
             self._write_exit("preempted", str(error))
