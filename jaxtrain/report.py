@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.buckets import Place
 from jaxtrain.checkpoint import StoredLeaf
 from jaxtrain.kernels import Choice
 from jaxtrain.pipeline.schedules import Pipeline
@@ -147,7 +147,7 @@ def _fact(value: object) -> str:
 
 
 def show_checkpoint(
-    console: Console, folder: Path, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
+    console: Console, folder: Place, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
 ) -> None:
     """Prints a checkpoint's step, versions, configuration and arrays."""
     console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)

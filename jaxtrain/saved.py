@@ -1,12 +1,12 @@
 """A run's states on disk: the newest to go on from, an earlier one to go back to."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from jaxtrain import resume
 from jaxtrain.attempts.phases import Phases
+from jaxtrain.buckets import Place
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
@@ -23,13 +23,14 @@ class SavedRun:
 
     def __init__(
         self,
-        workdir: Path | None,
+        workdir: Place | None,
         config: Config,
         program: Program | ExchangeProgram,
         *,
         read_only: bool,
         report: Callable[[str], None],
         may_write: Callable[[], None],
+        before_seal: Callable[[], None],
         phases: Phases,
     ) -> None:
         """Opens the checkpoints of a run.
@@ -41,6 +42,7 @@ class SavedRun:
           read_only: nothing in workdir changes.
           report: takes what people should know: damage, a disk that fills up.
           may_write: raises where the folder belongs to another attempt by now.
+          before_seal: brings what belongs to a state into the folder, before the state counts.
           phases: what this process is doing.
         """
         self._workdir, self._config, self._program = workdir, config, program
@@ -48,7 +50,12 @@ class SavedRun:
         self._checkpoints = None
         if workdir is not None:
             self._checkpoints = Checkpoints(
-                workdir, config.checkpoint, read_only=read_only, report=report, may_write=may_write
+                workdir,
+                config.checkpoint,
+                read_only=read_only,
+                report=report,
+                may_write=may_write,
+                before_seal=before_seal,
             )
             for line in self._checkpoints.cleaned:
                 report(line)

@@ -2,17 +2,19 @@
 
 import functools
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jaxtrain import preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.attempts.lock import refuse_held
+from jaxtrain.buckets import BucketPath, Place, place, require
 from jaxtrain.corruption import compare_replicas, replayed, replicated_fraction
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
@@ -29,6 +31,7 @@ from jaxtrain.peers import Alone
 from jaxtrain.program import make_program, resolve_kernel
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
+from jaxtrain.staging import RunFolder, nothing
 
 
 def quiet() -> Console:
@@ -46,13 +49,13 @@ class Trainer:
       state: the current TrainState.
       bad_records: the records of training and evaluation that could not be read.
       steps_done: optimizer steps it has taken, known without asking the device.
-      workdir: the run's folder; None keeps everything in memory.
+      workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
     """
 
     def __init__(
         self,
         config: Config,
-        workdir: str | Path | None = None,
+        workdir: str | Place | None = None,
         *,
         console: Console | None = None,
         read_only: bool = False,
@@ -62,7 +65,7 @@ class Trainer:
 
         Args:
           config: from `load_config`.
-          workdir: the run's folder.
+          workdir: the run's folder; gs://BUCKET/FOLDER for one in a bucket.
           console: where progress goes; None prints nothing.
           read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
           attempt: this start of the run; None: one that nobody but this process's signals stops.
@@ -76,9 +79,10 @@ class Trainer:
         preflight.check(config, device_count=jax.device_count(), platform=platform)
         self.config, self.console = config, console or quiet()
         self._attempt, self._platform = attempt or Attempt(Alone()), platform
-        self.workdir = None if workdir is None else Path(workdir)
-        if attempt is None and self.workdir is not None and not read_only:
-            refuse_held(self.workdir)
+        self.workdir = None if workdir is None else place(workdir)
+        self._folder = self._attempt.folder
+        if self.workdir is not None and self._folder is None and not read_only:
+            self._folder = _own_folder(self.workdir, self.say)
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
@@ -97,6 +101,7 @@ class Trainer:
             read_only=read_only,
             report=self.say,
             may_write=self._attempt.may_write,
+            before_seal=nothing if self._folder is None else self._folder.push,
             phases=self._attempt.phases,
         )
         self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
@@ -104,8 +109,9 @@ class Trainer:
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
-        if self.workdir is not None and not read_only and jax.process_index() == 0:
-            write_atomically(self.workdir / "config.gin", config.to_gin().encode())
+        if self._folder is not None and jax.process_index() == 0:
+            write_atomically(self._folder.local / "config.gin", config.to_gin().encode())
+            self._folder.push_soon()
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -154,6 +160,8 @@ class Trainer:
                     self._go_back(rewind, rewinds.target(rewind))
         with self._attempt.phases.phase("save", self.steps_done):
             self._saved.wait()
+            if self._folder is not None:
+                self._folder.push_or_report()
         return values
 
     def _train_until(self, last: int) -> dict[str, float]:
@@ -183,6 +191,8 @@ class Trainer:
                     with log.paused():
                         values = self._evaluate(log)
                     log.now(step, values, self._account(log))
+                    if self._folder is not None:
+                        self._folder.push_soon()
                 if _every(train.save_every, step) or step == last:
                     with log.paused():
                         self._save()
@@ -209,11 +219,16 @@ class Trainer:
 
     def _owes_evaluation(self, last: int) -> bool:
         """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
-        step, file = self.steps_done, (self.workdir or Path()) / METRICS_FILE
+        step = self.steps_done
         due = _every(self.config.train.eval_every, step) or step == last
-        if not (due and step and self.workdir is not None and file.exists()):
+        if not (due and step and self._folder is not None):
             return False
-        return not any(line["step"] == step and "eval_loss" in line for line in read_lines(file))
+        file = self._folder.local / METRICS_FILE
+        lines = [line for line in read_lines(file) if line["step"] == step] if file.exists() else ()
+        owes = file.exists() and not any("eval_loss" in line for line in lines)
+        # Process 0's word goes: of a run in a bucket the others have no such file.
+        with jax.transfer_guard("allow"):
+            return bool(multihost_utils.broadcast_one_to_all(np.bool_(owes)))
 
     def _stop_if_asked(self, log: MetricsLog) -> None:
         """Saves and raises Preempted where all processes stop here."""
@@ -324,8 +339,10 @@ class Trainer:
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Waits for the checkpoint being written."""
+        """Waits for the checkpoint being written, and brings the rest to the run's folder."""
         self._saved.close()
+        if self._folder is not None and self._attempt.folder is None:
+            self._folder.close()
 
     # -- metrics ---------------------------------------------------------------------------------
 
@@ -347,7 +364,7 @@ class Trainer:
         if "unigram_entropy" in self.dataset.facts:
             references["unigram entropy"] = float(self.dataset.facts["unigram_entropy"])
         return MetricsLog(
-            self.workdir,
+            None if self._folder is None else self._folder.local,
             total_steps=last,
             unit=self.dataset.unit,
             units_per_step=rows * (batch.inputs.shape[1] if self.dataset.unit == "tokens" else 1),
@@ -359,6 +376,14 @@ class Trainer:
             references=references,
             guard=self.config.guard,
         )
+
+
+def _own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
+    """The folder of a run that has no attempt of the command line's."""
+    if isinstance(workdir, BucketPath):
+        require("workdir", workdir)
+    refuse_held(workdir)
+    return RunFolder(workdir, pull=[METRICS_FILE], report=report)
 
 
 def _every(period: int, step: int) -> bool:

@@ -13,7 +13,7 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options", "files", "compilation"],
+    ["errors", "tables", "options", "buckets", "files", "staging", "compilation"],
     ["attempts.signals", "attempts.maintenance", "attempts.phases"],
     ["attempts.records", "attempts.lifeline"],
     ["attempts.lock", "attempts.supervise"],
