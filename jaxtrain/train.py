@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from jaxtrain import preflight, report
+from jaxtrain import display, preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.attempts.lock import refuse_held
-from jaxtrain.corruption import compare_replicas, replayed, replicated_fraction
+from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
@@ -25,6 +26,7 @@ from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
 from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
 from jaxtrain.peers import Alone
+from jaxtrain.plot import Picture, loss_figure, reference_losses
 from jaxtrain.program import make_program
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
@@ -62,7 +64,7 @@ class Trainer:
         Args:
           config: from `load_config`.
           workdir: the run's folder.
-          console: where progress goes; None prints nothing.
+          console: where progress goes, such as rich's `Console()`; None prints nothing.
           read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
           attempt: this start of the run; None: one that nobody but this process's signals stops.
 
@@ -83,6 +85,7 @@ class Trainer:
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
+        self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
         self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
         if not read_only:
@@ -299,17 +302,47 @@ class Trainer:
             seed=seed,
         )
 
+    # -- what people look at ---------------------------------------------------------------------
+
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
-        report.show_mesh(self.console, self.layout)
-        if self.program.plain.stages is not None:
-            report.show_stages(self.console, self.program.plain.stages, self.config.pipeline)
-        report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
-        if self.config.corruption.compare_replicas_every:
-            share = f"{replicated_fraction(self.state):.0%}"
-            self.say(f"Replicas: {share} of the state's bytes have copies to be compared with")
-        report.show_parameters(self.console, self.state)
+        report.show_run(*self._shown(self.console))
+
+    def _shown(self, console: Console) -> tuple[Any, ...]:
+        return console, self.config, self.program.plain, self.dataset, self.state
+
+    def table(self) -> Table:
+        """Every parameter: shape, logical axes, placement, bytes on each device."""
+        return report.parameter_table(self.state)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
+        if self.workdir is None:
+            return list(self._lines)
+        file = self.workdir / METRICS_FILE
+        return read_lines(file) if file.exists() else []
+
+    def plot(self) -> Picture:
+        """The training and evaluation loss so far, beside what a model must beat."""
+        return loss_figure(self.history, reference_losses(self.dataset.facts))
+
+    def plot_sharding(self, name: str) -> Picture:
+        """Which devices hold which part of the parameter that `table` calls so.
+
+        Raises:
+          UserError: there is no parameter of this name.
+        """
+        return display.parameter_picture(self.state, name)
+
+    def __repr__(self) -> str:
+        model, mesh = type(self.config.train.model).__name__, report.written_mesh(self.mesh.shape)
+        return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
+
+    def _repr_html_(self) -> str:
+        pieces = display.printed(lambda console: report.show_run(*self._shown(console)))
+        return pieces + display.folded("Configuration", self.config.to_gin())
 
     def _say_bad(self, record: BadRecord) -> None:
         """Every process says it of its own rows; its own log has it."""
@@ -340,9 +373,6 @@ class Trainer:
         batch = self.abstract_batch()
         rows = self.config.train.global_batch_size
         peak = peak_flops(self.mesh.devices.flat[0].device_kind)
-        references = {}
-        if "unigram_entropy" in self.dataset.facts:
-            references["unigram entropy"] = float(self.dataset.facts["unigram_entropy"])
         return MetricsLog(
             self.workdir,
             total_steps=last,
@@ -353,8 +383,9 @@ class Trainer:
             first_step=first,
             log_every=self.config.train.log_every,
             terminal=self.console,
-            references=references,
+            references=reference_losses(self.dataset.facts),
             guard=self.config.guard,
+            history=self._lines,
         )
 
 

@@ -13,7 +13,7 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options", "files", "compilation"],
+    ["errors", "tables", "options", "files", "compilation", "plot"],
     ["attempts.signals", "attempts.maintenance", "attempts.phases"],
     ["attempts.records", "attempts.lifeline"],
     ["attempts.lock", "attempts.supervise"],
@@ -41,13 +41,13 @@ LAYERS = [
     ["data.batch"],
     ["models", "loss", "optimizer", "guard"],
     ["pipeline"],
-    ["step", "checkpoint", "metrics", "plot", "progress", "data"],
+    ["step", "checkpoint", "metrics", "progress", "data"],
     ["attempts.watchdog", "attempts.goodput", "corruption"],
     ["attempts.attempt"],
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
-    ["saved", "feed"],
+    ["saved", "feed", "display"],
     ["train", "attempts"],
     ["planning"],
     ["verify"],
