@@ -124,7 +124,10 @@ def _draw_part(plot: Any, box: Sequence[tuple[int, int]], shade: str, devices: s
 
 def _label(plot: Any, dimensions: Sequence[tuple[str, int, int]]) -> None:
     """Names, sizes and cuts of the drawn dimensions, the first from top to bottom."""
-    words = [f"{axis} {size}, {_counted(count, 'part')}" for axis, size, count in dimensions]
+    words = [
+        f"{axis} {size}, {_counted(count, 'part') if count > 1 else 'whole'}"
+        for axis, size, count in dimensions
+    ]
     cuts = [np.linspace(0, size, min(count, 8) + 1).round() for _, size, count in dimensions]
     plot.margins(0)
     if dimensions:
