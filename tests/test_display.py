@@ -8,7 +8,6 @@ import jax
 import matplotlib.colors
 import numpy as np
 import pytest
-from IPython.core.formatters import DisplayFormatter
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -145,7 +144,8 @@ def test_the_plot_is_of_the_history(trained):
 
 def shown(thing) -> dict:
     """What a kernel sends to the notebook for the value of a cell."""
-    return DisplayFormatter().format(thing)[0]
+    formatters = pytest.importorskip("IPython.core.formatters")
+    return formatters.DisplayFormatter().format(thing)[0]
 
 
 def text_of(thing) -> str:
