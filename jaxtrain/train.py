@@ -307,10 +307,10 @@ class Trainer:
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
-        report.show_run(*self._shown(self.console))
+        self._show_pieces(self.console)
 
-    def _shown(self, console: Console) -> tuple[Any, ...]:
-        return console, self.config, self.program.plain, self.dataset, self.state
+    def _show_pieces(self, console: Console) -> None:
+        report.show_run(console, self.config, self.program.plain, self.dataset, self.state)
 
     def table(self) -> Table:
         """Every parameter: shape, logical axes, placement, bytes on each device."""
@@ -341,8 +341,8 @@ class Trainer:
         return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
 
     def _repr_html_(self) -> str:
-        pieces = display.printed(lambda console: report.show_run(*self._shown(console)))
-        return pieces + display.folded("Configuration", self.config.to_gin())
+        configuration = display.folded("Configuration", self.config.to_gin())
+        return display.printed(self._show_pieces) + configuration
 
     def _say_bad(self, record: BadRecord) -> None:
         """Every process says it of its own rows; its own log has it."""
