@@ -5,12 +5,15 @@ from collections.abc import Callable
 import jax
 
 from jaxtrain import resume
+from jaxtrain.attempts.lock import refuse_held
 from jaxtrain.attempts.phases import Phases
-from jaxtrain.buckets import Place
+from jaxtrain.buckets import BucketPath, Place, require
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
+from jaxtrain.metrics import METRICS_FILE
 from jaxtrain.settings import Config
+from jaxtrain.staging import RunFolder
 from jaxtrain.step import Program, TrainState
 
 
@@ -133,3 +136,15 @@ class SavedRun:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
         state = resume.restore(self._checkpoints, step, self._program)
         return state, extra["data"]["next_batch"]
+
+
+def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
+    """The folder of a run that has no attempt of the command line's.
+
+    Raises:
+      UserError: another process is writing there, or the bucket cannot be reached.
+    """
+    if isinstance(workdir, BucketPath):
+        require("workdir", workdir)
+    refuse_held(workdir)
+    return RunFolder(workdir, pull=[METRICS_FILE], report=report)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
@@ -10,12 +9,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
+from rich.table import Table
 
-from jaxtrain import preflight, report
+from jaxtrain import display, preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
-from jaxtrain.attempts.lock import refuse_held
-from jaxtrain.buckets import BucketPath, Place, place, require
-from jaxtrain.corruption import compare_replicas, replayed, replicated_fraction
+from jaxtrain.buckets import Place, place
+from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
@@ -26,12 +25,14 @@ from jaxtrain.guard import Rewind, Rewinds
 from jaxtrain.kernels import platform_of_device
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
-from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
+from jaxtrain.metrics import METRICS_FILE, MetricsLog, read_lines
 from jaxtrain.peers import Alone
+from jaxtrain.plot import Picture, loss_figure, reference_losses
 from jaxtrain.program import make_program, resolve_kernel
-from jaxtrain.saved import SavedRun
+from jaxtrain.run_log import is_evaluated, open_log
+from jaxtrain.saved import SavedRun, own_folder
 from jaxtrain.settings import Config
-from jaxtrain.staging import RunFolder, nothing
+from jaxtrain.staging import nothing
 
 
 def quiet() -> Console:
@@ -65,8 +66,8 @@ class Trainer:
 
         Args:
           config: from `load_config`.
-          workdir: the run's folder; gs://BUCKET/FOLDER for one in a bucket.
-          console: where progress goes; None prints nothing.
+          workdir: the run's folder.
+          console: where progress goes, such as rich's `Console()`; None prints nothing.
           read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
           attempt: this start of the run; None: one that nobody but this process's signals stops.
 
@@ -82,13 +83,14 @@ class Trainer:
         self.workdir = None if workdir is None else place(workdir)
         self._folder = self._attempt.folder
         if self.workdir is not None and self._folder is None and not read_only:
-            self._folder = _own_folder(self.workdir, self.say)
+            self._folder = own_folder(self.workdir, self.say)
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
+        self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
         self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
         if not read_only:
@@ -223,9 +225,7 @@ class Trainer:
         due = _every(self.config.train.eval_every, step) or step == last
         if not (due and step and self._folder is not None):
             return False
-        file = self._folder.local / METRICS_FILE
-        lines = [line for line in read_lines(file) if line["step"] == step] if file.exists() else ()
-        owes = file.exists() and not any("eval_loss" in line for line in lines)
+        owes = not is_evaluated(self._folder.local, step)
         # Process 0's word goes: of a run in a bucket the others have no such file.
         with jax.transfer_guard("allow"):
             return bool(multihost_utils.broadcast_one_to_all(np.bool_(owes)))
@@ -316,18 +316,50 @@ class Trainer:
             seed=seed,
         )
 
+    # -- what people look at ---------------------------------------------------------------------
+
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
-        report.show_mesh(self.console, self.layout)
-        report.show_attention(self.console, resolve_kernel(self.config, self._platform))
-        if self.program.plain.stages is not None:
-            report.show_stages(self.console, self.program.plain.stages, self.config.pipeline)
-        report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
-        if self.config.corruption.compare_replicas_every:
-            share = f"{replicated_fraction(self.state):.0%}"
-            self.say(f"Replicas: {share} of the state's bytes have copies to be compared with")
-        report.show_parameters(self.console, self.state)
+        self._show_pieces(self.console)
+
+    def _show_pieces(self, console: Console) -> None:
+        attention = resolve_kernel(self.config, self._platform)
+        program = self.program.plain
+        report.show_run(console, self.config, program, attention, self.dataset, self.state)
+
+    def table(self) -> Table:
+        """Every parameter: shape, logical axes, placement, bytes on each device."""
+        return report.parameter_table(self.state)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
+        folder = self.workdir if self._folder is None else self._folder.local
+        if folder is None:
+            return list(self._lines)
+        file = folder / METRICS_FILE
+        return read_lines(file) if file.exists() else []
+
+    def plot(self) -> Picture:
+        """The training and evaluation loss so far, beside what a model must beat."""
+        return loss_figure(self.history, reference_losses(self.dataset.facts))
+
+    def plot_sharding(self, name: str) -> Picture:
+        """Which devices hold which part of the parameter that `table` calls so.
+
+        Raises:
+          UserError: there is no parameter of this name.
+        """
+        return display.parameter_picture(self.state, name)
+
+    def __repr__(self) -> str:
+        model, mesh = type(self.config.train.model).__name__, report.written_mesh(self.mesh.shape)
+        return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
+
+    def _repr_html_(self) -> str:
+        configuration = display.folded("Configuration", self.config.to_gin())
+        return display.printed(self._show_pieces) + configuration
 
     def _say_bad(self, record: BadRecord) -> None:
         """Every process says it of its own rows; its own log has it."""
@@ -338,52 +370,23 @@ class Trainer:
         if jax.process_index() == 0:
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
+    def _open_log(self, first: int, last: int) -> MetricsLog:
+        return open_log(
+            self.config,
+            self.dataset,
+            list(self.mesh.devices.flat),
+            folder=None if self._folder is None else self._folder.local,
+            first=first,
+            last=last,
+            terminal=self.console,
+            history=self._lines,
+        )
+
     def close(self) -> None:
         """Waits for the checkpoint being written, and brings the rest to the run's folder."""
         self._saved.close()
         if self._folder is not None and self._attempt.folder is None:
             self._folder.close()
-
-    # -- metrics ---------------------------------------------------------------------------------
-
-    def flops_per_step(self) -> float:
-        """Floating-point operations of one optimizer step, by the model's closed form."""
-        batch = self.abstract_batch()
-        model: Any = self.config.train.model
-        rows = self.config.train.global_batch_size
-        if self.dataset.unit == "tokens":
-            length = batch.inputs.shape[1]
-            return model.flops_per_token(length) * length * rows
-        return model.flops_per_image(batch.inputs.shape[1:]) * rows
-
-    def _open_log(self, first: int, last: int) -> MetricsLog:
-        batch = self.abstract_batch()
-        rows = self.config.train.global_batch_size
-        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
-        references = {}
-        if "unigram_entropy" in self.dataset.facts:
-            references["unigram entropy"] = float(self.dataset.facts["unigram_entropy"])
-        return MetricsLog(
-            None if self._folder is None else self._folder.local,
-            total_steps=last,
-            unit=self.dataset.unit,
-            units_per_step=rows * (batch.inputs.shape[1] if self.dataset.unit == "tokens" else 1),
-            flops_per_step=self.flops_per_step(),
-            peak_flops=None if peak is None else peak * self.mesh.size,
-            first_step=first,
-            log_every=self.config.train.log_every,
-            terminal=self.console,
-            references=references,
-            guard=self.config.guard,
-        )
-
-
-def _own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
-    """The folder of a run that has no attempt of the command line's."""
-    if isinstance(workdir, BucketPath):
-        require("workdir", workdir)
-    refuse_held(workdir)
-    return RunFolder(workdir, pull=[METRICS_FILE], report=report)
 
 
 def _every(period: int, step: int) -> bool:

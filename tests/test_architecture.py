@@ -13,7 +13,7 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options", "buckets", "files", "staging", "compilation"],
+    ["errors", "tables", "options", "buckets", "files", "staging", "compilation", "plot"],
     ["attempts.signals", "attempts.maintenance", "attempts.phases"],
     ["attempts.records", "attempts.lifeline"],
     ["attempts.lock", "attempts.supervise"],
@@ -42,13 +42,13 @@ LAYERS = [
     ["moments"],
     ["models", "loss", "optimizer", "guard"],
     ["pipeline"],
-    ["step", "checkpoint", "metrics", "plot", "progress", "data"],
+    ["step", "checkpoint", "metrics", "progress", "data"],
     ["attempts.watchdog", "attempts.goodput", "corruption"],
     ["attempts.attempt"],
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
-    ["saved", "feed"],
+    ["saved", "feed", "display"],
     ["train", "attempts"],
     ["planning"],
     ["verify"],

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,12 @@ class Plan:
         return figure
 
     def _repr_html_(self) -> str:
-        return f"<pre>{self.table()}</pre>"
+        return f"<pre>{html.escape(self.table(), quote=False)}</pre>"
+
+    def __repr__(self) -> str:
+        # Not the fields: a notebook keeps this text, and the compiled program has megabytes.
+        fits = "fits" if self.fits else "does not fit"
+        return f"Plan({self.target.name}, {self.total:,} bytes a device, {fits})"
 
 
 def plan(

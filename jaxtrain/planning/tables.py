@@ -1,6 +1,5 @@
 """The tables that `jaxtrain plan` prints."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -8,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.mesh import MESH_AXES
-from jaxtrain.report import human_bytes, show_attention
+from jaxtrain.report import human_bytes, show_attention, written_mesh
 
 if TYPE_CHECKING:
     from jaxtrain.planning.plan import Plan
@@ -30,11 +29,6 @@ def show(console: Console, plan: "Plan") -> None:
 
 def _line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def written_mesh(sizes: Mapping[str, int]) -> str:
-    """The axes above 1: "fsdp=8 x tensor=4"."""
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def _head(console: Console, plan: "Plan") -> None:

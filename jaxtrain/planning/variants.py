@@ -61,7 +61,6 @@ def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
             config,
             device_count=target.devices * slices,
             platform=target.chip.kind,
-            device_kind=target.chip.device_kinds[0],
             reads_data=False,
         )
     except UserError as error:
