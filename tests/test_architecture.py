@@ -48,7 +48,7 @@ LAYERS = [
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
-    ["saved", "feed", "display"],
+    ["saved", "feed", "run_log", "display"],
     ["train", "attempts"],
     ["planning"],
     ["verify"],
