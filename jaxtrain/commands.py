@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace) -> int:
                 trainer = Trainer(config, workdir, console=console, attempt=attempt)
                 attempt.at_end.append(trainer.close)
                 trainer.show()
-            values = _train(trainer, console)
+            values = _train(trainer, console, profile=arguments.profile)
             # The sample's two programs are compiled here.
             with attempt.phases.phase("compile", trainer.steps_done):
                 _show_end(console, trainer, values, workdir)
@@ -116,17 +116,17 @@ def train(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _train(trainer: Trainer, console: Console) -> dict[str, float]:
+def _train(trainer: Trainer, console: Console, *, profile: bool) -> dict[str, float]:
     """Trains to the end, or evaluates what is there already."""
     first, steps = trainer.steps_done, trainer.config.train.steps
     if first >= steps:
         console.print(
             f"{trainer.workdir} is trained to step {first} already; raise Train.steps to go on"
         )
-        return trainer.train() or trainer.evaluate()
+        return trainer.train(profile=profile) or trainer.evaluate()
     if first:
         console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
-    return trainer.train()
+    return trainer.train(profile=profile)
 
 
 def _sayer(console: Console) -> Callable[[str], None]:

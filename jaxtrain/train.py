@@ -25,6 +25,7 @@ from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
 from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
 from jaxtrain.peers import Alone
+from jaxtrain.profiling import Recorder
 from jaxtrain.program import make_program
 from jaxtrain.saved import SavedRun
 from jaxtrain.settings import Config
@@ -82,6 +83,7 @@ class Trainer:
         self._train_step = self.program.jit_train_step()
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
+        self._recorder: Recorder | None = None
         bad_records = BadRecords(config.train.bad_records, self._say_bad)
         self._feed = Feed(config.train, self.layout, self.program, bad_records)
         if not read_only:
@@ -131,10 +133,15 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def train(self, steps: int | None = None) -> dict[str, float]:
+    def train(self, steps: int | None = None, *, profile: bool = False) -> dict[str, float]:
         """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
 
+        Args:
+          steps: None: all that are left of Train.steps.
+          profile: say where the time of steps 3 to 6 of these goes (see `profiling.Recorder`).
+
         Raises:
+          UserError: there are too few steps to profile.
           Preempted: the run was asked to stop; the state is saved.
           BadStepError: a step's numbers are bad, and Guard.policy says to stop.
           CorruptionError: devices disagree about what they should hold alike.
@@ -142,6 +149,8 @@ class Trainer:
         """
         last = self.config.train.steps if steps is None else self.steps_done + steps
         rewinds = Rewinds(self.config.guard)
+        if profile:
+            self._record(last)
         with self.layout.active(), self._attempt.listening(), jax.transfer_guard("disallow"):
             while True:
                 try:
@@ -149,6 +158,9 @@ class Trainer:
                     break
                 except Rewind as rewind:
                     self._go_back(rewind, rewinds.target(rewind))
+                finally:
+                    if self._recorder is not None:
+                        self._recorder.close()
         with self._attempt.phases.phase("save", self.steps_done):
             self._saved.wait()
         return values
@@ -176,6 +188,10 @@ class Trainer:
                     self._next_batch += 1
                     log.later(step, metrics)
                 self._is_compiled = True
+                if self._recorder is not None and self._recorder.turns_at(step):
+                    with log.paused():
+                        jax.block_until_ready(self.state)
+                        self._recorder.turn(log.seconds)
                 if _every(train.eval_every, step) or step == last:
                     with log.paused():
                         values = self._evaluate(log)
@@ -186,13 +202,23 @@ class Trainer:
                     self._account(log)
         return values
 
+    def _record(self, last: int) -> None:
+        """Has some of the steps up to `last` recorded; compiles the step, which happens once."""
+        compute = self.config.precision.compute
+        self._recorder = Recorder(
+            self.workdir, self.console, compute, done=self.steps_done, last=last
+        )
+        with self._attempt.phases.phase("compile", self.steps_done):
+            self._train_step = self._recorder.compile(self.lower())
+
     def _take_step(self, step: int, batch: Batch) -> Sums:
         """One step of the loop; where it is due, checked for silent corruption."""
         corruption = self.config.corruption
-        if _every(corruption.replay_every, step):
-            self.state, metrics = replayed(self._train_step, self.state, batch, step)
-        else:
-            self.state, metrics = self._train_step(self.state, batch)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            if _every(corruption.replay_every, step):
+                self.state, metrics = replayed(self._train_step, self.state, batch, step)
+            else:
+                self.state, metrics = self._train_step(self.state, batch)
         if _every(corruption.compare_replicas_every, step):
             compare_replicas(self.state, step)
         return metrics
