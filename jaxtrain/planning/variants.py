@@ -15,7 +15,7 @@ _SECTIONS = {
     "Precision": "precision", "Remat": "remat", "Attention": "attention", "Loss": "loss",
 }  # fmt: skip
 # From what keeps most to what keeps least.
-REMAT = ("none", "dots", "full", "offload")
+REMAT = ("none", "elementwise", "dots", "full", "offload")
 KERNELS = {"tpu": "tpu", "gpu": "cudnn"}
 
 Changes = Mapping[str, Any]
