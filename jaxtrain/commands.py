@@ -41,9 +41,10 @@ from jaxtrain.planning.out_of_memory import OutOfMemory, explain, is_out_of_memo
 from jaxtrain.planning.plan import plan as make_plan
 from jaxtrain.planning.tables import show as show_plan
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.progress import quiet
 from jaxtrain.settings import Config, load_config
 from jaxtrain.step import parameter_shapes
-from jaxtrain.train import Trainer, quiet
+from jaxtrain.train import Trainer
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 QUICKSTART_DEVICES = 8
@@ -104,7 +105,7 @@ def train(arguments: argparse.Namespace) -> int:
                 trainer = Trainer(config, workdir, console=console, attempt=attempt)
                 attempt.at_end.append(trainer.close)
                 trainer.show()
-            values = _train(trainer, console)
+            values = _train(trainer, console, profile=arguments.profile)
             # The sample's two programs are compiled here.
             with attempt.phases.phase("compile", trainer.steps_done):
                 _show_end(console, trainer, values, workdir)
@@ -126,17 +127,17 @@ def train(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _train(trainer: Trainer, console: Console) -> dict[str, float]:
+def _train(trainer: Trainer, console: Console, *, profile: bool) -> dict[str, float]:
     """Trains to the end, or evaluates what is there already."""
     first, steps = trainer.steps_done, trainer.config.train.steps
     if first >= steps:
         console.print(
             f"{trainer.workdir} is trained to step {first} already; raise Train.steps to go on"
         )
-        return trainer.train() or trainer.evaluate()
+        return trainer.train(profile=profile) or trainer.evaluate()
     if first:
         console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
-    return trainer.train()
+    return trainer.train(profile=profile)
 
 
 def _sayer(console: Console) -> Callable[[str], None]:

@@ -128,6 +128,14 @@ class MetricsLog:
         self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
         self._window_start = time.perf_counter()
         self._window_first_step = first_step
+        self._paused_at: float | None = None
+        self._paused_seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """A clock of training alone: it stands still while the log is paused."""
+        now = time.perf_counter() if self._paused_at is None else self._paused_at
+        return now - self._paused_seconds
 
     def later(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes a dispatched step's metrics and waits for the step two before it, never for this.
@@ -188,10 +196,14 @@ class MetricsLog:
         """
         self.flush()
         start = time.perf_counter()
+        before, self._paused_at = self._paused_at, start
         try:
             yield
         finally:
-            self._window_start += time.perf_counter() - start
+            paused = time.perf_counter() - start
+            self._window_start += paused
+            self._paused_at = before
+            self._paused_seconds += 0.0 if before else paused
 
     def close(self) -> None:
         """Writes what is due and the final loss.png, and gives the terminal back.

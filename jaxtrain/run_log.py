@@ -1,12 +1,15 @@
-"""The metrics log of a run: its units, its FLOPs, what its loss is compared with."""
+"""What a run's metrics are: units, FLOPs, evaluations, what its loss is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jaxtrain.buckets import Place
 from jaxtrain.data.source import Dataset
 from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
 from jaxtrain.plot import reference_losses
@@ -55,9 +58,30 @@ def flops_per_step(config: Config, *, is_text: bool) -> float:
     return closed_form.flops_per_image(shape[1:]) * train.global_batch_size
 
 
-def is_evaluated(folder: Path, step: int) -> bool:
-    """Whether a run's metrics hold an evaluation of `step`, or there are none at all."""
+def lines_of(folder: Place) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; none where there is no such file yet."""
     file = folder / METRICS_FILE
-    if not file.exists():
-        return True
-    return any(line["step"] == step and "eval_loss" in line for line in read_lines(file))
+    return read_lines(file) if file.exists() else []
+
+
+def lacks_evaluation(folder: Path, step: int) -> bool:
+    """Whether a run that has metrics has none of an evaluation at `step`; all processes ask.
+
+    Process 0's word goes: of a run in a bucket the others have no such file.
+    """
+    lines = lines_of(folder)
+    done = any(line["step"] == step and "eval_loss" in line for line in lines)
+    lacks = bool(lines) and not done
+    with jax.transfer_guard("allow"):
+        return bool(multihost_utils.broadcast_one_to_all(np.bool_(lacks)))
+
+
+def evaluation(sums: Mapping[str, Any]) -> dict[str, float]:
+    """`eval_loss` and the task's metric from the sums over all held-out examples."""
+    total = {name: float(value) for name, value in sums.items()}
+    values = {"eval_loss": total["loss"] / total["weight"]}
+    if "correct" in total:
+        values["eval_accuracy"] = total["correct"] / total["weight"]
+    else:
+        values["eval_perplexity"] = float(np.exp(values["eval_loss"]))
+    return values

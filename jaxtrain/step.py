@@ -186,6 +186,7 @@ class Program:
         grads, metrics, statistics = self.gradients(state, batch)
         return self.update(state, grads, metrics, statistics)
 
+    @jax.named_scope("optimizer")
     def update(
         self, state: TrainState, grads: nnx.State, metrics: Sums, statistics: nnx.State
     ) -> tuple[TrainState, Sums]:

@@ -1,13 +1,11 @@
 """The training loop: build, restore, step, log, evaluate, save."""
 
 import functools
-import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.table import Table
 
@@ -25,19 +23,16 @@ from jaxtrain.guard import Rewind, Rewinds
 from jaxtrain.kernels import platform_of_device
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
-from jaxtrain.metrics import METRICS_FILE, MetricsLog, read_lines
+from jaxtrain.metrics import MetricsLog
 from jaxtrain.peers import Alone
 from jaxtrain.plot import Picture, loss_figure, reference_losses
+from jaxtrain.profiling import Recorder
 from jaxtrain.program import make_program, resolve_kernel
-from jaxtrain.run_log import is_evaluated, open_log
+from jaxtrain.progress import quiet
+from jaxtrain.run_log import evaluation, lacks_evaluation, lines_of, open_log
 from jaxtrain.saved import SavedRun, own_folder
 from jaxtrain.settings import Config
 from jaxtrain.staging import nothing
-
-
-def quiet() -> Console:
-    """A console that prints nothing."""
-    return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console
 
 
 class Trainer:
@@ -87,12 +82,14 @@ class Trainer:
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
-        self._train_step = self.program.jit_train_step()
+        self._jit_step = self.program.jit_train_step()
+        self._train_step: Callable[..., Any] = self._jit_step
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
         self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
+        self._recorder: Recorder | None = None
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -134,7 +131,7 @@ class Trainer:
     def lower(self) -> jax.stages.Lowered:
         """The train step lowered from shapes alone, for people who look inside."""
         with self.layout.active():
-            return self._train_step.lower(self.program.abstract_state(), self.abstract_batch())
+            return self._jit_step.lower(self.program.abstract_state(), self.abstract_batch())
 
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""
@@ -142,10 +139,15 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def train(self, steps: int | None = None) -> dict[str, float]:
+    def train(self, steps: int | None = None, *, profile: bool = False) -> dict[str, float]:
         """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
 
+        Args:
+          steps: None: all that are left of Train.steps.
+          profile: say where the time of steps 3 to 6 of these goes (see `profiling.Recorder`).
+
         Raises:
+          UserError: there are too few steps to profile.
           Preempted: the run was asked to stop; the state is saved.
           BadStepError: a step's numbers are bad, and Guard.policy says to stop.
           CorruptionError: devices disagree about what they should hold alike.
@@ -153,6 +155,8 @@ class Trainer:
         """
         last = self.config.train.steps if steps is None else self.steps_done + steps
         rewinds = Rewinds(self.config.guard)
+        if profile:
+            self._record(last)
         with self.layout.active(), self._attempt.listening(), jax.transfer_guard("disallow"):
             while True:
                 try:
@@ -160,6 +164,9 @@ class Trainer:
                     break
                 except Rewind as rewind:
                     self._go_back(rewind, rewinds.target(rewind))
+                finally:
+                    if self._recorder is not None:
+                        self._recorder.close()
         with self._attempt.phases.phase("save", self.steps_done):
             self._saved.wait()
             if self._folder is not None:
@@ -189,6 +196,10 @@ class Trainer:
                     self._next_batch += 1
                     log.later(step, metrics)
                 self._is_compiled = True
+                if self._recorder is not None and self._recorder.turns_at(step):
+                    with log.paused():
+                        jax.block_until_ready(self.state)
+                        self._recorder.turn(log.seconds)
                 if _every(train.eval_every, step) or step == last:
                     with log.paused():
                         values = self._evaluate(log)
@@ -201,13 +212,22 @@ class Trainer:
                     self._account(log)
         return values
 
+    def _record(self, last: int) -> None:
+        """Has some of the steps up to `last` recorded; compiles the step, which happens once."""
+        compute, done = self.config.precision.compute, self.steps_done
+        folder = None if self._folder is None else self._folder.local
+        self._recorder = Recorder(folder, self.console, compute, done=done, last=last)
+        with self._attempt.phases.phase("compile", self.steps_done):
+            self._train_step = self._recorder.compile(self.lower())
+
     def _take_step(self, step: int, batch: Batch) -> Sums:
         """One step of the loop; where it is due, checked for silent corruption."""
         corruption = self.config.corruption
-        if _every(corruption.replay_every, step):
-            self.state, metrics = replayed(self._train_step, self.state, batch, step)
-        else:
-            self.state, metrics = self._train_step(self.state, batch)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            if _every(corruption.replay_every, step):
+                self.state, metrics = replayed(self._train_step, self.state, batch, step)
+            else:
+                self.state, metrics = self._train_step(self.state, batch)
         if _every(corruption.compare_replicas_every, step):
             compare_replicas(self.state, step)
         return metrics
@@ -225,10 +245,7 @@ class Trainer:
         due = _every(self.config.train.eval_every, step) or step == last
         if not (due and step and self._folder is not None):
             return False
-        owes = not is_evaluated(self._folder.local, step)
-        # Process 0's word goes: of a run in a bucket the others have no such file.
-        with jax.transfer_guard("allow"):
-            return bool(multihost_utils.broadcast_one_to_all(np.bool_(owes)))
+        return lacks_evaluation(self._folder.local, step)
 
     def _stop_if_asked(self, log: MetricsLog) -> None:
         """Saves and raises Preempted where all processes stop here."""
@@ -282,13 +299,7 @@ class Trainer:
                     if number == self.config.train.eval_batches:
                         break
             sums = jax.device_get(sums)
-        total = {name: float(value) for name, value in sums.items()}
-        values = {"eval_loss": total["loss"] / total["weight"]}
-        if "correct" in total:
-            values["eval_accuracy"] = total["correct"] / total["weight"]
-        else:
-            values["eval_perplexity"] = float(np.exp(values["eval_loss"]))
-        return values
+        return evaluation(sums)
 
     def generate(
         self,
@@ -316,8 +327,6 @@ class Trainer:
             seed=seed,
         )
 
-    # -- what people look at ---------------------------------------------------------------------
-
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
@@ -336,10 +345,7 @@ class Trainer:
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
         folder = self.workdir if self._folder is None else self._folder.local
-        if folder is None:
-            return list(self._lines)
-        file = folder / METRICS_FILE
-        return read_lines(file) if file.exists() else []
+        return list(self._lines) if folder is None else lines_of(folder)
 
     def plot(self) -> Picture:
         """The training and evaluation loss so far, beside what a model must beat."""

@@ -22,6 +22,7 @@ LAYERS = [
     [
         "config",
         "planning.hlo",
+        "planning.flops",
         "planning.groups",
         "planning.collectives",
         "planning.formulas",
@@ -48,6 +49,7 @@ LAYERS = [
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
+    ["profiling"],
     ["saved", "feed", "run_log", "display"],
     ["train", "attempts"],
     ["planning"],

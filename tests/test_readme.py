@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # How a command begins that is not run here -> why.
 NOT_RUN = {
     "jaxtrain verify gpt_quickstart": "tests/test_verify.py runs it and reads its table",
+    "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
 # What makes a command of the docs short; everything else runs as it is written.
 SHORT_TEXT = [

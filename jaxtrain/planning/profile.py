@@ -95,7 +95,7 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
         plain, platform = _with_flash_kernel_that_traces(plain), "tpu"
     products = _kept(plain, platform, "dots")
     policy = config.remat.policy
-    if policy in ("none", "dots"):
+    if policy in ("none", "elementwise", "dots"):
         kept = _kept(plain, platform, policy).kept
     else:
         # The layer's input alone, and with offload that lies in the host's memory.

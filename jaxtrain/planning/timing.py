@@ -153,7 +153,8 @@ def _executed(config: Config, row: RowFlops, *, pipelined: bool) -> float:
     if config.attention.kernel in _SKIPPING:
         flops -= row.scores / 2
     if pipelined and config.pipeline.backward == "recompute":
-        flops += flops / 3 if config.remat.policy in ("none", "dots") else flops / 4
+        keeps_products = config.remat.policy in ("none", "elementwise", "dots")
+        flops += flops / 3 if keeps_products else flops / 4
     return flops * config.train.global_batch_size
 
 

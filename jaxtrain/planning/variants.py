@@ -17,7 +17,7 @@ _SECTIONS = {
     "Optimizer": "optimizer",
 }  # fmt: skip
 # From what keeps most to what keeps least.
-REMAT = ("none", "dots", "full", "offload")
+REMAT = ("none", "elementwise", "dots", "full", "offload")
 # Kernels whose scores of every pair of tokens wait for the backward pass.
 KEEPING_SCORES = ("xla", "reference")
 
