@@ -159,8 +159,10 @@ def stepper(
     loss_of_batch: Any = loss_of
     if setting.mode is not None:
         # Tiny sizes try the code, not the code generator.
-        how = {"backend": "eager"} if task.tiny else {"mode": setting.mode}
-        loss_of_batch = torch.compile(loss_of, **how)
+        if task.tiny:
+            loss_of_batch = torch.compile(loss_of, backend="eager")
+        else:
+            loss_of_batch = torch.compile(loss_of, mode=setting.mode)
     autocasts = dtype != torch.float32 and row.params == "float32" and not casts
     count = 0
 
@@ -245,7 +247,7 @@ def loss_head(tiny: bool, seconds: float) -> Iterator[Cell]:
     def loss(h: torch.Tensor, table: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy((h @ table.T).flatten(0, 1).float(), targets.flatten())
 
-    compiled: Any = torch.compile(loss, **({"backend": "eager"} if tiny else {}))
+    compiled: Any = torch.compile(loss, backend="eager" if tiny else "inductor")
     for V in (96,) if tiny else (50304, 128256):
         h = torch.from_numpy(normal(0, B, T, D)).to(DEVICE, torch.bfloat16).requires_grad_()
         table = torch.from_numpy(0.02 * normal(1, V, D)).to(DEVICE, torch.bfloat16)

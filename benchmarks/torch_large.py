@@ -76,7 +76,8 @@ class Llama(nn.Module):
         fill(self.norm.weight, weights["norm_scale"])
         if "output" in weights:
             fill(self.output.weight, weights["output"])
-        for i, block in enumerate(self.blocks):
+        blocks: Any = self.blocks
+        for i, block in enumerate(blocks):
             own = {name[7:]: x[i] for name, x in weights.items() if name.startswith("layers.")}
             fill(block.norm_1.weight, own["attention_norm_scale"])
             fill(block.norm_2.weight, own["mlp_norm_scale"])
