@@ -27,7 +27,7 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 COMMON = (
     "Mesh.fsdp = 1", "Mesh.tensor = 1", "Precision.compute = 'float32'",
     "Schedule.warmup_steps = 0", "Schedule.name = 'constant'", "Train.steps = 1000000000",
-    "Attention.kernel = 'blocked'",
+    "Attention.kernel = 'blocked'", "Remat.policy = 'elementwise'",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ ROWS = {
         "images",
         "resnet_digits",
         (
-            *COMMON[2:-1], "Mesh.fsdp = 1",
+            *COMMON[2:-2], "Mesh.fsdp = 1",
             "ResNet.width = None", "ResNet.channels = 3", "ImageData.source = 'synthetic'",
             "ImageData.image_size = 32", "ImageData.channels = 3", "ImageData.crop = 'resized'",
             "ImageData.mean = (0.5, 0.5, 0.5)", "ImageData.std = (0.25, 0.25, 0.25)",
@@ -129,12 +129,12 @@ def ours(row: Row, extra: list[str]) -> Runner:
 
     def save(path: str) -> None:
         leaves, _ = jax.tree.flatten_with_path(trainer.state.params)
-        np.savez(path, **{_name(keys): np.asarray(x) for keys, x in leaves})
+        np.savez(path, **{parameter_name(keys): np.asarray(x) for keys, x in leaves})
 
     return Runner(step=lambda i: trainer.step(batches[i % BATCHES])["loss"], loss=float, save=save)
 
 
-def _name(keys: tuple[Any, ...]) -> str:
+def parameter_name(keys: tuple[Any, ...]) -> str:
     names = (getattr(key, "key", getattr(key, "name", "value")) for key in keys)
     return ".".join(str(name) for name in names if name != "value")
 

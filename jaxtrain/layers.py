@@ -317,6 +317,7 @@ def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
+@jax.named_scope("norm")
 def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: float) -> jax.Array:
     """Layer normalisation (arXiv 1607.06450) over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
@@ -327,6 +328,7 @@ def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: floa
     return (normed * gather(scale) + gather(bias)).astype(x.dtype)
 
 
+@jax.named_scope("norm")
 def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float) -> jax.Array:
     """Root-mean-square normalisation (arXiv 1910.07467) over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)

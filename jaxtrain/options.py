@@ -39,6 +39,11 @@ def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument(
         "--process-id", type=int, metavar="K", help="which of them this is, from 0"
     )
+    command.add_argument(
+        "--profile",
+        action="store_true",
+        help="trace steps 3 to 6 of this start and print what takes longest in them",
+    )
     _add_config_options(command)
 
     command = _add(added, "eval", commands, "evaluates the newest checkpoint, prints one JSON line")

@@ -20,17 +20,38 @@ class Remat:
     """What the backward pass keeps of each layer's forward pass.
 
     Attributes:
-      policy: 'none' keeps everything but weights gathered over fsdp; 'dots' keeps the results of
+      policy: 'none' keeps everything but weights gathered over fsdp; 'elementwise' keeps what is
+        dear (results of products, reductions and kernels) and does elementwise work again, which
+        is faster where memory is slow, as on CPUs; 'dots' keeps the results of
         matrix products with weights and recomputes the rest; 'full' keeps each layer's input only
         (arXiv 1604.06174); 'offload' keeps each layer's input too, but in host memory.
     """
 
-    policy: Literal["none", "dots", "full", "offload"] = "none"
+    policy: Literal["none", "elementwise", "dots", "full", "offload"] = "none"
+
+
+# What is as quick to do again as to read back: one pass over what it is given, fused into the pass
+# that asks for it.
+_CHEAP = frozenset(
+    {
+        "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate",
+        "convert_element_type", "copy", "cos", "div", "eq", "erf", "exp", "exp2", "expand_dims",
+        "expm1", "ge", "gt", "integer_pow", "iota", "le", "log", "log1p", "logistic", "lt", "max",
+        "mesh_cast", "min", "mul", "name", "ne", "neg", "not", "or", "pad", "pow", "reshape",
+        "reshard", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt", "square",
+        "squeeze", "stop_gradient", "sub", "tanh", "transpose",
+    }
+)  # fmt: skip
 
 
 def _all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Also not what a reshard gives: it is the same gathered weight before it got its name."""
     return primitive.name != "reshard" and parameters.get("name") != GATHERED
+
+
+def _dear(primitive: Any, *_: Any, **_parameters: Any) -> bool:
+    """Gathered weights are not: they have a name and are reshards."""
+    return primitive.name not in _CHEAP
 
 
 def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Callable[..., Any]:
@@ -45,6 +66,7 @@ def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Calla
         return layer
     saved = {
         "none": _all_but_gathered_weights,
+        "elementwise": _dear,
         "dots": _policies.dots_with_no_batch_dims_saveable,
         "full": _policies.nothing_saveable,
         "offload": _policies.save_and_offload_only_these_names(

@@ -13,7 +13,7 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
-    ["errors", "tables", "options", "files", "compilation"],
+    ["errors", "tables", "options", "buckets", "files", "staging", "compilation", "plot"],
     ["attempts.signals", "attempts.maintenance", "attempts.phases"],
     ["attempts.records", "attempts.lifeline"],
     ["attempts.lock", "attempts.supervise"],
@@ -22,6 +22,7 @@ LAYERS = [
     [
         "config",
         "planning.hlo",
+        "planning.flops",
         "planning.groups",
         "planning.collectives",
         "planning.formulas",
@@ -33,7 +34,7 @@ LAYERS = [
     ["sharding", "precision", "remat"],
     ["context"],
     ["ring"],
-    ["blocked_attention"],
+    ["blocked_attention", "kernels"],
     ["attention"],
     ["layers"],
     ["self_attention", "experts"],
@@ -42,13 +43,14 @@ LAYERS = [
     ["moments"],
     ["models", "loss", "optimizer", "guard"],
     ["pipeline"],
-    ["step", "checkpoint", "metrics", "plot", "progress", "data"],
+    ["step", "checkpoint", "metrics", "progress", "data"],
     ["attempts.watchdog", "attempts.goodput", "corruption"],
     ["attempts.attempt"],
     ["exchange"],
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
-    ["saved", "feed"],
+    ["profiling"],
+    ["saved", "feed", "run_log", "display"],
     ["train", "attempts"],
     ["planning"],
     ["verify"],

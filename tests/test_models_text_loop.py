@@ -50,6 +50,8 @@ def loss_and_grads(name: str, execution: Execution) -> Any:
     [
         ("gpt", "none", 2),
         ("gpt", "dots", 1),
+        ("gpt", "elementwise", 1),
+        ("llama", "elementwise", 0),
         ("gpt", "full", 0),
         ("llama", "none", 0),
         ("llama", "full", 1),
@@ -86,9 +88,9 @@ def test_remat_keeps_what_it_says(name: str) -> None:
     layers, rows = MODELS[name].num_layers, BATCH.inputs.shape
     size = {
         policy: sum(x.size for x in kept_for_backward(name, policy, 1))
-        for policy in ("none", "dots", "full")
+        for policy in ("none", "elementwise", "dots", "full")
     }
-    assert size["none"] > size["dots"] > size["full"]
+    assert size["none"] > size["elementwise"] > size["dots"] > size["full"]
 
     def of_layers(policy: str) -> list[tuple[int, ...]]:
         return [x.shape for x in kept_for_backward(name, policy, 1) if x.shape[:1] == (layers,)]
@@ -105,6 +107,17 @@ def test_remat_keeps_what_it_says(name: str) -> None:
     assert of_layers("offload") == [(layers, *rows, D)]
 
 
+def test_elementwise_keeps_one_array_between_the_products_of_an_mlp() -> None:
+    """The result of `up`: the gelu of it is done again, for its own gradient and for `down`'s."""
+    hidden = (MODELS["gpt"].num_layers, *BATCH.inputs.shape, 4 * D)
+    kept = {
+        policy: sum(x.size == np.prod(hidden) for x in kept_for_backward("gpt", policy, 1))
+        for policy in ("none", "elementwise")
+    }
+    assert kept["elementwise"] == 1
+    assert kept["none"] > 3
+
+
 @pytest.mark.parametrize("layers_per_iteration", [1, 2, 0])
 def test_the_program_shows_the_remat(layers_per_iteration: int) -> None:
     def text(remat: str) -> str:
@@ -112,7 +125,7 @@ def test_the_program_shows_the_remat(layers_per_iteration: int) -> None:
         return str(jax.make_jaxpr(jax.grad(loss_fn("llama", execution)))(split("llama")[1]))
 
     assert "remat" not in text("none")
-    for policy in ("dots", "full", "offload"):
+    for policy in ("elementwise", "dots", "full", "offload"):
         assert "remat" in text(policy)
     assert "host" not in text("full")
     assert "host" in text("offload")

@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # How a command begins that is not run here -> why.
 NOT_RUN = {
     "jaxtrain verify gpt_quickstart": "tests/test_verify.py runs it and reads its table",
+    "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
 # What makes a command of the docs short; everything else runs as it is written.
 SHORT_TEXT = [
@@ -130,6 +131,8 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "eval_loss" in out
     assert "argument_size_in_bytes" in out
+    for picture in ("loss.png", "up.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_tree_of_the_readme_is_the_folder():

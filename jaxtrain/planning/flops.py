@@ -197,7 +197,7 @@ def _convolution(equation: JaxprEqn) -> int:
     # Channels that one output value reads: with feature groups the kernel has just those.
     products *= right[numbers.rhs_spec[1]]
     for i, axis in enumerate(numbers.lhs_spec[2:]):
-        products *= _pairs(
+        products *= meeting_places(
             inputs=left[axis],
             kernel=right[numbers.rhs_spec[2 + i]],
             outputs=result[numbers.out_spec[2 + i]],
@@ -210,7 +210,7 @@ def _convolution(equation: JaxprEqn) -> int:
 
 
 @functools.cache
-def _pairs(
+def meeting_places(
     *,
     inputs: int,
     kernel: int,

@@ -7,6 +7,7 @@ from typing import Any
 from jaxtrain import preflight
 from jaxtrain.errors import UserError
 from jaxtrain.planning.targets import Target
+from jaxtrain.program import resolve_kernel
 from jaxtrain.settings import Config
 
 # gin's section -> the field of Config.
@@ -16,8 +17,9 @@ _SECTIONS = {
     "Optimizer": "optimizer",
 }  # fmt: skip
 # From what keeps most to what keeps least.
-REMAT = ("none", "dots", "full", "offload")
-KERNELS = {"tpu": "tpu", "gpu": "cudnn"}
+REMAT = ("none", "elementwise", "dots", "full", "offload")
+# Kernels whose scores of every pair of tokens wait for the backward pass.
+KEEPING_SCORES = ("xla", "reference")
 
 Changes = Mapping[str, Any]
 
@@ -59,12 +61,19 @@ def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
             config,
             device_count=target.devices * slices,
             platform=target.chip.kind,
-            device_kind=target.chip.device_kinds[0],
             reads_data=False,
         )
     except UserError as error:
         return str(error)
     return None
+
+
+def lighter_kernel(config: Config, target: Target) -> str | None:
+    """The kernel that keeps no scores where the configuration names one that does; else None."""
+    if config.attention.kernel not in KEEPING_SCORES:
+        return None
+    best = resolve_kernel(changed(config, {"Attention.kernel": "auto"}), target.chip.kind)
+    return None if best is None or best.kernel in KEEPING_SCORES else best.kernel
 
 
 def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
@@ -76,8 +85,8 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
       sizes: its mesh axes, -1 resolved.
     """
     policy, train, loss = config.remat.policy, config.train, config.loss
-    kernel = KERNELS.get(target.chip.kind)
-    if kernel is not None and config.attention.kernel in ("xla", "reference"):
+    kernel = lighter_kernel(config, target)
+    if kernel is not None:
         yield {"Attention.kernel": kernel}
     if hasattr(train.model, "num_layers"):
         for heavier in REMAT[REMAT.index(policy) + 1 :]:

@@ -1,0 +1,113 @@
+"""How long each operation of a program ran, read from the profiler's own file."""
+
+import bisect
+import collections
+import dataclasses
+import math
+from collections.abc import Collection, Hashable, Sequence
+from pathlib import Path
+
+import jax
+
+# Before the name of an operation, when it is done: on a CPU it may go on after its event, on other
+# threads.
+_END = "end: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """The runs of one operation in a trace, all local devices together.
+
+    Attributes:
+      count: runs.
+      seconds: of all of them. Where several ran at the same time on a device, each moment is
+        shared out among them, so that all operations together take no longer than the clock.
+    """
+
+    count: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of an operation: nanoseconds on the trace's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def newest_trace(folder: Path) -> Path:
+    """The file that the profiler wrote last under a folder."""
+    files = list(folder.glob("plugins/profile/*/*.xplane.pb"))
+    assert files, f"the profiler wrote nothing into {folder}"
+    return max(files, key=lambda file: file.stat().st_mtime)
+
+
+def operation_times(trace: Path, module: str, names: Collection[str]) -> dict[str, Timed]:
+    """The time of each operation of one program.
+
+    Args:
+      trace: an .xplane.pb file.
+      module: the program's name, such as "jit_train_step".
+      names: its operations.
+    """
+    by_device: dict[Hashable, list[Run]] = collections.defaultdict(list)
+    ends: dict[str, list[float]] = collections.defaultdict(list)
+    for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name.startswith(_END):
+                    ends[event.name.removeprefix(_END)].append(event.start_ns)
+                    continue
+                stats = dict(event.stats)
+                name = _operation(event.name, stats, module)
+                if name in names:
+                    run = Run(name, event.start_ns, event.start_ns + event.duration_ns)
+                    by_device[plane.name, stats.get("device_ordinal")].append(run)
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for runs in by_device.values():
+        for run, seconds in zip(runs, shared_out(_until_done(runs, ends)), strict=True):
+            found[run.name].append(seconds)
+    return {name: Timed(len(times), sum(times)) for name, times in found.items()}
+
+
+def _operation(event: str, stats: dict, module: str) -> str:
+    """The instruction that an event is a run of; "" where it is none of this program's."""
+    if "hlo_op" in stats:  # CPUs and GPUs
+        owner = str(stats.get("hlo_module", module)).split("(")[0]
+        return str(stats["hlo_op"]) if owner == module else ""
+    # TPUs name an event by the whole line of the program: '%fusion.3 = bf16[8,128] fusion(...)'.
+    return event.partition(" = ")[0].removeprefix("%") if " = " in event else ""
+
+
+def _until_done(runs: Sequence[Run], ends: dict[str, list[float]]) -> list[Run]:
+    """The runs up to where each was done, where the trace says it before the next one begins."""
+    starts: dict[str, list[float]] = collections.defaultdict(list)
+    for run in runs:
+        starts[run.name].append(run.start)
+    for times in (*starts.values(), *ends.values()):
+        times.sort()
+
+    def done(run: Run) -> float:
+        after, later = ends.get(run.name, []), starts[run.name]
+        place, following = bisect.bisect_left(after, run.end), bisect.bisect(later, run.start)
+        limit = later[following] if following < len(later) else math.inf
+        return after[place] if place < len(after) and after[place] <= limit else run.end
+
+    return [dataclasses.replace(run, end=done(run)) for run in runs]
+
+
+def shared_out(runs: Sequence[Run]) -> list[float]:
+    """Seconds of each run, every moment shared out among those that go on in it."""
+    changes = [(run.start, True, i) for i, run in enumerate(runs)]
+    changes += [(run.end, False, i) for i, run in enumerate(runs)]
+    # At equal times starts come first, so that a run of no length begins before it ends.
+    changes.sort(key=lambda change: (change[0], not change[1]))
+    seconds, active, before = [0.0] * len(runs), set[int](), 0.0
+    for now, begins, i in changes:
+        for j in active:
+            seconds[j] += (now - before) / len(active) / 1e9
+        before = now
+        (active.add if begins else active.remove)(i)
+    return seconds

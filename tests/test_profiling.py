@@ -1,0 +1,209 @@
+"""The profile of a run: its trace, what its tables name, and FLOPs that equal the closed form."""
+
+import dataclasses
+import io
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.__main__ import main
+from jaxtrain.errors import UserError
+from jaxtrain.planning.flops import count_flops
+from jaxtrain.planning.hlo import parse
+from jaxtrain.profiling import Recorder
+from jaxtrain.profiling.costs import costs
+from jaxtrain.profiling.events import Run, newest_trace, shared_out
+from jaxtrain.profiling.scopes import place_of
+
+BINDINGS = ["Train.steps = 8", "Train.eval_every = 4", "Attention.kernel = 'reference'"]
+
+
+class Compilations(logging.Handler):
+    """The programs that are compiled while it listens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_step = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        self.of_step += "Finished XLA compilation" in message and "train_step" in message
+
+
+@pytest.fixture(scope="module")
+def resumed(tiny_config, tmp_path_factory):
+    """A run of 2 steps that goes on with `train --profile` to step 8, evaluating after step 4 and
+    in the midst of what is profiled."""
+    workdir = tmp_path_factory.mktemp("profiled")
+    trainer = Trainer(load_config(tiny_config, BINDINGS), workdir)
+    trainer.train(steps=2)
+    trainer.close()
+    compilations, out = Compilations(), io.StringIO()
+    logger = logging.getLogger("jax")
+    logger.addHandler(compilations)
+    bindings = [word for binding in BINDINGS for word in ("-b", binding)]
+    with pytest.MonkeyPatch.context() as patch, jax.log_compiles():
+        patch.setattr("sys.stdout", out)
+        command = ["train", str(tiny_config), "--workdir", str(workdir), "--profile", *bindings]
+        assert main(command) == 0
+    logger.removeHandler(compilations)
+    found = json.loads((workdir / "profile" / "operations.json").read_text())
+    return workdir, out.getvalue(), found, compilations.of_step
+
+
+def test_a_resumed_start_is_traced_from_its_third_to_its_sixth_step(resumed):
+    workdir, out, found, _ = resumed
+    assert found["steps"] == [5, 8]
+    assert "Steps 5 to 8" in out
+    data = jax.profiler.ProfileData.from_file(str(newest_trace(workdir / "profile")))
+    steps = {
+        dict(event.stats)["step_num"]
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    }
+    assert steps == {5, 6, 7, 8}
+    assert list((workdir / "profile").glob("plugins/profile/*/*.trace.json.gz"))
+
+
+def test_the_step_is_compiled_once(resumed):
+    assert resumed[3] == 1
+
+
+def test_the_tables_name_the_layers(resumed):
+    _, out, found, _ = resumed
+    layers = {(layer["scope"], layer["pass"]) for layer in found["layers"]}
+    assert {
+        ("attention", "forward"), ("attention", "backward"), ("attention/norm", "forward"),
+        ("mlp", "forward"), ("mlp", "backward"), ("loss", "forward"), ("embedding", "forward"),
+        ("optimizer", "update"),
+    } <= layers  # fmt: skip
+    for words in ("attention", "mlp", "optimizer", "of roofline", "measured here"):
+        assert words in out
+
+
+def test_shares_add_up_to_the_step_at_most(resumed):
+    _, _, found, _ = resumed
+    operations, layers = found["operations"], found["layers"]
+    total = sum(one["share"] for one in operations)
+    assert 0 < total <= 1 + 1e-9
+    assert sum(one["share"] for one in layers) == pytest.approx(total)
+    assert found["elsewhere"] == pytest.approx(1 - total)
+    assert all(one["seconds"] > 0 and one["runs"] > 0 for one in layers)
+
+
+def test_flops_of_the_products_are_those_of_the_closed_form(resumed, tiny_config):
+    """6 N a token, and attention in full: 12 L T D; of 8 devices each does its part."""
+    _, _, found, _ = resumed
+    config = load_config(tiny_config)
+    model, length = config.train.model, config.train.data.sequence_length
+    a_token = model.flops_per_token(length)
+    a_token += 6 * model.num_layers * length * model.embed_dim  # what a causal mask hides
+    expected = a_token * length * config.train.global_batch_size / 8
+    assert sum(one["flops"] for one in found["operations"]) == expected
+    by_layer = {(one["scope"], one["pass"]): one["flops"] for one in found["layers"]}
+    mlp = 2 * 8 * model.embed_dim**2 * model.num_layers * length * 8 / 8
+    assert by_layer["mlp", "forward"] == mlp
+    assert by_layer["mlp", "backward"] == 2 * mlp
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [(2, "2 are left of Train.steps=9; use Train.steps=13 or more"), (0, "0 are left")],
+)
+def test_too_few_steps_are_refused(steps, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        Recorder(tmp_path, Console(), "float32", done=9 - steps, last=9)
+
+
+def test_fewer_steps_are_said(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    recorder = Recorder(tmp_path, console, "float32", done=10, last=14)
+    assert "4 steps are left, so it looks at steps 13 to 14 instead of 4" in console.file.getvalue()
+    assert [step for step in range(10, 15) if recorder.turns_at(step)] == [12]
+
+
+def test_profiling_wants_a_folder():
+    with pytest.raises(UserError, match="give Trainer a workdir"):
+        Recorder(None, Console(), "float32", done=0, last=100)
+
+
+def test_a_run_that_stops_among_the_steps_leaves_no_trace_running(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    recorder = Recorder(tmp_path, console, "float32", done=0, last=9)
+    recorder.turn(0.0)
+    recorder.close()
+    recorder.close()
+    assert "left out" in console.file.getvalue()
+    assert not any(recorder.turns_at(step) for step in range(10))
+    jax.profiler.start_trace(tmp_path)  # refuses while another goes on
+    jax.profiler.stop_trace()
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("jit(f)/jvp()/while/body/closed_call/mlp/norm/mul", ("mlp/norm", "forward", "mul")),
+        (
+            "jit(f)/transpose(jvp())/while/body/closed_call/attention/RD,PDNH->PRNH/dot_general",
+            ("attention", "backward", "RD,PDNH->PRNH dot_general"),
+        ),
+        ("jit(f)/transpose(jvp(loss))/mul", ("loss", "backward", "mul")),
+        (
+            "jit(f)/transpose(jvp())/while/body/checkpoint/rematted_computation/mlp/tanh",
+            ("mlp", "recomputed", "tanh"),
+        ),
+        ("jit(f)/optimizer/jit(norm)/mul", ("optimizer", "update", "mul")),
+        ("jit(f)/jvp()/while/body/dynamic_slice", ("loop", "forward", "dynamic_slice")),
+        ("jit(f)/jvp()/mlp/mul;jit(f)/jvp()/loss/exp", ("mlp", "forward", "mul")),
+        ("", ("other", "forward", "")),
+    ],
+)  # fmt: skip
+def test_paths_of_operations_are_places_in_the_model(path, place):
+    assert dataclasses.astuple(place_of(path)) == place
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "backward"), [(1, 1, False), (2, 1, False), (1, 1, True), (2, 1, True)]
+)
+def test_flops_of_a_convolution_are_those_of_the_traced_one(stride, padding, backward):
+    def forward(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), [(padding, padding)] * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+
+    def both(x, kernel):
+        out, back = jax.vjp(forward, x, kernel)
+        return back(jnp.ones_like(out)) if backward else out
+
+    arguments = np.ones((2, 8, 8, 3), np.float32), np.ones((3, 3, 3, 4), np.float32)
+    text = jax.jit(both).lower(*arguments).compile().as_text()
+    counted = count_flops(jax.make_jaxpr(both)(*arguments)).matmul
+    total = sum(cost.flops for cost in costs(parse(text)).values())
+    # The forward pass of the pair is not needed, and left out by the compiler.
+    assert total == (counted * 2 // 3 if backward else counted)
+
+
+def test_a_slice_moves_what_it_takes_and_an_update_what_it_changes():
+    def move(stack, layer, x):
+        taken = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(stack, taken * x, layer, 0)
+
+    stack = np.ones((64, 32, 32), np.float32)
+    text = jax.jit(move, donate_argnums=0).lower(stack, 3, stack[0]).compile().as_text()
+    moved = sum(cost.moved_bytes for cost in costs(parse(text)).values())
+    # One layer is read, multiplied and written, through memory or not: never all 64.
+    assert 3 * stack[0].nbytes <= moved <= 8 * stack[0].nbytes
+
+
+def test_a_moment_is_shared_out_among_those_that_run_in_it():
+    runs = [Run("a", 0e9, 4e9), Run("b", 2e9, 6e9), Run("c", 10e9, 11e9), Run("d", 3e9, 3e9)]
+    assert shared_out(runs) == pytest.approx([3.0, 3.0, 1.0, 0.0])
