@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor
+from jaxtrain.float8 import float8_products, weight_product
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.sharding import (
     Layout,
@@ -54,12 +55,13 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a model's mathematics is run: the attention kernel, the loop over layers, remat."""
+    """How a model's mathematics is run: kernel, loop over layers, remat, the layers' products."""
 
     kernel: str = "xla"
     context_parallel: str = "ring"
     remat: str = "none"
     layers_per_iteration: int = 1
+    matmul: str = "compute"
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention with this run's kernel; shapes as in `jaxtrain.attention.attention`."""
@@ -94,7 +96,8 @@ class Execution:
             )
 
         def named(layer: Any, x: jax.Array, extra: Any) -> Any:
-            return layer_fn(layer, checkpoint_name(x, RESIDUAL), extra)
+            with float8_products(self.matmul == "float8"):
+                return layer_fn(layer, checkpoint_name(x, RESIDUAL), extra)
 
         # Without a loop around it only prevent_cse keeps XLA from undoing the recomputation.
         run = remat(named, self.remat, prevent_cse=block == count)
@@ -178,7 +181,7 @@ def contract(
         if layout.tensor_layout != "1d":
             x, spec = _meet(equation, x, layout.weight(axes), out, layout)
         if layout.mesh.size > 1:
-            return jnp.einsum(equation, x, value, out_sharding=spec)
+            return weight_product(equation, x, value, spec)
     return _over_rows(equation, x, value)
 
 
@@ -190,8 +193,8 @@ def _over_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     inputs, result = equation.split("->")
     if not inputs.startswith("BT") or "BT" not in result:
-        return jnp.einsum(equation, x, weight)
-    flat = jnp.einsum(equation.replace("BT", "R"), x.reshape(-1, *x.shape[2:]), weight)
+        return weight_product(equation, x, weight)
+    flat = weight_product(equation.replace("BT", "R"), x.reshape(-1, *x.shape[2:]), weight)
     place = result.index("B")
     return flat.reshape(*flat.shape[:place], *x.shape[:2], *flat.shape[place + 1 :])
 

@@ -24,17 +24,27 @@ class Precision:
       loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
         underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
         steps).
+      matmul: 'float8' computes the products with the weights inside a transformer's layers, forward
+        and backward, in float8 (e4m3, gradients e5m2), each tensor scaled by its own largest
+        element and the sums in float32; the embedding, the head, attention's scores and the norms
+        stay as they are. For devices with float8 units; a CPU emulates them, slowly, for tests.
     """
 
     params: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     loss_scale: Literal["dynamic"] | float | None = None
+    matmul: Literal["compute", "float8"] = "compute"
 
     def __post_init__(self) -> None:
         if self.compute == "float16" and self.loss_scale is None:
             raise UserError(
                 "Precision.compute='float16' with Precision.loss_scale=None: gradients underflow; "
                 "set Precision.loss_scale='dynamic' (or compute in 'bfloat16')"
+            )
+        if self.compute == "float16" and self.matmul == "float8":
+            raise UserError(
+                "Precision.matmul='float8' with Precision.compute='float16': a float8 product of "
+                "448 x 448 is beyond float16's 65,504; use Precision.compute='bfloat16'"
             )
         if isinstance(self.loss_scale, float) and not self.loss_scale > 0:
             raise UserError(f"Precision.loss_scale={self.loss_scale}; use a number above 0")

@@ -13,6 +13,7 @@ from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.exchange.settings import refuse as refuse_exchange
 from jaxtrain.experts import refuse_capacity
+from jaxtrain.float8 import refuse_float8
 from jaxtrain.guard import refuse as refuse_guard
 from jaxtrain.kernels import refuse as refuse_kernel
 from jaxtrain.layers import Scan
@@ -22,6 +23,7 @@ from jaxtrain.moments import refuse_moments
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.pipeline.schedules import cut_layers
 from jaxtrain.pipeline.schedules import make_schedule as make_pipeline
+from jaxtrain.precision import Precision
 from jaxtrain.program import kernel_request
 from jaxtrain.remat import Remat
 from jaxtrain.settings import Config
@@ -29,13 +31,21 @@ from jaxtrain.sharding import Layout, is_variable, logical_axes, parts_of
 from jaxtrain.tables import RULES, MeshAxes, refuse_tensor_layout
 
 
-def check(config: Config, *, device_count: int, platform: str, reads_data: bool = True) -> None:
+def check(
+    config: Config,
+    *,
+    device_count: int,
+    platform: str,
+    kind: str | None = None,
+    reads_data: bool = True,
+) -> None:
     """Raises UserError with every reason why this configuration cannot run on these devices.
 
     Args:
       config: the configuration.
       device_count: devices over all processes.
       platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'.
+      kind: the devices' `device_kind`; None where what they can do is not asked.
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
     """
     found = list(_mesh(config, device_count))
@@ -50,6 +60,7 @@ def check(config: Config, *, device_count: int, platform: str, reads_data: bool 
         found += _experts(config, layout)
         found += _stages(config, layout)
         found += _replicas(config, layout)
+    found += refuse_float8(config.precision.matmul, platform, kind, config.train.model)
     found += _model_and_data(config, platform, reads_data)
     found += _schedule(config)
     if found:
@@ -347,22 +358,17 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
 def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:
     name, channels = type(model).__name__, batch.inputs.shape[-1]
     # Settings of a loop over equal layers, of attention and of a sequence: nothing here reads them.
-    unread = [
-        ("Remat.policy", config.remat.policy, Remat().policy),
-        (
-            "Scan.layers_per_iteration",
-            config.scan.layers_per_iteration,
-            Scan().layers_per_iteration,
-        ),
-        ("Attention.kernel", config.attention.kernel, Attention().kernel),
-        (
-            "Attention.context_parallel",
-            config.attention.context_parallel,
-            Attention().context_parallel,
-        ),
-        ("Loss.chunk_size", config.loss.chunk_size, Loss().chunk_size),
-    ]
-    for setting, value, default in unread:
+    unread = {
+        "Remat.policy": Remat(),
+        "Scan.layers_per_iteration": Scan(),
+        "Attention.kernel": Attention(),
+        "Attention.context_parallel": Attention(),
+        "Loss.chunk_size": Loss(),
+        "Precision.matmul": Precision(),
+    }
+    for setting, defaults in unread.items():
+        section, field = setting.split(".")
+        value, default = getattr(getattr(config, section.lower()), field), getattr(defaults, field)
         if value != default:
             yield f"{setting}={value!r} does nothing for {name}; leave it at {default!r}"
     if channels != model.channels:

@@ -80,6 +80,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
             context_parallel=config.attention.context_parallel,
             remat=config.remat.policy,
             layers_per_iteration=config.scan.layers_per_iteration,
+            matmul=config.precision.matmul,
         ),
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,

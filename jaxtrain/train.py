@@ -71,8 +71,9 @@ class Trainer:
         """
         if config.mesh.simulated_devices:
             simulate_devices(config.mesh.simulated_devices)
-        platform = platform_of_device(jax.local_devices()[0])
-        preflight.check(config, device_count=jax.device_count(), platform=platform)
+        device = jax.local_devices()[0]
+        platform, kind = platform_of_device(device), device.device_kind
+        preflight.check(config, device_count=jax.device_count(), platform=platform, kind=kind)
         self.config, self.console = config, console or quiet()
         self._attempt, self._platform = attempt or Attempt(Alone()), platform
         self.workdir = None if workdir is None else place(workdir)

@@ -31,7 +31,7 @@ LAYERS = [
         "planning.targets",
     ],
     ["mesh"],
-    ["sharding", "precision", "remat"],
+    ["sharding", "precision", "remat", "float8"],
     ["context"],
     ["ring"],
     ["blocked_attention", "kernels"],

@@ -310,7 +310,13 @@ def _textbook_row(one: Expected, beyond: set[str], how: str = "") -> Row:
 def _check(config: Config, count: int, machine: Target) -> None:
     """As a run would be checked, but for the data; sizes that do not divide get their padding."""
     try:
-        preflight.check(config, device_count=count, platform=machine.chip.kind, reads_data=False)
+        preflight.check(
+            config,
+            device_count=count,
+            platform=machine.chip.kind,
+            kind=machine.chip.device_kinds[0],
+            reads_data=False,
+        )
     except UserError as error:
         try:
             padded = paddings(config, preflight.abstract_layout(config, count))

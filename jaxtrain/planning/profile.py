@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
+from jaxtrain.float8 import float8_products
 from jaxtrain.kernels import TILE
 from jaxtrain.loss import document_mask, spread
 from jaxtrain.mesh import Mesh
@@ -162,7 +163,8 @@ def _residuals(
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
                 named = checkpoint_name(x, RESIDUAL)
-                y, _, auxiliary = model.run_layer(layer, named, positions, mask, execution)
+                with float8_products(execution.matmul == "float8"):
+                    y, _, auxiliary = model.run_layer(layer, named, positions, mask, execution)
                 return y, auxiliary
 
             return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])

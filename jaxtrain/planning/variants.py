@@ -61,6 +61,7 @@ def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
             config,
             device_count=target.devices * slices,
             platform=target.chip.kind,
+            kind=target.chip.device_kinds[0],
             reads_data=False,
         )
     except UserError as error:

@@ -105,7 +105,9 @@ def shrink(own: Config) -> Small:
         sharding=_sharding(own.sharding, 1),
         pipeline=Pipeline(),
         exchange=Exchange(),
-        precision=dataclasses.replace(own.precision, params="float32", compute="float32"),
+        precision=dataclasses.replace(
+            own.precision, params="float32", compute="float32", matmul="compute"
+        ),
     )
     if own.train.model.objective == "next_token":
         config = _text(config, own, sizes, most, pipeline.virtual_stages)

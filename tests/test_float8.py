@@ -1,0 +1,321 @@
+"""Float8 products: each within the format's error, the same on every mesh, and learning alike."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from jaxtrain import preflight
+from jaxtrain.errors import UserError
+from jaxtrain.float8 import E4M3, E5M2, float8_products, quantize, weight_product
+from jaxtrain.layers import Execution, contract
+from jaxtrain.mesh import Mesh, make_mesh
+from jaxtrain.models.gpt import GPT
+from jaxtrain.models.llama import Llama
+from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
+from jaxtrain.precision import Precision
+from jaxtrain.settings import load_config
+from jaxtrain.sharding import Layout, Sharding
+from jaxtrain.step import with_shardings
+
+# Of both formats: half a step relative to the number, and half a step where numbers are so small
+# that the steps no longer shrink with them (OCP's "8-bit Floating Point Specification").
+ROUNDING = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
+MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)
+BATCH = text_batch(rows=8, length=16, vocab_size=32)
+FLOAT8 = Execution(kernel="reference", matmul="float8")
+
+
+def error_of(x, dtype) -> np.ndarray:
+    """The most that each element may be off after rounding."""
+    relative, smallest = ROUNDING[dtype]
+    x = np.abs(np.asarray(x, np.float64))
+    scale = x.max() / float(jnp.finfo(dtype).max)
+    return np.maximum(relative * x, smallest * scale) * (1 + 1e-6)
+
+
+# -- one array, one product ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_an_array_is_scaled_to_its_format_and_rounded_to_nearest(dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(64, 32)) * 10.0 ** rng.uniform(-6, 3, (64, 32))).astype(np.float32)
+    found, scale = quantize(jnp.asarray(x), dtype)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    assert np.abs(np.asarray(found, np.float32)).max() == largest
+    np.testing.assert_allclose(float(scale), np.abs(x).max() / largest, rtol=1e-6)
+    back = np.asarray(found, np.float64) * float(scale)
+    assert (np.abs(back - x) <= error_of(x, dtype)).all()
+    # Not vacuous: this is rounding to a few bits.
+    assert np.abs(back / x - 1)[np.abs(x) > 1].max() > ROUNDING[dtype][0] / 2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen_in_the_product(value):
+    x = jnp.ones((4, 8)).at[1, 2].set(value)
+    with float8_products(True):
+        assert jnp.isnan(weight_product("RD,DF->RF", x, jnp.ones((8, 4)))).any()
+
+
+def test_an_array_of_zeros_stays_zero():
+    for dtype in (E4M3, E5M2):
+        found, scale = quantize(jnp.zeros((4, 4)), dtype)
+        assert not np.asarray(found, np.float32).any()
+        assert np.isfinite(1 / scale)
+
+
+EQUATIONS = {
+    "BTD,PDNH->PBTNH": ((2, 8, 16), (3, 16, 4, 4)),
+    "BTNH,NHD->BTD": ((2, 8, 4, 4), (4, 4, 16)),
+    "BTD,DF->BTF": ((2, 8, 16), (16, 24)),
+    "RF,FD->RD": ((16, 24), (24, 16)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_product_and_gradients_are_within_the_error_of_their_operands(equation):
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in EQUATIONS[equation])
+    inputs, result = equation.split("->")
+    left, right = inputs.split(",")
+    with float8_products(True):
+        y, transpose = jax.vjp(lambda x, w: weight_product(equation, x, w), x, w)
+    g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
+    dx, dw = transpose(g)
+    for found, of, a, b in (
+        (y, equation, (x, E4M3), (w, E4M3)),
+        (dx, f"{result},{right}->{left}", (g, E5M2), (w, E4M3)),
+        (dw, f"{left},{result}->{right}", (x, E4M3), (g, E5M2)),
+    ):
+        (a, a_dtype), (b, b_dtype) = a, b
+        exact = np.einsum(of, np.asarray(a, np.float64), np.asarray(b, np.float64))
+        a_error, b_error = error_of(a, a_dtype), error_of(b, b_dtype)
+        a, b = np.abs(a), np.abs(b)
+        bound = sum(np.einsum(of, *pair) for pair in ((a, b_error), (a_error, b + b_error)))
+        error = np.abs(np.asarray(found, np.float64) - exact)
+        assert (error <= bound).all()
+        # Not vacuous: float32's own error is a thousandth of this.
+        assert error.max() > 1e-3 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 8, "zero": 2}], ids=str)
+def test_a_product_on_a_mesh_is_that_of_one_device(sizes):
+    """One element is far larger than all others: scales of parts would be other scales."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(8, 8, 16)).astype(np.float32)
+    x[5, 3, 2] = 300.0
+    weights = {
+        ("embed", "mlp"): ("BTD,DF->BTF", rng.normal(size=(16, 24)), None),
+        ("mlp", "embed"): ("BTF,FD->BTD", rng.normal(size=(24, 16)), ("batch", "length", "embed")),
+    }
+
+    def both(x, up, down):
+        with float8_products(True):
+            for param, (equation, _, out) in zip((up, down), weights.values(), strict=True):
+                x = contract(equation, x, param, out)
+        return (x * jnp.cos(jnp.arange(x.size).reshape(x.shape))).sum()
+
+    params = [
+        nnx.Param(jnp.asarray(value, jnp.float32), axes=axes)
+        for axes, (_, value, _) in weights.items()
+    ]
+    gradient = jax.value_and_grad(both, argnums=(0, 1, 2))
+    expected = jax.jit(gradient)(x, *params)
+    layout = make_layout(**sizes)
+    with layout.active():
+        placed = [
+            p.replace(jax.device_put(p.get_value(), layout.named(layout.parameter(axes))))
+            for p, axes in zip(params, weights, strict=True)
+        ]
+        rows = jax.device_put(x, layout.named(layout.activation(("batch", "length", "embed"))))
+        found = jax.jit(gradient)(rows, *placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+# -- a model ---------------------------------------------------------------------------------------
+
+
+def float8_products_of(jaxpr):
+    """The operands' dtypes and the result's, of every product in a jaxpr."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple(v.aval.dtype.name for v in (*equation.invars, *equation.outvars))
+        for inner in jaxprs_in_params(equation.params):
+            yield from float8_products_of(inner)
+
+
+def test_the_products_of_the_layers_are_float8_and_no_others():
+    layout = make_layout(fsdp=2)
+    settings = Precision(compute="bfloat16", matmul="float8")
+    program = make_program(MODEL, layout, precision=settings, execution=FLOAT8)
+    with layout.active():
+        step = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
+    found = collections.Counter(float8_products_of(step.jaxpr))
+    products = 4  # queries, keys and values together; out; up; down: in a loop over layers
+    in_float8 = {kinds: n for kinds, n in found.items() if "float8" in kinds[0]}
+    assert in_float8 == {
+        ("float8_e4m3fn", "float8_e4m3fn", "bfloat16"): products,
+        ("float8_e5m2", "float8_e4m3fn", "bfloat16"): products,
+        ("float8_e4m3fn", "float8_e5m2", "bfloat16"): products,
+    }
+    # The head: logits, and the gradients of both its operands.
+    assert sum(n for kinds, n in found.items() if kinds[:2] == ("bfloat16", "bfloat16")) >= 3
+
+
+def first_loss(execution, layout, **changes):
+    program = make_program(MODEL, layout, execution=execution)
+    program = dataclasses.replace(program, **changes)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    with layout.active():
+        grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+    return float(metrics["loss"])
+
+
+def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device():
+    """To less than what float8 itself does to the loss: a sum in another order may turn the
+    rounding of few elements, all others are the same."""
+    plain = dataclasses.replace(FLOAT8, matmul="compute")
+    exact, one = (first_loss(execution, make_layout(fsdp=1)) for execution in (plain, FLOAT8))
+    layout = make_layout(pipe=2, fsdp=2, tensor=2, sequence_parallel=True)
+    pipeline = dataclasses.replace(make_program(MODEL, layout).pipeline, microbatches=1)
+    found = first_loss(FLOAT8, layout, pipeline=pipeline)
+    assert one != exact
+    assert abs(found - one) < abs(one - exact)
+
+
+def test_a_model_learns_in_float8_as_in_bfloat16():
+    """The same batch 40 times, from three seeds: what those differ by is what a run's noise makes
+    of the loss, and float8 may make no more of it."""
+
+    def losses(matmul):
+        layout = make_layout(fsdp=1)
+        settings = Precision(compute="bfloat16", matmul=matmul)
+        execution = dataclasses.replace(FLOAT8, matmul=matmul)
+        program = make_program(MODEL, layout, precision=settings, execution=execution)
+        step = program.jit_train_step()
+        batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+        found = []
+        with layout.active():
+            for seed in range(3):
+                state, curve = program.create(seed), []
+                for _ in range(40):
+                    state, metrics = step(state, batch)
+                    curve.append(metrics["loss"])
+                found.append(curve)
+        return np.array(jax.device_get(found))
+
+    plain, float8 = losses("compute"), losses("float8")
+    assert (plain[:, -1] < plain[:, 0] / 2).all()  # there was something to learn
+    spread = np.ptp(plain, axis=0).max()
+    assert (float8 != plain).any()
+    assert np.abs(float8 - plain).max() < spread, (float8[:, -1], plain[:, -1])
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+UNITS = (
+    "which has no float8 units that jaxtrain knows of (H100, H200, B200, L40 and TPU7x have); use "
+    "Precision.matmul='compute'"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "sentence"),
+    [
+        ("llama_8b", "a100:8x8", f"Precision.matmul='float8' on 'NVIDIA A100-SXM4-80GB', {UNITS}"),
+        ("llama_8b", "v5p:4x4x4", f"Precision.matmul='float8' on 'TPU v5', {UNITS}"),
+        ("llama_8b", "h100:8x8", None),
+        ("llama_8b", "b200:8x8", None),
+        (
+            "mixtral_8x7b",
+            "h200:8x8",
+            "Precision.matmul='float8' for Mixtral: experts' grouped products have no float8 form; "
+            "use Precision.matmul='compute'",
+        ),
+        (
+            "resnet50_imagenet",
+            "h200:1x8",
+            "Precision.matmul='float8' does nothing for ResNet; leave it at 'compute'",
+        ),
+    ],
+)
+def test_where_float8_is_not_to_be_had_it_is_refused(config, target, sentence):
+    machine = parse_target(target)
+    config = load_config(config, ["Precision.matmul = 'float8'"])
+
+    def check():
+        preflight.check(
+            config,
+            device_count=machine.devices,
+            platform=machine.chip.kind,
+            kind=machine.chip.device_kinds[0],
+            reads_data=False,
+        )
+
+    if sentence is None:
+        check()
+        return
+    with pytest.raises(UserError) as refusal:
+        check()
+    assert str(refusal.value) == sentence
+
+
+def test_float16_is_too_narrow_for_the_sums():
+    with pytest.raises(UserError, match="beyond float16's 65,504"):
+        Precision(compute="float16", loss_scale="dynamic", matmul="float8")
+
+
+# -- what a GPU's compiler makes of it -------------------------------------------------------------
+
+
+def operands_of_products(text):
+    """The dtypes of both operands of every product that is still one in a compiled program."""
+    for computation in text.split("\n}\n"):
+        dtypes = dict(re.findall(r"%([\w.-]+) = (\w+)\[", computation))
+        for a, b in re.findall(r" dot\(%([\w.-]+), %([\w.-]+)\)", computation):
+            yield dtypes[a], dtypes[b]
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("target", ["h100:1x8", "b200:1x8"])
+def test_the_cuda_compiler_gives_every_float8_product_to_the_float8_units(target):
+    found = parse_target(target)
+    layout = Layout.of(make_mesh(Mesh(fsdp=8), target_devices(found)), Sharding(zero=3))
+    model = Llama(
+        vocab_size=128, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
+        context_length=128,
+    )  # fmt: skip
+    program = make_program(
+        model,
+        layout,
+        precision=Precision(compute="bfloat16", matmul="float8"),
+        execution=Execution(kernel="xla", matmul="float8"),
+    )
+    state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
+    batch = with_shardings(batch, program.batch_shardings(batch))
+    with layout.active():
+        lowered = program.jit_train_step().lower(state, batch)
+    products = 7  # of each layer; the loop's body stands once
+    # Kernels of XLA's own, which are chosen where none can be tried: float8 goes in.
+    text = lowered.compile(compiler_options(found)).as_text()
+    pairs = collections.Counter(operands_of_products(text))
+    assert {pair: n for pair, n in pairs.items() if "f8" in pair[0] + pair[1]} == {
+        ("f8e4m3fn", "f8e4m3fn"): products,
+        ("f8e5m2", "f8e4m3fn"): products,
+        ("f8e4m3fn", "f8e5m2"): products,
+    }
+    # The library's, which a GPU that is there may prefer.
+    options = {**compiler_options(found), "xla_gpu_enable_triton_gemm": False}
+    text = lowered.compile(options).as_text()
+    assert len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text)) == 3 * products
