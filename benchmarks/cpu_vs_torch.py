@@ -135,8 +135,9 @@ def ours(row: Row, extra: list[str]) -> Runner:
 
 
 def parameter_name(keys: tuple[Any, ...]) -> str:
-    names = (getattr(key, "key", getattr(key, "name", "value")) for key in keys)
-    return ".".join(str(name) for name in names if name != "value")
+    names = [str(getattr(key, "key", getattr(key, "name", "value"))) for key in keys]
+    # The last is the array of a parameter, which may itself be called so.
+    return ".".join(names[:-1] if names[-1] == "value" else names)
 
 
 def theirs(row: Row, weights_path: str, *, compiled: bool) -> Runner:

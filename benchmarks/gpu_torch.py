@@ -236,7 +236,7 @@ def attention_table(tiny: bool, seconds: float) -> Iterator[Cell]:
 
             case = f"head_dim {H}, T {T}{', packed' if packed else ''}"
             yield cell(case, backend, seconds, both, work=7 * B * N * T * T * H, unit="FLOP/s",
-                       check=lambda found: [float(x[0, 0, -1, d]) for x in found
+                       check=lambda found: [float(x[0, 0, -1, d].detach()) for x in found
                                             for d in range(4)])  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def loss_head(tiny: bool, seconds: float) -> Iterator[Cell]:
             return (found, *torch.autograd.grad(found, arguments[:2]))
 
         yield cell(f"vocabulary {V}", "compile", seconds, both, work=6 * B * T * D * V,
-                   unit="FLOP/s", check=lambda found: [float(found[0])])  # fmt: skip
+                   unit="FLOP/s", check=lambda found: [float(found[0].detach())])  # fmt: skip
 
 
 CELLS: dict[str, Callable[[bool, float], Iterator[Cell]]] = {
