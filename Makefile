@@ -12,15 +12,15 @@ train: $(VENV)/installed
 
 # The test suite.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The long proofs.
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
 
-# Runs of several processes, killed at random for minutes; prints their goodput.
+# Runs of several processes, killed at random for minutes, and mishaps; prints their goodput.
 chaos: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m chaos tests/test_chaos.py
+	$(BIN)/python -m pytest -m chaos tests/test_chaos.py tests/test_mishaps.py
 
 # What runs on every supported Python and JAX, without PyTorch.
 smoke: $(VENV)/installed-smoke

@@ -1,12 +1,14 @@
 """Our sealed checkpoints against plain Orbax and torch.save: the same float32 state, GB/s.
 
     python -m benchmarks.checkpoint [--megabytes 512] [--rounds 3] [--folder DIR] [--json FILE]
+    python -m benchmarks.checkpoint --parts [--rounds 3]
 
 A save ends when everything is on the disk; "blocking" is how long the caller waits before the next
 step may run. Ours also digests every file, fingerprints every array, brings both to the disk
 (fsync) and seals them, which the peers do not. A restore of ours compares the digests and
 fingerprints. Every restored state is compared with the saved one. All files are in the operating
-system's cache when they are read.
+system's cache when they are read. `--parts` says instead where the time of ours goes: when each
+part begins and ends, of the median save and the median restore.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import side_by_side
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
+from jaxtrain.checkpoint import Checkpoint, Checkpoints, manifest, store
 
 ARRAYS = 24
 
@@ -83,6 +85,63 @@ def orbax(folder: Path, state: dict[str, jax.Array], abstract: Any, mode: str) -
     return {"blocking": blocking, "save": save, "restore": restore}
 
 
+class Parts:
+    """When the parts of a save or a restore begin and end: what they call, watched from outside."""
+
+    WATCHED = (
+        ("Orbax, until the caller may go on", ocp.AsyncCheckpointer, "save"),
+        ("fingerprints, waited for", store, "numbers"),
+        ("Orbax, writing", ocp.AsyncCheckpointer, "wait_until_finished"),
+        ("digests", manifest, "_digest"),
+        ("fsync", manifest, "_sync"),
+        ("Orbax, reading", ocp.Checkpointer, "restore"),
+        ("fingerprints", store, "fingerprints"),
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.began, self.found = 0.0, {}
+        for label, owner, name in self.WATCHED:
+            setattr(owner, name, self._watched(label, getattr(owner, name)))
+
+    def of(self, action: Callable[[], Any]) -> dict[str, tuple[float, float]]:
+        """Begin and end of every part that takes part, in seconds from the start."""
+        self.found = {}
+        self.began = time.perf_counter()
+        jax.block_until_ready(action())
+        return {**self.found, "all": (0.0, time.perf_counter() - self.began)}
+
+    def _watched(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            begin = time.perf_counter() - self.began
+            try:
+                return function(*arguments, **named)
+            finally:
+                end = time.perf_counter() - self.began
+                first, last = self.found.get(label, (begin, end))
+                self.found[label] = min(first, begin), max(last, end)
+
+        return run
+
+
+def where_time_goes(state: dict[str, jax.Array], abstract: Any, rounds: int, folder: Any) -> Table:
+    """The parts of the median of the rounds, after one that compiles."""
+    parts, runs = Parts(), {"save": [], "restore": []}
+    for _ in range(rounds + 1):
+        root = Path(tempfile.mkdtemp(dir=folder))
+        with contextlib.closing(Checkpoints(root, Checkpoint(asynchronous=False))) as checkpoints:
+            runs["save"].append(parts.of(lambda c=checkpoints: c.save(1, state, {})))
+        with contextlib.closing(Checkpoints(root, Checkpoint())) as checkpoints:
+            runs["restore"].append(parts.of(lambda c=checkpoints: c.restore(1, abstract)))
+        shutil.rmtree(root)
+        os.sync()
+    table = Table("", "part", "begins, s", "ends, s")
+    for kind, found in runs.items():
+        middle = sorted(found[1:], key=lambda one: one["all"][1])[rounds // 2]
+        for label, (begin, end) in middle.items():
+            table.add_row(kind, label, f"{begin:.2f}", f"{end:.2f}")
+    return table
+
+
 def torchs(folder: Path, state: dict[str, jax.Array], abstract: Any, mode: str) -> dict[str, float]:
     """The same by torch.save and torch.load."""
     del abstract, mode
@@ -117,6 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="on the disk to measure")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--parts", action="store_true")
     arguments = parser.parse_args()
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     elements = arguments.megabytes * 250_000 // ARRAYS // 1024
@@ -126,6 +186,10 @@ def main() -> None:
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
+    if arguments.parts:
+        table = where_time_goes(state, abstract, arguments.rounds, arguments.folder)
+        Console(width=120).print(f"{size / 1e9:.2f} GB in {ARRAYS} arrays", table)
+        return
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     names = list(SIDES)
     for number in range(-1, arguments.rounds):  # the first round compiles, and is not counted

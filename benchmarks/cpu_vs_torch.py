@@ -129,12 +129,12 @@ def ours(row: Row, extra: list[str]) -> Runner:
 
     def save(path: str) -> None:
         leaves, _ = jax.tree.flatten_with_path(trainer.state.params)
-        np.savez(path, **{_name(keys): np.asarray(x) for keys, x in leaves})
+        np.savez(path, **{parameter_name(keys): np.asarray(x) for keys, x in leaves})
 
     return Runner(step=lambda i: trainer.step(batches[i % BATCHES])["loss"], loss=float, save=save)
 
 
-def _name(keys: tuple[Any, ...]) -> str:
+def parameter_name(keys: tuple[Any, ...]) -> str:
     names = (getattr(key, "key", getattr(key, "name", "value")) for key in keys)
     return ".".join(str(name) for name in names if name != "value")
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 Weights = Mapping[str, np.ndarray]
 
@@ -45,8 +46,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with tied embeddings; `forward` is the mean loss of next tokens."""
 
-    def __init__(self, weights: Weights, heads: int) -> None:
+    def __init__(self, weights: Weights, heads: int, *, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         table = weights["token_embedding"]
         layers, _, dim = weights["layers.qkv"].shape[:3]
         self.tokens = nn.Embedding(*table.shape)
@@ -75,9 +77,9 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Normed(nn.Module):

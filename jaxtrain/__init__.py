@@ -4,11 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxtrain.mesh import use_devices
     from jaxtrain.planning.plan import Plan, plan
     from jaxtrain.settings import Config, load_config
     from jaxtrain.train import Trainer
 
-__all__ = ["Config", "Plan", "Trainer", "load_config", "plan"]
+__all__ = ["Config", "Plan", "Trainer", "load_config", "plan", "use_devices"]
 
 # Loaded when they are asked for: they load JAX, which takes seconds.
 _HOMES = {
@@ -17,6 +18,7 @@ _HOMES = {
     "Trainer": "jaxtrain.train",
     "load_config": "jaxtrain.settings",
     "plan": "jaxtrain.planning.plan",
+    "use_devices": "jaxtrain.mesh",
 }
 
 

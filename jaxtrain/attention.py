@@ -6,10 +6,11 @@ Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
@@ -18,13 +19,9 @@ from jaxtrain.blocked_attention import blocked_attention
 from jaxtrain.config import configurable
 from jaxtrain.context import KEYS, QUERIES, SEGMENTS, ContextParallel
 from jaxtrain.errors import UserError
+from jaxtrain.kernels import TILE, Kernel, Request, platform_of, refuse
 from jaxtrain.ring import ring_attention
 from jaxtrain.sharding import activation_spec, current_layout, on_each_device, shard
-
-Kernel = Literal["reference", "xla", "blocked", "cudnn", "tpu"]
-
-# The TPU kernel works on whole tiles of this many queries and keys.
-TPU_TILE = 128
 
 
 @configurable
@@ -33,17 +30,19 @@ class Attention:
     """Which attention kernel runs, and how where a sequence is split over the mesh.
 
     Attributes:
-      kernel: 'reference' (plain einsums in float32, every mask, every dtype); 'xla'
-        (jax.nn.dot_product_attention as XLA compiles it, every mask); 'blocked' (tiles that fit a
-        CPU's cache, every mask and dtype); 'cudnn' (cuDNN's flash attention, NVIDIA
-        GPUs); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
-        What a kernel cannot do is refused, never handed to another one.
+      kernel: 'auto' (the fastest one on the platform that can do what this run needs; a run and a
+        plan say which, and why); 'reference' (plain einsums in float32, every mask, every dtype);
+        'xla' (jax.nn.dot_product_attention as XLA compiles it, every mask); 'blocked' (tiles that
+        fit a CPU's cache, every mask and dtype); 'cudnn' (cuDNN's flash attention, NVIDIA GPUs, no
+        segment ids); 'triton' (a Pallas kernel for NVIDIA GPUs that ships with JAX, with segment
+        ids); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
+        What a named kernel cannot do is refused, never handed to another one.
       context_parallel: what Mesh.context above 1 does: 'ring' sends keys and values around
         (kernels 'reference' and 'xla', whose products the ring does block by block); 'ulysses'
         exchanges heads for whole sequences, with any kernel.
     """
 
-    kernel: Kernel = "xla"
+    kernel: Kernel = "auto"
     context_parallel: ContextParallel = "ring"
 
 
@@ -95,22 +94,25 @@ def attention(
     """softmax(q k / sqrt(H)) v over the visible keys, softmax in float32, N a multiple of K.
 
     Where the layout splits sequences, `context_parallel` says how they are put together, and the
-    tokens must lie as `jaxtrain.context.along_context` lays them for it.
+    tokens must lie as `jaxtrain.context.along_context` lays them for it. The kernel has a name of
+    its own: what 'auto' means is settled by `jaxtrain.program.resolve_kernel`.
 
     Raises:
       UserError: while tracing, if the kernel cannot do this; all reasons in one message.
     """
     refusals = refuse(
         kernel,
-        platform=_platform(),
-        dtype=q_BTNH.dtype.name,
-        causal=mask.causal,
-        window=mask.window,
-        segment_ids=mask.segment_ids_BT is not None,
-        cached=mask.query_start is not None,
-        head_dim=q_BTNH.shape[-1],
-        T=q_BTNH.shape[1],
-        S=k_BSKH.shape[1],
+        Request(
+            platform=platform_of(jax.sharding.get_abstract_mesh()),
+            dtype=q_BTNH.dtype.name,
+            causal=mask.causal,
+            window=mask.window,
+            segment_ids=mask.segment_ids_BT is not None,
+            cached=mask.query_start is not None,
+            head_dim=q_BTNH.shape[-1],
+            T=q_BTNH.shape[1],
+            S=k_BSKH.shape[1],
+        ),
     )
     parts, layout = context.split(), current_layout()
     if parts > 1:
@@ -140,134 +142,6 @@ def attention(
             exact=kernel == "reference",
         )
     return _KERNELS[kernel](q_BTNH, k_BSKH, v_BSKH, mask)
-
-
-# -- what a kernel cannot do ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    platform: str
-    dtype: str
-    causal: bool
-    window: int | None
-    segment_ids: bool
-    cached: bool
-    head_dim: int
-    T: int
-    S: int
-
-
-def refuse(
-    kernel: str,
-    *,
-    platform: str,
-    dtype: str,
-    causal: bool,
-    window: int | None,
-    segment_ids: bool,
-    cached: bool,
-    head_dim: int,
-    T: int,
-    S: int,
-) -> list[str]:
-    """Why `kernel` cannot do this: a sentence for every reason; empty when it can.
-
-    Args:
-      kernel: an `Attention.kernel`.
-      platform: 'cpu', 'gpu' or 'tpu'.
-      dtype: of queries, keys and values.
-      causal: as in Mask.
-      window: as in Mask.
-      segment_ids: whether documents are kept apart.
-      cached: whether keys and values come from a key-value cache.
-      head_dim: width of one head.
-      T: queries.
-      S: keys.
-    """
-    request = _Request(
-        platform=platform,
-        dtype=dtype,
-        causal=causal,
-        window=window,
-        segment_ids=segment_ids,
-        cached=cached,
-        head_dim=head_dim,
-        T=T,
-        S=S,
-    )
-    reasons = _REASONS[kernel](request)
-    if not reasons:
-        return []
-    able = next(name for name in _FASTEST_FIRST if not _REASONS[name](request))
-    return [
-        f"Attention.kernel={kernel!r} {reason}; the nearest kernel that can is {able!r}"
-        for reason in reasons
-    ]
-
-
-_NO_CACHE = "cannot start queries in the middle of a key-value cache"
-
-
-def _anything(_: _Request) -> list[str]:
-    return []
-
-
-def _not_by_xla(request: _Request) -> list[str]:
-    # jax.nn.dot_product_attention asks for float16 products summed in float32.
-    if request.platform == "cpu" and request.dtype == "float16":
-        return ["cannot multiply float16 on the CPU"]
-    return []
-
-
-def _not_by_cudnn(request: _Request) -> list[str]:
-    reasons = []
-    if request.platform != "gpu":
-        reasons.append(f"runs on NVIDIA GPUs, not on {request.platform!r}")
-    if request.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"computes in bfloat16 or float16, not in {request.dtype}")
-    if request.segment_ids:
-        reasons.append("has no segment ids, so it cannot keep packed documents apart")
-    if request.window is not None and not request.causal:
-        reasons.append(f"has a window (here {request.window}) for causal attention only")
-    if request.cached:
-        reasons.append(_NO_CACHE)
-    if request.head_dim % 8 or request.head_dim > 128:
-        reasons.append(
-            f"takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
-        )
-    return reasons
-
-
-def _not_by_tpu(request: _Request) -> list[str]:
-    reasons = []
-    if request.platform != "tpu":
-        reasons.append(f"runs on TPUs, not on {request.platform!r}")
-    if request.dtype not in ("bfloat16", "float32"):
-        reasons.append(f"computes in bfloat16 or float32, not in {request.dtype}")
-    if request.cached:
-        reasons.append(_NO_CACHE)
-    for name, length in {"queries": request.T, "keys": request.S}.items():
-        if length % TPU_TILE:
-            reasons.append(f"takes a multiple of {TPU_TILE} {name}, not {length}")
-    return reasons
-
-
-_REASONS: dict[str, Callable[[_Request], list[str]]] = {
-    "reference": _anything,
-    "xla": _not_by_xla,
-    "blocked": lambda request: [_NO_CACHE] if request.cached else [],
-    "cudnn": _not_by_cudnn,
-    "tpu": _not_by_tpu,
-}
-_FASTEST_FIRST = ("cudnn", "tpu", "xla", "reference")
-
-
-def _platform() -> str:
-    """Where the code being traced will run: the mesh's devices, else JAX's default."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return "gpu" if platform == "cuda" else platform
 
 
 # -- the kernels ----------------------------------------------------------------------------------
@@ -306,6 +180,36 @@ def _cudnn_on_one_device(
         # Keys on either side besides the query's own place.
         local_window_size=None if mask.window is None else (mask.window - 1, 0),
         implementation="cudnn",
+    )
+
+
+def _triton(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: Mask,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Pallas's flash attention for GPUs; `interpret` runs its code without one, for tests."""
+    run = functools.partial(_triton_on_one_device, interpret=interpret)
+    return _on_each_device(run, q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+def _triton_on_one_device(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool = False
+) -> jax.Array:
+    # The kernel has one key head for each query head, and one array of segment ids for both sides.
+    N, H = q_BTNH.shape[2:]
+    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))
+    return pallas_gpu.mha(
+        q_BTNH,
+        k_BSNH,
+        v_BSNH,
+        mask.segment_ids_BT,
+        sm_scale=H**-0.5,
+        causal=mask.causal,
+        interpret=interpret,
     )
 
 
@@ -354,7 +258,7 @@ def _tpu_on_one_device(
 
 def _tpu_blocks(T: int, S: int) -> splash.BlockSizes:
     queries, keys = (
-        next(size for size in (512, 256, TPU_TILE) if length % size == 0) for length in (T, S)
+        next(size for size in (512, 256, TILE) if length % size == 0) for length in (T, S)
     )
     return splash.BlockSizes(
         block_q=queries,
@@ -391,8 +295,10 @@ _KERNELS: dict[str, Callable[..., jax.Array]] = {
     "xla": _xla,
     "blocked": functools.partial(_on_each_device, blocked_attention),
     "cudnn": _cudnn,
+    "triton": _triton,
     "tpu": _tpu,
 }
 _ON_ONE_DEVICE = _KERNELS | {
-    "blocked": blocked_attention, "cudnn": _cudnn_on_one_device, "tpu": _tpu_on_one_device
+    "blocked": blocked_attention, "cudnn": _cudnn_on_one_device, "triton": _triton_on_one_device,
+    "tpu": _tpu_on_one_device,
 }  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxtrain.attempts import run
 from jaxtrain.attempts import supervise as supervision
 from jaxtrain.attempts.attempt import Preempted
 from jaxtrain.attempts.supervise import QUICKSTART, run_folder
+from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.corruption import CorruptionError
@@ -39,13 +41,21 @@ from jaxtrain.planning.out_of_memory import OutOfMemory, explain, is_out_of_memo
 from jaxtrain.planning.plan import plan as make_plan
 from jaxtrain.planning.tables import show as show_plan
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.progress import quiet
 from jaxtrain.settings import Config, load_config
 from jaxtrain.step import parameter_shapes
-from jaxtrain.train import Trainer, quiet
+from jaxtrain.train import Trainer
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 QUICKSTART_DEVICES = 8
-_FAILURES = (CheckpointError, ClusterError, CorruptionError, FloatingPointError, OutOfMemory)
+_FAILURES = (
+    BucketError,
+    CheckpointError,
+    ClusterError,
+    CorruptionError,
+    FloatingPointError,
+    OutOfMemory,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +113,8 @@ def train(arguments: argparse.Namespace) -> int:
                 attempt.goodput.record(trainer.steps_done, finished=True)
                 account = attempt.goodput.account()
                 account.show(console)
-                account.draw(workdir / run.GOODPUT_PICTURE)
+                assert attempt.folder is not None
+                account.draw(attempt.folder.local / run.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config)
             console.print(f"To go on: {command}", soft_wrap=True, markup=False)
     except Preempted as stop:
@@ -153,7 +164,7 @@ def _quickstart_devices(console: Console) -> list[str]:
     return ["Mesh.fsdp = -1", "Mesh.tensor = 1"]
 
 
-def _show_end(console: Console, trainer: Trainer, values: dict[str, float], workdir: Path) -> None:
+def _show_end(console: Console, trainer: Trainer, values: dict[str, float], workdir: Place) -> None:
     facts = trainer.dataset.facts
     words = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
     console.print(f"Held out: {words}")
@@ -170,7 +181,7 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, float], work
     console.print(f"Loss curve: {workdir / 'loss.png'}")
 
 
-def _command(arguments: argparse.Namespace, name: str, workdir: Path, config: Config) -> str:
+def _command(arguments: argparse.Namespace, name: str, workdir: Place, config: Config) -> str:
     """The command that trains this run for as many steps again."""
     # `make` does not put the environment's programs on the PATH.
     on_path = shutil.which("jaxtrain") is not None
@@ -321,16 +332,28 @@ def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Tra
     """The trainer of a run's folder with its newest checkpoint restored, changing nothing there."""
     keep_compiled_programs()
     folder = _existing_run(workdir)
-    config = load_config(folder / "config.gin", bindings, allow_imports=allow_imports)
+    with tempfile.TemporaryDirectory() as copies:
+        file = folder / "config.gin"
+        if isinstance(file, BucketPath):
+            file = Path(copies) / file.name
+            file.write_bytes((folder / file.name).read_bytes())
+        config = load_config(file, bindings, allow_imports=allow_imports)
     if Checkpoints(folder, config.checkpoint, read_only=True).latest_step() is None:
         raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
-    return Trainer(config, folder, read_only=True)
+    # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
+    return Trainer(config, folder, read_only=True, console=Console(stderr=True))
 
 
-def _existing_run(workdir: str) -> Path:
-    folder = Path(workdir)
+def _existing_run(workdir: str) -> Place:
+    folder = place(workdir)
+    if isinstance(folder, BucketPath):
+        require("--workdir", folder)
     if not (folder / "config.gin").is_file():
-        runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
+        if isinstance(folder, BucketPath):
+            beside = folder.parent
+            runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
+        else:
+            runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
         hint = did_you_mean(workdir, runs) if runs else ""
         raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
     return folder

@@ -23,7 +23,7 @@ KEYS = ("inner_batch", "length", "kv_heads", "head_dim")
 SEGMENTS = ("inner_batch", "length")
 
 # Kernels that give no log-sum-exp, without which the blocks of a ring cannot be merged.
-NOT_IN_A_RING = ("blocked", "cudnn", "tpu")
+NOT_IN_A_RING = ("blocked", "cudnn", "triton", "tpu")
 
 # Late queries and early keys first: under a causal mask every rank needs that block at every step.
 _SLOT_PAIRS = ((1, 0), (0, 0), (1, 1), (0, 1))

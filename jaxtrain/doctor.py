@@ -15,6 +15,7 @@ from jaxtrain.distributed import detect
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
+    "gcs": ("gcsfs",),
     "demo": ("scikit-learn", "mlxtend"),
     "dev": ("pytest", "ruff", "torch", "transformers"),
 }

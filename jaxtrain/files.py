@@ -1,12 +1,22 @@
 """Files written whole or not at all, and the folder of what may be deleted at any time."""
 
+import contextlib
+import errno
 import os
+import shutil
 import uuid
 from pathlib import Path
 
+from jaxtrain.buckets import BucketPath, Place
 
-def write_atomically(file: Path, content: bytes) -> None:
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def write_atomically(file: Place, content: bytes) -> None:
     """Writes beside the file and renames: readers see the old content or the new, never a part."""
+    if isinstance(file, BucketPath):
+        file.write_bytes(content)
+        return
     beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
         with beside.open("wb") as stream:
@@ -16,6 +26,41 @@ def write_atomically(file: Path, content: bytes) -> None:
         beside.replace(file)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def create(file: Place, content: bytes) -> None:
+    """Makes the file with its whole content unless there is one: of all who try, one succeeds.
+
+    Returns quietly where there is one, perhaps by ourselves: networks repeat requests whose answer
+    they lost. Who succeeded is seen in the file.
+    """
+    if isinstance(file, BucketPath):
+        with contextlib.suppress(FileExistsError):
+            file.create(content)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.tmp")
+    write_atomically(beside, content)
+    try:
+        os.link(beside, file)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No links on this file system. Until the content is there nobody can be judged by it.
+        with contextlib.suppress(FileExistsError), file.open("xb") as stream:
+            stream.write(content)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def remove_tree(folder: Place) -> None:
+    """Deletes a folder and all in it."""
+    if isinstance(folder, BucketPath):
+        folder.remove_tree()
+    else:
+        shutil.rmtree(folder)
 
 
 def cache_folder(kind: str) -> Path:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.extend import backend
 from jax.sharding import AxisType
 
+from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, did_you_mean, nearest_divisor, nearest_multiple
 from jaxtrain.tables import TensorLayout, factor_tensor
@@ -17,6 +19,8 @@ from jaxtrain.tables import TensorLayout, factor_tensor
 # Outermost (slowest links) first: an axis is added by naming it here, in Mesh, and in the tables of
 # sharding.py.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+
+SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
 
 
 @configurable
@@ -144,6 +148,31 @@ def simulate_devices(count: int) -> None:
             f"{jax.default_backend()} {_devices(jax.device_count())} in this process; "
             "start a new one"
         )
+
+
+def use_devices(count: int | None = None) -> list[jax.Device]:
+    """The devices that a notebook runs on: accelerators where there are any, else simulated ones.
+
+    To be called before anything else, so that the CPU can still be split; compiled programs are
+    kept on disk from here on, as the command line keeps them.
+
+    Args:
+      count: how many a notebook's layouts need: the accelerators if there are exactly so many,
+        else that many simulated CPU devices. None takes all accelerators, or simulates 8.
+
+    Raises:
+      UserError: JAX already runs on another number of devices in this process.
+    """
+    keep_compiled_programs()
+    simulated = SIMULATED_DEVICES if count is None else count
+    offer_cpu_devices(simulated)
+    if jax.default_backend() == "cpu":
+        simulate_devices(simulated)
+    elif count not in (None, jax.device_count()):
+        # Only now is it known what is there: the backends are opened again, with the CPU alone.
+        backend.clear_backends()
+        simulate_devices(simulated)
+    return jax.devices()
 
 
 def make_mesh(

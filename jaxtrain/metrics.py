@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from jaxtrain.buckets import Place
 from jaxtrain.errors import UserError
 from jaxtrain.files import write_atomically
 from jaxtrain.guard import BadStepError, Guard, Rewind, what_is_bad
@@ -89,6 +90,7 @@ class MetricsLog:
         terminal: Console,
         references: Mapping[str, float] | None = None,
         guard: Guard = Guard(),  # noqa: B008 - frozen
+        history: list[dict[str, Any]] | None = None,
     ) -> None:
         """Opens the log; the clock of the first step starts here.
 
@@ -105,6 +107,7 @@ class MetricsLog:
           terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
           references: horizontal lines of loss.png, label to loss.
           guard: what happens at a bad step.
+          history: takes the lines where no file does.
         """
         self._guard = guard
         self.bad_steps = 0  # left out so far, by the policy 'skip'
@@ -121,6 +124,7 @@ class MetricsLog:
         self._files = (
             _Files(workdir, first_step, references or {}) if is_writer and workdir else None
         )
+        self._history = history if workdir is None else None
         self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
         self._window_start = time.perf_counter()
         self._window_first_step = first_step
@@ -160,8 +164,8 @@ class MetricsLog:
           account: where the run's time went so far, which people are shown at the end.
         """
         self.flush()
+        self._keep({"step": step, **values, **(account or {})})
         if self._files is not None:
-            self._files.write({"step": step, **values, **(account or {})})
             self._files.draw()
         if self._display is not None:
             figures = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -277,10 +281,15 @@ class MetricsLog:
         }
         if self._flops_per_step is not None and self._peak_flops is not None:
             line["mfu"] = self._flops_per_step / step_seconds / self._peak_flops
-        if self._files is not None:
-            self._files.write(line)
+        self._keep(line)
         if self._display is not None:
             self._display.show(line)
+
+    def _keep(self, line: Mapping[str, Any]) -> None:
+        if self._files is not None:
+            self._files.write(line)
+        if self._history is not None:
+            self._history.append(strict(line))
 
 
 class _Files:
@@ -309,11 +318,7 @@ class _Files:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line; infinities and NaN, which JSON does not have, become null."""
-        strict = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in line.items()
-        }
-        self._stream.write(json.dumps(strict, allow_nan=False) + "\n")
+        self._stream.write(json.dumps(strict(line), allow_nan=False) + "\n")
         self._stream.flush()
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
@@ -340,7 +345,15 @@ class _Files:
         self._drawer.shutdown()
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def strict(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line as JSON can have it: without infinities and NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in line.items()
+    }
+
+
+def read_lines(file: Place) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl; a last line that a killed writer left torn is passed over.
 
     Raises:

@@ -10,6 +10,7 @@ import optax
 
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
+from jaxtrain.moments import Moments, keep_moments
 from jaxtrain.precision import is_matrix
 from jaxtrain.sharding import is_variable
 
@@ -30,6 +31,9 @@ class Optimizer:
       average_decay: the decay rate of an exponential moving average of the parameters, such as
         0.999, which evaluation and generation use instead of the parameters; None keeps none.
         It costs 4 bytes a parameter, sharded as the moments are.
+      moments: the dtype of adamw's two moments, lion's and sgd's one; 'bfloat16' halves their
+        bytes and their traffic, rounding stochastically. Which way is a hash of the element and
+        the update's number: the same on every mesh and after every restart.
     """
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
@@ -41,6 +45,7 @@ class Optimizer:
     epsilon: float = 1e-8
     momentum: float = 0.9
     average_decay: float | None = None
+    moments: Moments = "float32"
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
@@ -128,15 +133,21 @@ def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule
 
 
 def make_optimizer(settings: Optimizer, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optax transformation: clip, update rule, learning rate, and the average behind them."""
+    """The optax transformation: clip, update rule, learning rate, and the average behind them.
+
+    Its update takes `layers` too, as `moments.keep_moments` does.
+    """
     clip = [] if settings.clip_norm is None else [optax.clip_by_global_norm(settings.clip_norm)]
     decay = optax.add_decayed_weights(settings.weight_decay, mask=_matrices)
     if settings.name == "adamw":
-        rule = [optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon), decay]
+        adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
+        rule = [keep_moments(adam, settings.moments), decay]
     elif settings.name == "lion":
-        rule = [optax.scale_by_lion(settings.b1, settings.b2), decay]
+        lion = optax.scale_by_lion(settings.b1, settings.b2)
+        rule = [keep_moments(lion, settings.moments), decay]
     else:
-        rule = [decay, optax.trace(settings.momentum, nesterov=True)]
+        momentum = optax.trace(settings.momentum, nesterov=True)
+        rule = [decay, keep_moments(momentum, settings.moments)]
     average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
     return optax.chain(*clip, *rule, optax.scale_by_learning_rate(schedule), *average)
 

@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run: metrics lines in, PNG bytes out."""
+"""Pictures: figures that files and notebooks show alike, and the loss curve of a run."""
 
 import io
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,29 @@ _EVAL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "marker": "o", "mar
 _REFERENCE_STYLES = ("--", ":", "-.")
 
 
-def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> Figure:
+class Picture(Figure):
+    """A figure that notebooks show by themselves.
+
+    Not pyplot's: those are global state, and drawing may happen beside the training thread.
+    Without pyplot nobody tells IPython how to show a figure, so this one does it itself.
+    """
+
+    def __init__(self, width: float, height: float) -> None:
+        """An empty figure; width and height in inches, of 120 dots each."""
+        super().__init__(figsize=(width, height), dpi=120, layout="constrained")
+        FigureCanvasAgg(self)
+
+    def png(self) -> bytes:
+        """The bytes of a PNG file."""
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+
+def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> Picture:
     """The training and evaluation loss over steps.
 
     Args:
@@ -22,9 +44,7 @@ def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, flo
       references: horizontal lines, label to loss: what a model must beat to have learned anything.
     """
     lines = list(lines)
-    # No pyplot: its figures are global state, and this may run beside the training thread.
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Picture(8, 4.5)
     axes = figure.add_subplot()
     for key, label, style in (
         ("loss", "training loss", _TRAIN),
@@ -48,8 +68,12 @@ def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, flo
     return figure
 
 
+def reference_losses(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Losses that a model must beat to have learned anything, of what is known of its data."""
+    entropy = facts.get("unigram_entropy")
+    return {} if entropy is None else {"unigram entropy": float(entropy)}
+
+
 def loss_png(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> bytes:
     """`loss_figure` as a PNG file's bytes."""
-    buffer = io.BytesIO()
-    loss_figure(lines, references).savefig(buffer, format="png")
-    return buffer.getvalue()
+    return loss_figure(lines, references).png()

@@ -8,18 +8,21 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtrain.attention import Attention, refuse
+from jaxtrain.attention import Attention
 from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.exchange.settings import refuse as refuse_exchange
 from jaxtrain.experts import refuse_capacity
 from jaxtrain.guard import refuse as refuse_guard
+from jaxtrain.kernels import refuse as refuse_kernel
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES, abstract_mesh, make_mesh
+from jaxtrain.moments import refuse_moments
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.pipeline.schedules import cut_layers
 from jaxtrain.pipeline.schedules import make_schedule as make_pipeline
+from jaxtrain.program import kernel_request
 from jaxtrain.remat import Remat
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes, parts_of
@@ -32,7 +35,7 @@ def check(config: Config, *, device_count: int, platform: str, reads_data: bool 
     Args:
       config: the configuration.
       device_count: devices over all processes.
-      platform: 'cpu', 'gpu' or 'tpu'.
+      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'.
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
     """
     found = list(_mesh(config, device_count))
@@ -42,6 +45,7 @@ def check(config: Config, *, device_count: int, platform: str, reads_data: bool 
         found += _sizes(config, layout)
         found += refuse_exchange(config.exchange, layout.mesh.shape)
         found += refuse_guard(config.guard, config.exchange.method)
+        found += refuse_moments(config.optimizer.moments, config.exchange.method)
         found += _context(config, layout)
         found += _experts(config, layout)
         found += _stages(config, layout)
@@ -334,18 +338,10 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
             f"Scan.layers_per_iteration={block} does not divide {name}.num_layers="
             f"{model.num_layers}; the nearest is {nearest} (0 unrolls all)"
         )
-    yield from refuse(
-        config.attention.kernel,
-        platform=platform,
-        dtype=config.precision.compute,
-        causal=True,
-        window=getattr(model, "sliding_window", None),
-        segment_ids=batch.segment_ids is not None,
-        cached=False,
-        head_dim=model.head_dim,
-        T=length,
-        S=length,
-    )
+    request, kernel = kernel_request(config, platform), config.attention.kernel
+    # What 'auto' chooses can do what is asked.
+    if kernel != "auto" and request is not None:
+        yield from refuse_kernel(kernel, request)
 
 
 def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Shows a run's progress to people: one live line on a terminal, plain lines elsewhere."""
 
+import os
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -70,3 +71,8 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def quiet() -> Console:
+    """A console that prints nothing."""
+    return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,11 +10,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.buckets import Place
 from jaxtrain.checkpoint import StoredLeaf
+from jaxtrain.corruption import replicated_fraction
+from jaxtrain.data.source import Dataset
+from jaxtrain.kernels import Choice
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.pipeline.stages import Stages
+from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
-from jaxtrain.step import TrainState
+from jaxtrain.step import Program, TrainState
 
 
 def human_bytes(count: float) -> str:
@@ -34,19 +38,29 @@ def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(shape) * np.dtype(array.dtype).itemsize
 
 
+def parameters(state: TrainState) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
+    """Every parameter by its name: the array, and what its dimensions mean."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            variable.get_value(),
+            logical_axes(variable),
+        )
+        for path, variable in leaves
+    }
+
+
 def parameter_rows(state: TrainState) -> list[tuple[str, tuple[int, ...], str, str, int, int]]:
     """Name, shape, logical axes, placement, parameters and bytes per device of every parameter."""
     rows = []
-    leaves = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
-    for path, variable in leaves:
-        value = variable.get_value()
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        placement = ", ".join(_part(part) for part in value.sharding.spec)
+    for name, (value, axes) in parameters(state).items():
+        sharding: Any = value.sharding  # a NamedSharding: parameters lie on a mesh
+        placement = ", ".join(_part(part) for part in sharding.spec)
         rows.append(
             (
                 name,
                 value.shape,
-                ", ".join(logical_axes(variable)),
+                ", ".join(axes),
                 placement,
                 math.prod(value.shape),
                 shard_bytes(value),
@@ -61,8 +75,8 @@ def _part(part: str | tuple[str, ...] | None) -> str:
     return part if isinstance(part, str) else "x".join(part)
 
 
-def show_parameters(console: Console, state: TrainState) -> None:
-    """Prints the parameter table and what the state takes on each device."""
+def parameter_table(state: TrainState) -> Table:
+    """Every parameter: shape, logical axes, where they lie, bytes on each device."""
     rows = parameter_rows(state)
     table = Table(title="Parameters", title_justify="left", show_footer=True)
     total = f"{sum(row[4] for row in rows):,}"
@@ -74,7 +88,12 @@ def show_parameters(console: Console, state: TrainState) -> None:
     table.add_column("bytes per device", footer=per_device, justify="right")
     for name, shape, axes, placement, _, size in rows:
         table.add_row(name, " x ".join(map(str, shape)), axes, placement, human_bytes(size))
-    console.print(table)
+    return table
+
+
+def show_parameters(console: Console, state: TrainState) -> None:
+    """Prints the parameter table and what the state takes on each device."""
+    console.print(parameter_table(state))
     sizes = {
         "parameters": state.params,
         "optimizer state": state.opt_state,
@@ -87,12 +106,16 @@ def show_parameters(console: Console, state: TrainState) -> None:
     )
 
 
+def written_mesh(sizes: Mapping[str, int]) -> str:
+    """The axes above 1: "fsdp=8 x tensor=4"."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
 def show_mesh(console: Console, layout: Layout) -> None:
     """Prints the mesh's axes and the order of its devices."""
     mesh = layout.mesh
     assert isinstance(mesh, jax.sharding.Mesh)
-    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    axes = axes or "one device"
+    axes = written_mesh(mesh.shape)
     kind = mesh.devices.flat[0].device_kind
     console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), ZeRO {layout.zero}")
     order = np.vectorize(lambda device: device.id)(mesh.devices)
@@ -110,6 +133,13 @@ def show_mesh(console: Console, layout: Layout) -> None:
         console.print(f"... and {len(places) - shown} more rows")
 
 
+def show_attention(console: Console, choice: Choice | None) -> None:
+    """Prints which attention kernel runs, and why; nothing for a model without attention."""
+    if choice is not None:
+        text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def show_stages(console: Console, stages: Stages, pipeline: Pipeline) -> None:
     """Prints how many layers each stage of the pipeline has."""
     layers = ", ".join(map(str, stages.cut))
@@ -118,6 +148,26 @@ def show_stages(console: Console, stages: Stages, pipeline: Pipeline) -> None:
         f"Pipeline: {pipeline.schedule}, {pipeline.microbatches} microbatches over {stages.ranks} "
         f"ranks; layers of each stage: {layers}{padded}"
     )
+
+
+def show_run(
+    console: Console,
+    config: Config,
+    program: Program,
+    attention: Choice | None,
+    dataset: Dataset,
+    state: TrainState,
+) -> None:
+    """Prints mesh, attention's kernel, stages, data and parameters of a run."""
+    show_mesh(console, program.layout)
+    show_attention(console, attention)
+    if program.stages is not None:
+        show_stages(console, program.stages, config.pipeline)
+    show_facts(console, dataset.facts, dataset.digest)
+    if config.corruption.compare_replicas_every:
+        share = f"{replicated_fraction(state):.0%}"
+        console.print(f"Replicas: {share} of the state's bytes have copies to be compared with")
+    show_parameters(console, state)
 
 
 def show_config(console: Console, gin_text: str) -> None:
@@ -139,7 +189,7 @@ def _fact(value: object) -> str:
 
 
 def show_checkpoint(
-    console: Console, folder: Path, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
+    console: Console, folder: Place, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
 ) -> None:
     """Prints a checkpoint's step, versions, configuration and arrays."""
     console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)

@@ -3,11 +3,11 @@
 import dataclasses
 import importlib.metadata
 import platform
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxtrain.buckets import Place
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.checkpoint.manifest import FORMAT
 from jaxtrain.data.source import Dataset
@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def refuse_other_run(
-    extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Path | None
+    extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Place | None
 ) -> None:
     """Raises UserError where going on would be another run: other data, order or batches."""
     for name, now in _position(config, dataset.digest).items():

@@ -1,16 +1,19 @@
 """A run's states on disk: the newest to go on from, an earlier one to go back to."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from jaxtrain import resume
+from jaxtrain.attempts.lock import refuse_held
 from jaxtrain.attempts.phases import Phases
+from jaxtrain.buckets import BucketPath, Place, require
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
+from jaxtrain.metrics import METRICS_FILE
 from jaxtrain.settings import Config
+from jaxtrain.staging import RunFolder
 from jaxtrain.step import Program, TrainState
 
 
@@ -23,13 +26,14 @@ class SavedRun:
 
     def __init__(
         self,
-        workdir: Path | None,
+        workdir: Place | None,
         config: Config,
         program: Program | ExchangeProgram,
         *,
         read_only: bool,
         report: Callable[[str], None],
         may_write: Callable[[], None],
+        before_seal: Callable[[], None],
         phases: Phases,
     ) -> None:
         """Opens the checkpoints of a run.
@@ -41,6 +45,7 @@ class SavedRun:
           read_only: nothing in workdir changes.
           report: takes what people should know: damage, a disk that fills up.
           may_write: raises where the folder belongs to another attempt by now.
+          before_seal: brings what belongs to a state into the folder, before the state counts.
           phases: what this process is doing.
         """
         self._workdir, self._config, self._program = workdir, config, program
@@ -48,7 +53,12 @@ class SavedRun:
         self._checkpoints = None
         if workdir is not None:
             self._checkpoints = Checkpoints(
-                workdir, config.checkpoint, read_only=read_only, report=report, may_write=may_write
+                workdir,
+                config.checkpoint,
+                read_only=read_only,
+                report=report,
+                may_write=may_write,
+                before_seal=before_seal,
             )
             for line in self._checkpoints.cleaned:
                 report(line)
@@ -126,3 +136,15 @@ class SavedRun:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
         state = resume.restore(self._checkpoints, step, self._program)
         return state, extra["data"]["next_batch"]
+
+
+def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
+    """The folder of a run that has no attempt of the command line's.
+
+    Raises:
+      UserError: another process is writing there, or the bucket cannot be reached.
+    """
+    if isinstance(workdir, BucketPath):
+        require("workdir", workdir)
+    refuse_held(workdir)
+    return RunFolder(workdir, pull=[METRICS_FILE], report=report)

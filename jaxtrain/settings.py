@@ -1,6 +1,7 @@
 """The whole configuration of a run: one frozen dataclass a section, and where configs are found."""
 
 import dataclasses
+import html
 import importlib
 import pkgutil
 from collections.abc import Sequence
@@ -121,6 +122,9 @@ class Config:
     def to_gin(self) -> str:
         """Every value as gin text; reading it again gives an equal configuration."""
         return gin_files.to_gin(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.to_gin(), quote=False)}</pre>"
 
 
 def configs_folder() -> Path:

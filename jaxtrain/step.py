@@ -195,9 +195,10 @@ class Program:
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
-        updates, opt_state = self.optimizer.update(grads, old.opt_state, old.params)
-        # optax sums bfloat16 moments with float32 gradients into float32 ones.
-        opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, old.opt_state)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        updates, opt_state = optimizer.update(
+            grads, old.opt_state, old.params, layers=self.layer_order
+        )
         params: Any = optax.apply_updates(old.params, updates)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
@@ -244,7 +245,7 @@ class Program:
 
         def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
             params = self._with_gradient(weights, slices)
-            sums, statistics = self._objective(params, statistics, micro, train=True)
+            sums, statistics = self.sums(params, statistics, micro, train=True)
             objective = sums["loss"] + sums.get("auxiliary", 0.0)
             return objective * (scale / count), (sums, statistics)
 
@@ -278,9 +279,13 @@ class Program:
             (grads, sums, statistics), _ = jax.lax.scan(add, (*zeros, state.statistics), micros)
         return grads, _means(sums), statistics
 
-    def _objective(
+    def sums(
         self, params: nnx.State, statistics: nnx.State, batch: Batch, *, train: bool
     ) -> tuple[Sums, nnx.State]:
+        """The forward pass: sums of a batch's loss, weight and more; the new running statistics.
+
+        `params` are in the dtype to compute with; `train` turns on what only training does.
+        """
         if self.stages is not None:
             return self._through_stages(params, params, batch, jnp.ones(()), train)[1], statistics
         model = nnx.merge(self._graphdef(), params, statistics)
@@ -326,12 +331,12 @@ class Program:
         reductions.
         """
         weights = to_compute(state.params, self.precision.compute)
-        sums, _ = self._objective(weights, state.statistics, batch, train=False)
+        sums, _ = self.sums(weights, state.statistics, batch, train=False)
         return jax.tree.map(jnp.add, total, sums)
 
     def no_sums(self, state: TrainState, batch: Batch) -> Sums:
         """Zeros in the form of `eval_step`'s sums, on every device."""
-        objective = functools.partial(self._objective, train=False)
+        objective = functools.partial(self.sums, train=False)
         with self.layout.active():
             shapes, _ = jax.eval_shape(objective, state.params, state.statistics, batch)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

@@ -1,18 +1,17 @@
 """The training loop: build, restore, step, log, evaluate, save."""
 
 import functools
-import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from jaxtrain import preflight, report
+from jaxtrain import display, preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
-from jaxtrain.attempts.lock import refuse_held
+from jaxtrain.buckets import Place, place
 from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
@@ -21,19 +20,19 @@ from jaxtrain.feed import Feed
 from jaxtrain.files import write_atomically
 from jaxtrain.generate import Sampling, write
 from jaxtrain.guard import Rewind, Rewinds
+from jaxtrain.kernels import platform_of_device
 from jaxtrain.loss import Sums
 from jaxtrain.mesh import simulate_devices
-from jaxtrain.metrics import METRICS_FILE, MetricsLog, peak_flops, read_lines
+from jaxtrain.metrics import MetricsLog
 from jaxtrain.peers import Alone
+from jaxtrain.plot import Picture, loss_figure, reference_losses
 from jaxtrain.profiling import Recorder
-from jaxtrain.program import make_program
-from jaxtrain.saved import SavedRun
+from jaxtrain.program import make_program, resolve_kernel
+from jaxtrain.progress import quiet
+from jaxtrain.run_log import evaluation, lacks_evaluation, lines_of, open_log
+from jaxtrain.saved import SavedRun, own_folder
 from jaxtrain.settings import Config
-
-
-def quiet() -> Console:
-    """A console that prints nothing."""
-    return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console
+from jaxtrain.staging import nothing
 
 
 class Trainer:
@@ -44,14 +43,15 @@ class Trainer:
       mesh: the device mesh.
       program: the pure functions: init, train_step, eval_step.
       state: the current TrainState.
+      bad_records: the records of training and evaluation that could not be read.
       steps_done: optimizer steps it has taken, known without asking the device.
-      workdir: the run's folder; None keeps everything in memory.
+      workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
     """
 
     def __init__(
         self,
         config: Config,
-        workdir: str | Path | None = None,
+        workdir: str | Place | None = None,
         *,
         console: Console | None = None,
         read_only: bool = False,
@@ -62,7 +62,7 @@ class Trainer:
         Args:
           config: from `load_config`.
           workdir: the run's folder.
-          console: where progress goes; None prints nothing.
+          console: where progress goes, such as rich's `Console()`; None prints nothing.
           read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
           attempt: this start of the run; None: one that nobody but this process's signals stops.
 
@@ -71,21 +71,25 @@ class Trainer:
         """
         if config.mesh.simulated_devices:
             simulate_devices(config.mesh.simulated_devices)
-        preflight.check(config, device_count=jax.device_count(), platform=jax.default_backend())
+        platform = platform_of_device(jax.local_devices()[0])
+        preflight.check(config, device_count=jax.device_count(), platform=platform)
         self.config, self.console = config, console or quiet()
-        self._attempt = attempt or Attempt(Alone())
-        self.workdir = None if workdir is None else Path(workdir)
-        if attempt is None and self.workdir is not None and not read_only:
-            refuse_held(self.workdir)
+        self._attempt, self._platform = attempt or Attempt(Alone()), platform
+        self.workdir = None if workdir is None else place(workdir)
+        self._folder = self._attempt.folder
+        if self.workdir is not None and self._folder is None and not read_only:
+            self._folder = own_folder(self.workdir, self.say)
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
-        self._train_step = self.program.jit_train_step()
+        self._jit_step = self.program.jit_train_step()
+        self._train_step: Callable[..., Any] = self._jit_step
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
+        self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
+        self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
+        self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
         self._recorder: Recorder | None = None
-        bad_records = BadRecords(config.train.bad_records, self._say_bad)
-        self._feed = Feed(config.train, self.layout, self.program, bad_records)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -96,6 +100,7 @@ class Trainer:
             read_only=read_only,
             report=self.say,
             may_write=self._attempt.may_write,
+            before_seal=nothing if self._folder is None else self._folder.push,
             phases=self._attempt.phases,
         )
         self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
@@ -103,8 +108,9 @@ class Trainer:
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
-        if self.workdir is not None and not read_only and jax.process_index() == 0:
-            write_atomically(self.workdir / "config.gin", config.to_gin().encode())
+        if self._folder is not None and jax.process_index() == 0:
+            write_atomically(self._folder.local / "config.gin", config.to_gin().encode())
+            self._folder.push_soon()
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -125,7 +131,7 @@ class Trainer:
     def lower(self) -> jax.stages.Lowered:
         """The train step lowered from shapes alone, for people who look inside."""
         with self.layout.active():
-            return self._train_step.lower(self.program.abstract_state(), self.abstract_batch())
+            return self._jit_step.lower(self.program.abstract_state(), self.abstract_batch())
 
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""
@@ -163,6 +169,8 @@ class Trainer:
                         self._recorder.close()
         with self._attempt.phases.phase("save", self.steps_done):
             self._saved.wait()
+            if self._folder is not None:
+                self._folder.push_or_report()
         return values
 
     def _train_until(self, last: int) -> dict[str, float]:
@@ -196,6 +204,8 @@ class Trainer:
                     with log.paused():
                         values = self._evaluate(log)
                     log.now(step, values, self._account(log))
+                    if self._folder is not None:
+                        self._folder.push_soon()
                 if _every(train.save_every, step) or step == last:
                     with log.paused():
                         self._save()
@@ -204,10 +214,9 @@ class Trainer:
 
     def _record(self, last: int) -> None:
         """Has some of the steps up to `last` recorded; compiles the step, which happens once."""
-        compute = self.config.precision.compute
-        self._recorder = Recorder(
-            self.workdir, self.console, compute, done=self.steps_done, last=last
-        )
+        compute, done = self.config.precision.compute, self.steps_done
+        folder = None if self._folder is None else self._folder.local
+        self._recorder = Recorder(folder, self.console, compute, done=done, last=last)
         with self._attempt.phases.phase("compile", self.steps_done):
             self._train_step = self._recorder.compile(self.lower())
 
@@ -232,11 +241,11 @@ class Trainer:
 
     def _owes_evaluation(self, last: int) -> bool:
         """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
-        step, file = self.steps_done, (self.workdir or Path()) / METRICS_FILE
+        step = self.steps_done
         due = _every(self.config.train.eval_every, step) or step == last
-        if not (due and step and self.workdir is not None and file.exists()):
+        if not (due and step and self._folder is not None):
             return False
-        return not any(line["step"] == step and "eval_loss" in line for line in read_lines(file))
+        return lacks_evaluation(self._folder.local, step)
 
     def _stop_if_asked(self, log: MetricsLog) -> None:
         """Saves and raises Preempted where all processes stop here."""
@@ -290,13 +299,7 @@ class Trainer:
                     if number == self.config.train.eval_batches:
                         break
             sums = jax.device_get(sums)
-        total = {name: float(value) for name, value in sums.items()}
-        values = {"eval_loss": total["loss"] / total["weight"]}
-        if "correct" in total:
-            values["eval_accuracy"] = total["correct"] / total["weight"]
-        else:
-            values["eval_perplexity"] = float(np.exp(values["eval_loss"]))
-        return values
+        return evaluation(sums)
 
     def generate(
         self,
@@ -327,11 +330,42 @@ class Trainer:
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""
         report.show_config(self.console, self.config.to_gin())
-        report.show_mesh(self.console, self.layout)
-        if self.program.plain.stages is not None:
-            report.show_stages(self.console, self.program.plain.stages, self.config.pipeline)
-        report.show_facts(self.console, self.dataset.facts, self.dataset.digest)
-        report.show_parameters(self.console, self.state)
+        self._show_pieces(self.console)
+
+    def _show_pieces(self, console: Console) -> None:
+        attention = resolve_kernel(self.config, self._platform)
+        program = self.program.plain
+        report.show_run(console, self.config, program, attention, self.dataset, self.state)
+
+    def table(self) -> Table:
+        """Every parameter: shape, logical axes, placement, bytes on each device."""
+        return report.parameter_table(self.state)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
+        folder = self.workdir if self._folder is None else self._folder.local
+        return list(self._lines) if folder is None else lines_of(folder)
+
+    def plot(self) -> Picture:
+        """The training and evaluation loss so far, beside what a model must beat."""
+        return loss_figure(self.history, reference_losses(self.dataset.facts))
+
+    def plot_sharding(self, name: str) -> Picture:
+        """Which devices hold which part of the parameter that `table` calls so.
+
+        Raises:
+          UserError: there is no parameter of this name.
+        """
+        return display.parameter_picture(self.state, name)
+
+    def __repr__(self) -> str:
+        model, mesh = type(self.config.train.model).__name__, report.written_mesh(self.mesh.shape)
+        return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
+
+    def _repr_html_(self) -> str:
+        configuration = display.folded("Configuration", self.config.to_gin())
+        return display.printed(self._show_pieces) + configuration
 
     def _say_bad(self, record: BadRecord) -> None:
         """Every process says it of its own rows; its own log has it."""
@@ -342,42 +376,23 @@ class Trainer:
         if jax.process_index() == 0:
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    def close(self) -> None:
-        """Waits for the checkpoint being written."""
-        self._saved.close()
-
-    # -- metrics ---------------------------------------------------------------------------------
-
-    def flops_per_step(self) -> float:
-        """Floating-point operations of one optimizer step, by the model's closed form."""
-        batch = self.abstract_batch()
-        model: Any = self.config.train.model
-        rows = self.config.train.global_batch_size
-        if self.dataset.unit == "tokens":
-            length = batch.inputs.shape[1]
-            return model.flops_per_token(length) * length * rows
-        return model.flops_per_image(batch.inputs.shape[1:]) * rows
-
     def _open_log(self, first: int, last: int) -> MetricsLog:
-        batch = self.abstract_batch()
-        rows = self.config.train.global_batch_size
-        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
-        references = {}
-        if "unigram_entropy" in self.dataset.facts:
-            references["unigram entropy"] = float(self.dataset.facts["unigram_entropy"])
-        return MetricsLog(
-            self.workdir,
-            total_steps=last,
-            unit=self.dataset.unit,
-            units_per_step=rows * (batch.inputs.shape[1] if self.dataset.unit == "tokens" else 1),
-            flops_per_step=self.flops_per_step(),
-            peak_flops=None if peak is None else peak * self.mesh.size,
-            first_step=first,
-            log_every=self.config.train.log_every,
+        return open_log(
+            self.config,
+            self.dataset,
+            list(self.mesh.devices.flat),
+            folder=None if self._folder is None else self._folder.local,
+            first=first,
+            last=last,
             terminal=self.console,
-            references=references,
-            guard=self.config.guard,
+            history=self._lines,
         )
+
+    def close(self) -> None:
+        """Waits for the checkpoint being written, and brings the rest to the run's folder."""
+        self._saved.close()
+        if self._folder is not None and self._attempt.folder is None:
+            self._folder.close()
 
 
 def _every(period: int, step: int) -> bool:

@@ -5,6 +5,8 @@ import gc
 import importlib.util
 import math
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,9 +21,15 @@ os.environ["XLA_FLAGS"] = (
 # The lock of libtpu gives a machine's chips to one process; here several only compile.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-# Tests leave nothing in the user's home, and what they compile is compiled: a test that wants the
-# cache of compiled programs turns it on for a process of its own.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Many tests compile the same programs: what one process of a session has compiled the others load.
+# The folder is the session's own: nothing is left in the user's home. The first process names it
+# after itself, the others inherit it.
+os.environ.setdefault(
+    "JAXTRAIN_TEST_CACHE", f"{tempfile.gettempdir()}/jaxtrain-tests-{os.getpid()}"
+)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXTRAIN_TEST_CACHE"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax  # noqa: E402 - after the flags
 import numpy as np
@@ -43,6 +51,26 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
 )
+
+# Files of runs in processes of their own take minutes with few tests: begun last, one of them would
+# keep a single worker busy after all others have ended.
+LONG_FILES = [
+    "test_survival", "test_chaos", "test_readme", "test_notebooks", "test_recipes", "test_cli",
+    "test_train_faults",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first (xdist keeps the order with --no-loadscope-reorder)."""
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_unconfigure() -> None:
+    """The session's compiled programs go with it."""
+    if os.environ["JAXTRAIN_TEST_CACHE"].endswith(f"-{os.getpid()}"):
+        shutil.rmtree(os.environ["JAXTRAIN_TEST_CACHE"], ignore_errors=True)
+
 
 # What is imported stays: the collector need not walk over it again and again.
 gc.freeze()

@@ -10,7 +10,7 @@ import pytest
 from conftest import make_layout
 
 from jaxtrain import attention as attention_module
-from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention, refuse
+from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention
 from jaxtrain.errors import UserError
 from jaxtrain.mesh import Mesh, make_mesh
 from jaxtrain.planning.targets import tpu_devices
@@ -133,16 +133,29 @@ def test_tpu_kernel_equals_reference(name: str) -> None:
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "xla", "tpu"])
+# The window that the kernel has not is refused before it is called.
+@pytest.mark.parametrize("name", ["full", "causal", "causal-grouped", "documents"])
+def test_triton_kernel_equals_reference(name: str) -> None:
+    T = 256
+    *_, N, K = CASES[name]
+    mask, arrays = make_mask(name, T), inputs(T, N // 2, max(K // 2, 1))
+    found = value_and_grads(
+        lambda q, k, v: attention_module._triton(q, k, v, mask, interpret=True), *arrays
+    )
+    expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "xla", "triton", "tpu"])
 def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str) -> None:
-    T = 128 if kernel == "tpu" else 20
+    T = 128 if kernel in ("triton", "tpu") else 20
     arrays = inputs(T, 4, 2)
-    mask = make_mask("everything", T)
+    mask = make_mask("documents" if kernel == "triton" else "everything", T)
     expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
     layout = make_layout(fsdp=2, tensor=2)
     run = functools.partial(attention, kernel=kernel)
-    if kernel == "tpu":
-        run = functools.partial(attention_module._tpu, interpret=True)
+    if kernel in ("triton", "tpu"):
+        run = functools.partial(getattr(attention_module, f"_{kernel}"), interpret=True)
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
         return jax.device_put(x, layout.named(layout.activation(axes)))
@@ -214,93 +227,14 @@ def test_queries_that_start_in_a_cache_see_what_came_before() -> None:
         np.testing.assert_allclose(part, whole[:, start : start + T], atol=1e-6)
 
 
-GOOD = {
-    "platform": "gpu", "dtype": "bfloat16", "causal": True, "window": None, "segment_ids": False,
-    "cached": False, "head_dim": 64, "T": 1024, "S": 1024,
-}  # fmt: skip
-REFUSALS = {
-    "xla-float16-on-cpu": (
-        "xla", {"platform": "cpu", "dtype": "float16"},
-        ["cannot multiply float16 on the CPU; the nearest kernel that can is 'reference'"],
-    ),
-    "cudnn-without-gpu": (
-        "cudnn", {"platform": "tpu"},
-        ["runs on NVIDIA GPUs, not on 'tpu'; the nearest kernel that can is 'tpu'"],
-    ),
-    "cudnn-float32": (
-        "cudnn", {"dtype": "float32"},
-        ["computes in bfloat16 or float16, not in float32; the nearest kernel that can is 'xla'"],
-    ),
-    "cudnn-segment-ids": (
-        "cudnn", {"segment_ids": True},
-        ["has no segment ids, so it cannot keep packed documents apart; the nearest kernel that "
-         "can is 'xla'"],
-    ),
-    "cudnn-window": (
-        "cudnn", {"causal": False, "window": 9},
-        ["has a window (here 9) for causal attention only; the nearest kernel that can is 'xla'"],
-    ),
-    "cudnn-cache": (
-        "cudnn", {"cached": True},
-        ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
-         "'xla'"],
-    ),
-    "cudnn-head-dim": (
-        "cudnn", {"head_dim": 132},
-        ["takes a head_dim that is a multiple of 8 up to 128, not 132; the nearest kernel that can "
-         "is 'xla'"],
-    ),
-    "tpu-without-tpu": (
-        "tpu", {}, ["runs on TPUs, not on 'gpu'; the nearest kernel that can is 'cudnn'"],
-    ),
-    "tpu-float16": (
-        "tpu", {"platform": "tpu", "dtype": "float16"},
-        ["computes in bfloat16 or float32, not in float16; the nearest kernel that can is 'xla'"],
-    ),
-    "tpu-lengths": (
-        "tpu", {"platform": "tpu", "T": 1000, "S": 1001},
-        ["takes a multiple of 128 queries, not 1000; the nearest kernel that can is 'xla'",
-         "takes a multiple of 128 keys, not 1001; the nearest kernel that can is 'xla'"],
-    ),
-    "tpu-cache": (
-        "tpu", {"platform": "tpu", "cached": True},
-        ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
-         "'xla'"],
-    ),
-    "all-of-them": (
-        "cudnn", {"platform": "cpu", "dtype": "float16", "segment_ids": True, "head_dim": 12},
-        ["runs on NVIDIA GPUs, not on 'cpu'; the nearest kernel that can is 'reference'",
-         "has no segment ids, so it cannot keep packed documents apart; the nearest kernel that "
-         "can is 'reference'",
-         "takes a head_dim that is a multiple of 8 up to 128, not 12; the nearest kernel that can "
-         "is 'reference'"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name: str) -> None:
-    kernel, changes, sentences = REFUSALS[name]
-    expected = [f"Attention.kernel={kernel!r} {sentence}" for sentence in sentences]
-    assert refuse(kernel, **{**GOOD, **changes}) == expected
-
-
-def test_what_kernels_can_do_is_not_refused() -> None:
-    everything = {"window": 9, "segment_ids": True, "cached": True, "head_dim": 20, "T": 7}
-    assert refuse("reference", **{**GOOD, **everything, "dtype": "float16"}) == []
-    assert refuse("xla", **{**GOOD, **everything}) == []
-    assert refuse("cudnn", **{**GOOD, "window": 9, "T": 1000, "S": 1000}) == []
-    assert refuse("tpu", **{**GOOD, "platform": "tpu", "window": 9, "segment_ids": True}) == []
-
-
-@pytest.mark.parametrize("kernel", ["cudnn", "tpu"])
-def test_attention_refuses_while_tracing(kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "reasons"), [("cudnn", 3), ("triton", 5), ("tpu", 3)])
+def test_attention_refuses_while_tracing(kernel: str, reasons: int) -> None:
     *qkv, _ = inputs(20, 4, 2)
     with pytest.raises(UserError, match=f"Attention.kernel='{kernel}' .* not on 'cpu'") as error:
         jax.eval_shape(
             lambda *qkv: attention(*qkv, make_mask("everything", 20), kernel=kernel), *qkv
         )
-    assert len(str(error.value).splitlines()) == 3
+    assert len(str(error.value).splitlines()) == reasons
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

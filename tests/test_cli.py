@@ -51,6 +51,7 @@ def test_train_prints_what_a_run_shows(finished):
     for words in (
         "Train.steps = 4",
         "Mesh: data=2 x fsdp=2 x tensor=2 over 8 cpu",
+        "Attention: kernel 'blocked', the first choice on a cpu",
         "Device order",
         "logical axes",
         "layers, embed, mlp",

@@ -19,8 +19,8 @@ from jaxtrain.generate import Sampling, generate
 from jaxtrain.layers import Execution
 from jaxtrain.loss import Loss
 from jaxtrain.preflight import abstract_layout, check
+from jaxtrain.program import make_program as program_of
 from jaxtrain.settings import load_config
-from jaxtrain.train import make_program as program_of
 
 # -- the step equals one device -------------------------------------------------------------------
 

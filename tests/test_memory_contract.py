@@ -7,11 +7,13 @@ import functools
 import math
 
 import jax
+import optax
 import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.optimizer import Optimizer, make_optimizer
 from jaxtrain.planning.formulas import zero_bytes
 from jaxtrain.precision import Precision
 from jaxtrain.sharding import is_variable
@@ -24,21 +26,28 @@ MODELS = {
     ),
 }  # fmt: skip
 BATCH = text_batch(rows=8, length=16, vocab_size=64)
-# Parameters at rest, and their bytes: float32, the usual mixed precision, all bfloat16.
+# Parameters at rest, and moments, and the bytes of each: float32, the usual mixed precision, the
+# same with moments in bfloat16, all in bfloat16.
 PRECISIONS = {
-    "float32": (Precision(params="float32", compute="float32"), 4),
-    "mixed": (Precision(params="float32", compute="bfloat16"), 4),
-    "bfloat16": (Precision(params="bfloat16", compute="bfloat16"), 2),
+    "float32": (Precision(params="float32", compute="float32"), "float32", 4, 4),
+    "mixed": (Precision(params="float32", compute="bfloat16"), "float32", 4, 4),
+    "moments": (Precision(params="float32", compute="bfloat16"), "bfloat16", 4, 2),
+    "bfloat16": (Precision(params="bfloat16", compute="bfloat16"), "bfloat16", 2, 2),
 }
-# step, loss_scale's two numbers, the optimizer's two counts.
+# step, loss_scale's two numbers, the optimizer's two counts; a third where moments are rounded.
 SCALARS = 4 * (1 + 2 + 2)
 
 
 @functools.cache
 def memory_of(model: str, precision: str, zero: int, **sizes: int):
     """The compiler's account of the step."""
-    settings, _ = PRECISIONS[precision]
-    program = make_program(MODELS[model], make_layout(zero, **sizes), precision=settings)
+    settings, moments, *_ = PRECISIONS[precision]
+    program = make_program(
+        MODELS[model],
+        make_layout(zero, **sizes),
+        precision=settings,
+        optimizer=make_optimizer(Optimizer(moments=moments), optax.constant_schedule(1e-2)),
+    )
     return lower_step(program, BATCH).compile().memory_analysis()
 
 
@@ -64,6 +73,10 @@ CASES = [
     ("gpt", "float32", 3, {"fsdp": 8}),
     ("llama", "mixed", 1, {"fsdp": 8}),
     ("llama", "mixed", 3, {"fsdp": 8}),
+    ("llama", "moments", 0, {"fsdp": 8}),
+    ("llama", "moments", 1, {"fsdp": 8}),
+    ("llama", "moments", 2, {"fsdp": 8}),
+    ("llama", "moments", 3, {"data": 2, "fsdp": 4}),
     ("llama", "bfloat16", 1, {"fsdp": 8}),
     ("llama", "bfloat16", 3, {"fsdp": 8}),
     # The data axis replicates: the table's divisor is fsdp alone.
@@ -79,9 +92,11 @@ def test_arguments_equal_the_zero_table(model, precision, zero, sizes):
         whole,
         stage=zero,
         devices=sizes["fsdp"],
-        param_bytes=PRECISIONS[precision][1],
+        param_bytes=PRECISIONS[precision][2],
+        moment_bytes=PRECISIONS[precision][3],
     )
     state = table.params + table.optimizer + SCALARS
+    state += 4 * (PRECISIONS[precision][1] == "bfloat16")
     batch = 5 * 4 * BATCH.inputs.size // 8
     memory = memory_of(model, precision, zero, **sizes)
     assert memory.argument_size_in_bytes == state + batch

@@ -2,6 +2,9 @@
 
 import collections
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -242,3 +245,48 @@ def test_an_axis_may_take_half_of_a_direction_of_the_grid():
     for half in mesh.devices.reshape(2, 32):
         planes = [{device.coords[i] for device in half} for i in range(3)]
         assert sorted(len(plane) for plane in planes) == [2, 4, 4]
+
+
+def answers_of(script: str, **environment: str) -> list[str]:
+    """What a fresh process prints, which has one CPU device unless it asks for more."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**kept, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_a_notebook_without_accelerators_gets_eight_simulated_devices(tmp_path):
+    script = """
+import jaxtrain
+devices = jaxtrain.use_devices()
+import jax
+print(len(devices), devices == jax.devices(), len(jaxtrain.use_devices(8)))
+print(jax.config.jax_compilation_cache_dir)
+try:
+    jaxtrain.use_devices(4)
+except ValueError as error:
+    print("already runs on 8 cpu devices" in str(error))
+"""
+    *answers, folder, refused = answers_of(script, JAXTRAIN_CACHE=str(tmp_path))
+    assert answers == ["8", "True", "8"]
+    assert folder.startswith(str(tmp_path / "compiled"))
+    assert refused == "True"
+
+
+def test_too_few_accelerators_make_room_for_simulated_devices():
+    # Stands in for a machine with one GPU: a backend that is open, has one device and is no CPU's,
+    # until the backends are opened again.
+    script = """
+import jax, jaxtrain
+opened = jax.devices()
+real = jax.default_backend
+jax.default_backend = lambda: "gpu" if jax.devices() == opened else real()
+print(jaxtrain.use_devices() == opened, jaxtrain.use_devices(1) == opened)
+print(len(jaxtrain.use_devices(8)), jax.default_backend())
+"""
+    assert answers_of(script) == ["True", "True", "8", "cpu"]

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import needs_libtpu
 
@@ -13,6 +14,7 @@ from jaxtrain.attention import Attention
 from jaxtrain.mesh import Mesh
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.optimizer import Optimizer
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.planning.compiled import compile_step, lower, planned_layout
 from jaxtrain.planning.memory import argument_bytes, memory
@@ -63,10 +65,12 @@ ARGUMENTS = {
     "zero 2, bfloat16, tensor": config_of(
         TINY_LLAMA, {"fsdp": 4, "tensor": 2}, sharding=Sharding(zero=2),
         precision=Precision(params="bfloat16", compute="bfloat16"),
+        optimizer=Optimizer(moments="bfloat16"),
     ),
     "zero 3, tensor": config_of(TINY_LLAMA, {"data": 2, "fsdp": 2, "tensor": 2}),
     "zero 3, pipe": config_of(
-        TINY_GPT, {"pipe": 2, "fsdp": 4}, pipeline=Pipeline(schedule="gpipe", microbatches=2)
+        TINY_GPT, {"pipe": 2, "fsdp": 4}, pipeline=Pipeline(schedule="gpipe", microbatches=2),
+        optimizer=Optimizer(moments="bfloat16"),
     ),
 }  # fmt: skip
 
@@ -79,8 +83,10 @@ def test_arguments_are_those_of_the_compiled_step_to_the_byte(name):
     found = argument_bytes(config, layout)
     assert found.total == stats.argument_size_in_bytes
     # AdamW's two moments are sharded from ZeRO 1 on, the parameters from ZeRO 3 on.
+    moments = 2 * jnp.dtype(config.optimizer.moments).itemsize
     if config.sharding.zero in (0, 3):
-        assert 2 * found.params <= found.optimizer <= 2 * found.params + 64
+        exact = found.params // 4 * moments
+        assert exact <= found.optimizer <= exact + 64
     else:
         assert found.optimizer < found.params
 

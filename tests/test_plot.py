@@ -5,7 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from jaxtrain.plot import loss_figure, loss_png
+from jaxtrain.plot import Picture, loss_figure, loss_png, reference_losses
 
 
 def test_the_plot_shows_the_lines_given():
@@ -35,3 +35,15 @@ def test_a_run_without_lines_gives_empty_axes():
     (axes,) = loss_figure([], {}).axes
     assert axes.get_lines() == []
     assert axes.get_legend() is None
+
+
+def test_a_picture_is_the_same_in_files_and_notebooks():
+    picture = Picture(2, 1)
+    with Image.open(io.BytesIO(picture._repr_png_())) as image:
+        assert image.size == (240, 120)
+    assert picture.png() == picture._repr_png_()
+
+
+def test_a_text_must_be_beaten_at_its_entropy_and_images_at_nothing():
+    assert reference_losses({"unigram_entropy": 3.25, "documents": 7}) == {"unigram entropy": 3.25}
+    assert reference_losses({"train_images": 4000}) == {}

@@ -62,7 +62,7 @@ def test_a_bfloat16_step_computes_products_in_bfloat16_and_the_rest_in_float32(m
 
     def loss(state, batch):
         weights = to_compute(state.params, "bfloat16")
-        return program._objective(weights, state.statistics, batch, train=True)
+        return program.sums(weights, state.statistics, batch, train=True)
 
     with layout.active():
         step = jax.make_jaxpr(program.train_step)(program.abstract_state(), batch)

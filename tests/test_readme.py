@@ -131,6 +131,8 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "eval_loss" in out
     assert "argument_size_in_bytes" in out
+    for picture in ("loss.png", "up.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_tree_of_the_readme_is_the_folder():

@@ -10,7 +10,8 @@ import pytest
 from without_jax import WITHOUT_JAX, Process
 
 from jaxtrain.attempts.lock import RunLock
-from jaxtrain.attempts.supervise import QUICKSTART, Supervision, main, newest_step, parse, supervise
+from jaxtrain.attempts.records import newest_step
+from jaxtrain.attempts.supervise import QUICKSTART, Supervision, main, parse, supervise
 from jaxtrain.errors import UserError
 
 # A stand-in for `train`: each attempt does what its entry in the plan says; the last one's repeats.

@@ -1,11 +1,14 @@
 """Whole runs over bad numbers, bad records and corrupt replicas, through the loop as it is."""
 
 import dataclasses
+import io
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from test_corruption import flip_bit, with_parameter
 from test_train import arrays, lines
 
@@ -166,7 +169,7 @@ def test_bad_records_are_left_out_up_to_the_limit(tiny_config):
     allowed = Trainer(load_config(tiny_config, ["Train.bad_records = 2"]))
     indices = touch(allowed, [1, 3], unreadable)
     allowed.train()
-    assert [record.index for record in allowed._bad_records.found] == indices
+    assert [record.index for record in allowed.bad_records.found] == indices
     refused = Trainer(load_config(tiny_config, ["Train.bad_records = 1"]))
     touch(refused, [1, 3], unreadable)
     with pytest.raises(BadRecordError, match="the disk has a hole.*Train.bad_records = 1 allows 1"):
@@ -175,7 +178,11 @@ def test_bad_records_are_left_out_up_to_the_limit(tiny_config):
 
 def test_checks_for_corruption_change_nothing_and_find_a_flipped_bit(tiny_config):
     bindings = ["Corruption.replay_every = 3", "Corruption.compare_replicas_every = 2"]
-    checked = Trainer(load_config(tiny_config, bindings))
+    shown = io.StringIO()
+    checked = Trainer(load_config(tiny_config, bindings), console=Console(file=shown))
+    checked.show()
+    assert "Replicas: 0% of the state's bytes" not in shown.getvalue()
+    assert re.search(r"Replicas: \d+% of the state's bytes have copies", shown.getvalue())
     checked.train()
     plain = Trainer(load_config(tiny_config))
     plain.train()

@@ -190,8 +190,8 @@ def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatc
 
 
 def test_a_kernel_that_is_off_fails_the_kernel_and_the_execution(prove, tiny_config, monkeypatch):
-    right = attention._KERNELS["xla"]
-    monkeypatch.setitem(attention._KERNELS, "xla", lambda *of: right(*of) + 1e-2)
+    right = attention._KERNELS["blocked"]  # what 'auto' means here
+    monkeypatch.setitem(attention._KERNELS, "blocked", lambda *of: right(*of) + 1e-2)
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["kernel", "execution"])
     assert (status, verdicts) == (1, {"kernel": "FAILED", "execution": "FAILED"})
 

@@ -7,6 +7,7 @@ from jaxtrain.attempts.goodput import Goodput
 from jaxtrain.attempts.phases import Phases
 from jaxtrain.attempts.signals import stop_signals
 from jaxtrain.peers import Peers
+from jaxtrain.staging import RunFolder, nothing
 
 
 class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
@@ -18,10 +19,6 @@ class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
         self.step = step
 
 
-def nothing() -> None:
-    """Lets everything be written: the folder of a run that nobody else can have."""
-
-
 class Attempt:
     """One start of a run.
 
@@ -30,6 +27,7 @@ class Attempt:
       phases: what the process is doing.
       goodput: where the time of the run goes.
       may_write: raises where the run's folder belongs to a later attempt by now.
+      folder: the run's folder; None: the trainer opens its own.
       step: optimizer steps done, as the trainer says.
       has_begun: whether there is a trainer: its configuration was not refused.
       at_end: what waits for the other processes at an orderly end, and is left out where one of
@@ -44,11 +42,13 @@ class Attempt:
         phases: Phases | None = None,
         goodput: Goodput | None = None,
         may_write: Callable[[], None] = nothing,
+        folder: RunFolder | None = None,
     ) -> None:
         self.number = number
         self.phases = Phases() if phases is None else phases
         self.goodput = Goodput(None, self.phases) if goodput is None else goodput
         self.may_write = may_write
+        self.folder = folder
         self.step = 0
         self.has_begun = False
         self.at_end: list[Callable[[], None]] = []

@@ -7,7 +7,6 @@ two attempts.
 
 import bisect
 import dataclasses
-import io
 import json
 import statistics
 import time
@@ -15,14 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.attempts.phases import Activity, Phases
 from jaxtrain.errors import UserError
 from jaxtrain.files import write_atomically
+from jaxtrain.plot import Picture
 from jaxtrain.progress import clock
 
 FORMAT = 1  # of goodput.json
@@ -117,14 +115,13 @@ class Account:
         console.print(table)
         console.print(self.sentence(), highlight=False, markup=False, soft_wrap=True)
 
-    def figure(self) -> Figure:
+    def figure(self) -> Picture:
         """A bar for each attempt, stacked by cause; the oldest share one where there are many."""
         merged = max(0, len(self.attempts) - _MAX_BARS)
         bars = {str(n): a for n, a in enumerate(self.attempts, start=1) if n > merged}
         if merged:
             bars = {f"1-{merged}": Account(self.attempts[:merged]).seconds, **bars}
-        figure = Figure(figsize=(8, 1.8 + 0.3 * len(bars)), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = Picture(8, 1.8 + 0.3 * len(bars))
         axes = figure.add_subplot()
         ends = dict.fromkeys(bars, 0.0)
         for cause, face, hatch in zip(CAUSES, _FACES, _HATCHES, strict=True):
@@ -152,9 +149,7 @@ class Account:
 
     def draw(self, file: Path) -> None:
         """Writes `figure` as a PNG file."""
-        buffer = io.BytesIO()
-        self.figure().savefig(buffer, format="png")
-        write_atomically(file, buffer.getvalue())
+        write_atomically(file, self.figure().png())
 
     def write(self, file: Path) -> None:
         """Writes goodput.json, whole or not at all."""

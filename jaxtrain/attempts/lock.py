@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 from jaxtrain.attempts.records import (
@@ -29,7 +28,9 @@ from jaxtrain.attempts.records import (
     take,
     unended,
 )
+from jaxtrain.buckets import BucketPath, Place, place
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_atomically
 
 BEAT_SECONDS = 5.0
 BEATS_WAITED = 3  # for a holder on another machine, before its folder is taken over
@@ -38,7 +39,7 @@ BEATS_WAITED = 3  # for a holder on another machine, before its folder is taken 
 class Superseded(RuntimeError):  # noqa: N818 - a state of the run, not a mistake
     """A newer attempt has taken the run's folder over: this one must write nothing there."""
 
-    def __init__(self, workdir: Path, attempt: int, newer: int) -> None:
+    def __init__(self, workdir: Place, attempt: int, newer: int) -> None:
         super().__init__(
             f"attempt {attempt} may no longer write into {workdir}: attempt {newer} took it over"
         )
@@ -53,7 +54,7 @@ class RunLock:
       attempt: this start's number, from 1.
     """
 
-    def __init__(self, workdir: Path, attempt: int, holder: "_Holder | None" = None) -> None:
+    def __init__(self, workdir: Place, attempt: int, holder: "_Holder | None" = None) -> None:
         """For `acquire` and `join`, which are the ways to get one."""
         self.workdir, self.attempt = workdir, attempt
         self._holder = holder
@@ -61,7 +62,7 @@ class RunLock:
     @classmethod
     def acquire(
         cls,
-        workdir: str | Path,
+        workdir: str | Place,
         *,
         host: str | None = None,
         beat_seconds: float = BEAT_SECONDS,
@@ -83,7 +84,7 @@ class RunLock:
         Raises:
           UserError: another attempt is alive.
         """
-        workdir = Path(workdir)
+        workdir = place(workdir)
         claim = Claim.of_this_process(host or socket.gethostname(), beat_seconds)
         while True:
             newest = newest_attempt(workdir)
@@ -97,9 +98,9 @@ class RunLock:
         return lock
 
     @classmethod
-    def join(cls, workdir: str | Path, attempt: int) -> Self:
+    def join(cls, workdir: str | Place, attempt: int) -> Self:
         """The lock as the other processes of the run have it: they check, process 0 holds."""
-        return cls(Path(workdir), attempt)
+        return cls(place(workdir), attempt)
 
     def still_owned(self) -> bool:
         """Whether no newer attempt has taken the folder."""
@@ -131,7 +132,7 @@ class RunLock:
         self.release()
 
 
-def refuse_held(workdir: Path) -> None:
+def refuse_held(workdir: Place) -> None:
     """For a program that writes without a lock of its own, such as a notebook.
 
     Raises:
@@ -144,7 +145,7 @@ def refuse_held(workdir: Path) -> None:
         raise _refusal(workdir, attempt, holder)
 
 
-def _refusal(workdir: Path, attempt: int, holder: Claim) -> UserError:
+def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
     return UserError(
         f"--workdir {workdir}: {who}, is writing there; wait for it, stop it with "
@@ -152,7 +153,7 @@ def _refusal(workdir: Path, attempt: int, holder: Claim) -> UserError:
     )
 
 
-def _outlive(workdir: Path, attempt: int, mine: Claim, say: Callable[[str], None]) -> None:
+def _outlive(workdir: Place, attempt: int, mine: Claim, say: Callable[[str], None]) -> None:
     """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""
     holder = unended(workdir, attempt)
     if holder is None:
@@ -180,7 +181,7 @@ def _outlive(workdir: Path, attempt: int, mine: Claim, say: Callable[[str], None
     )
 
 
-def _beat(workdir: Path, attempt: int) -> Any:
+def _beat(workdir: Place, attempt: int) -> Any:
     shown = read(workdir / LOCK_FILE)
     return shown.get("beat") if shown is not None and attempt_in(shown) == attempt else None
 
@@ -205,7 +206,10 @@ class _Holder:
         return f'{facts[:-1]}, "beat": {self._beats:>12}}}\n'.encode()
 
     def _show(self) -> Any:
-        """Puts a new lock.json in place and keeps it open."""
+        """Puts a new lock.json in place and keeps it open; None in a bucket."""
+        if isinstance(self._file, BucketPath):
+            write_atomically(self._file, self._content())
+            return None
         beside = self._file.with_name(f".{LOCK_FILE}.{self._claim.token}.tmp")
         stream = beside.open("wb", buffering=0)
         stream.write(self._content())
@@ -229,10 +233,13 @@ class _Holder:
 
     def _beat(self) -> None:
         self._beats += 1
-        if not self._is_shown():
+        # In a bucket a beat between another's look and its writing may be lost for one interval,
+        # like a file that was removed by hand: whose folder it is, attempts/ says.
+        if self._stream is None or not self._is_shown():
             # Removed by hand, or an older attempt that froze while taking the folder wrote its own.
             before, self._stream = self._stream, self._show()
-            before.close()
+            if before is not None:
+                before.close()
             return
         # Into the file that was opened, not by its name: when a newer attempt puts its own in
         # place between the look and this, the beat goes into the file that was replaced.
@@ -247,12 +254,13 @@ class _Holder:
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         # On a full disk too: then our process is found gone, or not beating.
         with contextlib.suppress(OSError):
             record_end(self._lock.workdir, self._lock.attempt)
-        if self._is_shown():
-            self._file.unlink(missing_ok=True)
+            if self._is_shown():
+                self._file.unlink(missing_ok=True)
 
 
 def _to_stderr(line: str) -> None:

@@ -4,7 +4,6 @@ Every start of a run takes the next number by creating attempts/<number>.json, w
 once (a fencing token): the highest number is the attempt that may write.
 """
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -17,27 +16,29 @@ import uuid
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.files import write_atomically
+from jaxtrain.buckets import Place
+from jaxtrain.files import create, write_atomically
 
 LOCK_FILE = "lock.json"
 EXIT_FILE = "exit.json"
 ATTEMPTS_FOLDER = "attempts"
 
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-
 
 # -- what the folder says ------------------------------------------------------------------------
 
 
-def newest_attempt(workdir: Path) -> int:
+def newest_attempt(workdir: Place) -> int:
     """The highest attempt that the folder knows of; 0 where there was none."""
-    names = (file.stem for file in (workdir / ATTEMPTS_FOLDER).glob("*.json"))
-    numbers = [int(name) for name in names if name.isdecimal()]
+    try:
+        files = list((workdir / ATTEMPTS_FOLDER).iterdir())
+    except FileNotFoundError:
+        files = []
+    numbers = [int(f.stem) for f in files if f.suffix == ".json" and f.stem.isdecimal()]
     shown = (attempt_in(read(workdir / name)) for name in (LOCK_FILE, EXIT_FILE))
     return max([*numbers, *shown])
 
 
-def newer_attempt(workdir: Path, attempt: int) -> int | None:
+def newer_attempt(workdir: Place, attempt: int) -> int | None:
     """The number of an attempt after this one, which was taken; None while there is none."""
     # The lock first: opening it makes a network file system ask its server, while of a name that
     # was absent a moment ago it may go by its memory.
@@ -48,7 +49,7 @@ def newer_attempt(workdir: Path, attempt: int) -> int | None:
     return attempt + 1 if following.exists() else None
 
 
-def attempt_of(workdir: Path, pid: int, *, after: int) -> int | None:
+def attempt_of(workdir: Place, pid: int, *, after: int) -> int | None:
     """The attempt past `after` that a process of this number on this machine took, if any."""
     newest = newest_attempt(workdir)
     for attempt in range(newest, after, -1):
@@ -58,13 +59,13 @@ def attempt_of(workdir: Path, pid: int, *, after: int) -> int | None:
     return None
 
 
-def is_held(workdir: Path) -> bool:
+def is_held(workdir: Place) -> bool:
     """Whether somebody may hold the folder: alive on this machine, or not ended on another."""
     claim = unended(workdir, newest_attempt(workdir))
     return claim is not None and (claim.machine != _machine() or claim.is_alive())
 
 
-def record_end(workdir: Path, attempt: int, **facts: str | float | None) -> None:
+def record_end(workdir: Place, attempt: int, **facts: str | float | None) -> None:
     """Adds `facts` and that it ended to attempts/<attempt>.json."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     known = read(file) or {"attempt": attempt}
@@ -72,7 +73,7 @@ def record_end(workdir: Path, attempt: int, **facts: str | float | None) -> None
     write_atomically(file, (json.dumps(whole) + "\n").encode())
 
 
-def write_exit(workdir: Path, *, status: str, reason: str, step: int, attempt: int) -> bool:
+def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: int) -> bool:
     """Records in exit.json how an attempt ended; False: not, since a newer attempt is known.
 
     Args:
@@ -89,15 +90,15 @@ def write_exit(workdir: Path, *, status: str, reason: str, step: int, attempt: i
     return True
 
 
-def read(file: Path) -> dict[str, Any] | None:
+def read(file: Place) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file or something else in it."""
     try:
         value = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, FileNotFoundError):
         return None
     except OSError as error:
-        # Stale: replaced from another machine while it was being read.
-        if error.errno in (errno.ENOENT, errno.ESTALE):
+        # Replaced from another machine while it was being read.
+        if error.errno == errno.ESTALE:
             return None
         raise
     return value if isinstance(value, dict) else None
@@ -107,6 +108,16 @@ def attempt_in(content: dict[str, Any] | None) -> int:
     """The attempt that a file of the run's folder names; 0 where it names none."""
     number = (content or {}).get("attempt")
     return number if isinstance(number, int) else 0
+
+
+def newest_step(workdir: Place) -> int | None:
+    """The step of the newest complete checkpoint: a numbered folder that holds manifest.json."""
+    try:
+        folders = [f for f in (workdir / "checkpoints").iterdir() if f.name.isdecimal()]
+    except FileNotFoundError:
+        return None
+    newest_first = sorted(folders, key=lambda folder: -int(folder.name))
+    return next((int(f.name) for f in newest_first if (f / "manifest.json").is_file()), None)
 
 
 # -- who took it ----------------------------------------------------------------------------------
@@ -149,7 +160,7 @@ class Claim:
         )
 
     @classmethod
-    def read(cls, file: Path) -> Self | None:
+    def read(cls, file: Place) -> Self | None:
         content = read(file) or {}
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{n: content[n] for n in names}) if content.keys() >= set(names) else None
@@ -174,7 +185,7 @@ _UNKNOWN = Claim(
 )
 
 
-def unended(workdir: Path, attempt: int) -> Claim | None:
+def unended(workdir: Place, attempt: int) -> Claim | None:
     """Who took this attempt and has not said that it ended; None: nobody."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     if "ended" in (read(file) or {}):
@@ -186,26 +197,10 @@ def unended(workdir: Path, attempt: int) -> Claim | None:
     return claim
 
 
-def take(workdir: Path, attempt: int, claim: Claim) -> bool:
+def take(workdir: Place, attempt: int, claim: Claim) -> bool:
     """Creates attempts/<attempt>.json with its whole content, unless somebody else has."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{attempt}.{claim.token}.tmp")
-    content = (json.dumps({"attempt": attempt, **dataclasses.asdict(claim)}) + "\n").encode()
-    write_atomically(beside, content)
-    try:
-        os.link(beside, file)
-    except FileExistsError:
-        pass  # perhaps by ourselves: a network file system repeats a request whose answer it lost
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # No links on this file system. Until the content is there nobody can be judged by it, so
-        # others wait for our beat as for a machine that they do not know.
-        with contextlib.suppress(FileExistsError), file.open("xb") as stream:
-            stream.write(content)
-    finally:
-        beside.unlink(missing_ok=True)
+    create(file, (json.dumps({"attempt": attempt, **dataclasses.asdict(claim)}) + "\n").encode())
     winner = Claim.read(file)
     return winner is not None and winner.token == claim.token
 

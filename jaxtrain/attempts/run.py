@@ -19,18 +19,23 @@ from jaxtrain.attempts.lock import RunLock, Superseded
 from jaxtrain.attempts.maintenance import maintenance_notices
 from jaxtrain.attempts.phases import Activity, Phases
 from jaxtrain.attempts.watchdog import Watchdog, dump_stacks, write_reason
+from jaxtrain.buckets import BucketPath, BucketRefusedError, Place, require
+from jaxtrain.errors import UserError
+from jaxtrain.metrics import METRICS_FILE
 from jaxtrain.peers import Alone, Cluster, ClusterError, Flags, Listeners, Peers, rendezvous
 from jaxtrain.settings import Config
+from jaxtrain.staging import RunFolder
 
 FAILED = 1
 SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
+TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process ends
 GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
 
 Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[Attempt]:
+def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator[Attempt]:
     """Everything around the training of one attempt; leaving it records how it ended.
 
     Finds and joins the other processes, takes the run's folder, watches the phases, and turns
@@ -44,29 +49,37 @@ def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[
       say: takes a line for people.
 
     Raises:
-      UserError: the folder is in use, or the processes do not fit together.
+      UserError: the folder is in use or in no bucket that lets us, or the processes do not fit
+        together.
+      BucketError: the bucket cannot be reached.
       ClusterError: a process is missing.
     """
     phases = Phases()
+    if isinstance(workdir, BucketPath):
+        require("--workdir", workdir)
     is_new = not workdir.exists()
     with contextlib.ExitStack() as stack:
         with phases.phase("start"):
             cluster = distributed.detect(os.environ, flags)
             lock = None
             if cluster.process_id == 0:
-                lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
+                lock = _take(workdir, say)
                 stack.callback(_give_back, lock, is_new)
             peers = _meet(cluster, config, 0 if lock is None else lock.attempt, say)
             stack.callback(peers.close)
-        lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
+            lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
+            own = (METRICS_FILE, GOODPUT_FILE) if peers.process_id == 0 else ()
+            folder = RunFolder(workdir, pull=own, may_write=_fence(lock), report=say)
+            stack.callback(folder.close)
         attempt = Attempt(
             peers,
             number=lock.attempt,
             phases=phases,
-            goodput=_goodput(workdir, phases) if peers.process_id == 0 else None,
+            goodput=_goodput(folder.local, phases) if peers.process_id == 0 else None,
             may_write=_fence(lock),
+            folder=folder,
         )
-        end = _End(workdir, lock, peers, attempt)
+        end = _End(folder, lock, peers, attempt)
         try:
             listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
             peers.listen(listeners)
@@ -99,6 +112,13 @@ def begin(config: Config, workdir: Path, flags: Flags, *, say: Say) -> Iterator[
                 raise ClusterError(cause) from error
             raise
         end.record(None)
+
+
+def _take(workdir: Place, say: Say) -> RunLock:
+    try:
+        return RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
+    except BucketRefusedError as error:
+        raise UserError(f"--workdir {workdir}: {error}") from error
 
 
 def _goodput(workdir: Path, phases: Phases) -> Goodput:
@@ -149,23 +169,27 @@ def _leave(line: str) -> NoReturn:
 def _give_back(lock: RunLock, is_new: bool) -> None:
     """Releases the lock; a folder that was made for it alone goes too."""
     lock.release()
-    left = {path.name for path in lock.workdir.iterdir()}
-    if is_new and left == {records.ATTEMPTS_FOLDER}:
-        folder = lock.workdir / records.ATTEMPTS_FOLDER
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-        lock.workdir.rmdir()
+    with contextlib.suppress(OSError):  # a folder that is away
+        left = {path.name for path in lock.workdir.iterdir()}
+        if is_new and left == {records.ATTEMPTS_FOLDER}:
+            folder = lock.workdir / records.ATTEMPTS_FOLDER
+            for file in list(folder.iterdir()):
+                file.unlink()
+            folder.rmdir()
+            lock.workdir.rmdir()
 
 
 class _End:
     """Records how an attempt ended, once, whichever thread of it finds out first."""
 
-    def __init__(self, workdir: Path, lock: RunLock, peers: Peers, attempt: Attempt) -> None:
-        self._workdir, self._lock, self._peers, self._attempt = workdir, lock, peers, attempt
+    def __init__(
+        self, run_folder: RunFolder, lock: RunLock, peers: Peers, attempt: Attempt
+    ) -> None:
+        self._run_folder, self._lock = run_folder, lock
+        self._peers, self._attempt = peers, attempt
         self._phases = attempt.phases
         self._once = threading.Lock()
-        self.folder = workdir / records.ATTEMPTS_FOLDER
+        self.folder = run_folder.local / records.ATTEMPTS_FOLDER
 
     def activity(self) -> dict[str, Any]:
         phase, step, seconds, _ = self._phases.activity()
@@ -189,8 +213,8 @@ class _End:
             f"stalled in {activity.phase}, step {activity.step}: no progress for "
             f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
         )
-        if self._peers.process_id == 0 and self._lock.still_owned():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._peers.process_id == 0 and self._lock.still_owned():
                 self._attempt.goodput.record(self._attempt.step, stalled=activity)
         behind = self._behind()
         cause = self._peers.failed(f"{told}{behind}")
@@ -214,13 +238,20 @@ class _End:
         """From another thread: stacks and reason on disk, then the end of the process."""
         if not self._once.acquire(blocking=False):
             threading.Event().wait()  # the first to come ends the process
-        if self._lock.still_owned():
-            number, process = self._lock.attempt, self._peers.process_id
-            with contextlib.suppress(OSError):
+        # Not for ever: the disk or bucket may be what hangs.
+        writer = threading.Thread(target=self._leave_traces, args=(reason,), daemon=True)
+        writer.start()
+        writer.join(TRACES_SECONDS)
+        _leave(reason)
+
+    def _leave_traces(self, reason: str) -> None:
+        number, process = self._lock.attempt, self._peers.process_id
+        with contextlib.suppress(OSError):
+            if self._lock.still_owned():
                 dump_stacks(self.folder / f"stacks-{number}-{process}.txt")
                 write_reason(self.folder, process, number, reason, self._phases.activity())
                 self._write_exit("failed", reason)
-        _leave(reason)
+                self._run_folder.push()
 
     # -- the end of the main thread ----------------------------------------------------------------
 
@@ -237,6 +268,8 @@ class _End:
         """
         if not self._once.acquire(blocking=False):
             threading.Event().wait()
+        # First: whoever reads exit.json may take the machine away.
+        self._run_folder.push_or_report()
         if isinstance(error, Preempted):
             self._peers.goodbye()
             self._write_exit("preempted", str(error))
@@ -248,7 +281,9 @@ class _End:
             is_other = cause.process_id != self._peers.process_id
             # Where the configuration was refused nothing was begun, and nothing is written.
             if self._attempt.has_begun:
-                self._write_exit("failed", str(cause) if is_other else reason)
+                # Where the folder is what failed, the error says so.
+                with contextlib.suppress(OSError):
+                    self._write_exit("failed", str(cause) if is_other else reason)
             if is_other:
                 return str(cause)
         return None
@@ -260,7 +295,7 @@ class _End:
         writer = 1 if lost == 0 else 0
         if self._peers.process_id == writer:
             records.write_exit(
-                self._workdir,
+                self._run_folder.workdir,
                 status=status,
                 reason=reason,
                 step=self._attempt.step,

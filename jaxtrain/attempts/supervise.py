@@ -18,6 +18,7 @@ from jaxtrain import options
 from jaxtrain.attempts import records
 from jaxtrain.attempts.lifeline import Child
 from jaxtrain.attempts.signals import STOP_SIGNALS
+from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.errors import UserError
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
@@ -79,12 +80,12 @@ class Request:
 
     settings: Supervision
     train: list[str]
-    workdir: Path
+    workdir: Place
 
 
-def run_folder(config: str | None, workdir: str | None) -> Path:
+def run_folder(config: str | None, workdir: str | None) -> Place:
     """The folder of a run: the given one, or runs/ and the name of the config or the quickstart."""
-    return Path(workdir or Path("runs") / Path(config or QUICKSTART).stem)
+    return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -152,27 +153,17 @@ def main(arguments: Sequence[str]) -> int:
         request = parse(arguments)
         command = [sys.executable, "-m", "jaxtrain", *request.train]
         return supervise(command, request.workdir, settings=request.settings)
-    except UserError as error:
+    except (UserError, BucketError) as error:
         sys.stderr.write(f"jaxtrain: {error}\n")
-        return USER_ERROR
+        return USER_ERROR if isinstance(error, UserError) else FAILED
 
 
 # -- the supervisor ------------------------------------------------------------------------------
 
 
-def newest_step(workdir: Path) -> int | None:
-    """The step of the newest complete checkpoint: a numbered folder that holds manifest.json."""
-    steps = [
-        int(file.parent.name)
-        for file in (workdir / "checkpoints").glob("*/manifest.json")
-        if file.parent.name.isdecimal()
-    ]
-    return max(steps, default=None)
-
-
 def supervise(
     command: Sequence[str],
-    workdir: str | Path,
+    workdir: str | Place,
     *,
     settings: Supervision | None = None,
     say: Callable[[str], None] | None = None,
@@ -188,15 +179,18 @@ def supervise(
       settings: when and how long; None: the defaults.
       say: takes a line for people; None: stderr.
     """
-    workdir, settings, say = Path(workdir), settings or Supervision(), say or _to_stderr
-    best, restarts = newest_step(workdir), 0
+    workdir, settings, say = place(workdir), settings or Supervision(), say or _to_stderr
+    if isinstance(workdir, BucketPath):
+        require("--workdir", workdir)
+    best, restarts = records.newest_step(workdir), 0
     with _stop_signals() as stop:
         while True:
             ending = _run(command, workdir, settings, stop, say)
-            ending.write(workdir)
+            with contextlib.suppress(BucketError):
+                ending.write(workdir)
             if ending.status in (DONE, USER_ERROR, PREEMPTED):
                 return ending.status
-            step = newest_step(workdir)
+            step = ending.step_after
             if step is not None and (best is None or step > best):
                 best, restarts = step, 0
             kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
@@ -249,7 +243,7 @@ class _Ending:
         who = "a start" if self.attempt is None else f"attempt {self.attempt}"
         return f"{who}: {self.cause}"
 
-    def write(self, workdir: Path) -> None:
+    def write(self, workdir: Place) -> None:
         """Completes attempts/<attempt>.json, and exit.json where the command left it behind."""
         if self.attempt is None:
             return
@@ -270,25 +264,26 @@ class _Ending:
         if told.get("attempt") != self.attempt or contradicts:
             self._write_exit(workdir, status, self.cause, self.attempt)
 
-    def write_last(self, workdir: Path, status: str, reason: str) -> None:
+    def write_last(self, workdir: Place, status: str, reason: str) -> None:
         """How the supervisor ended, in exit.json: where nobody else is at the folder.
 
         A start that took no attempt has no number: the newest one's stands for it.
         """
-        if self.attempt is not None:
-            self._write_exit(workdir, status, reason, self.attempt)
-        elif not records.is_held(workdir):
-            workdir.mkdir(parents=True, exist_ok=True)
-            self._write_exit(workdir, status, reason, records.newest_attempt(workdir))
+        with contextlib.suppress(BucketError):
+            if self.attempt is not None:
+                self._write_exit(workdir, status, reason, self.attempt)
+            elif not records.is_held(workdir):
+                workdir.mkdir(parents=True, exist_ok=True)
+                self._write_exit(workdir, status, reason, records.newest_attempt(workdir))
 
-    def _write_exit(self, workdir: Path, status: str, reason: str, attempt: int) -> None:
+    def _write_exit(self, workdir: Place, status: str, reason: str, attempt: int) -> None:
         step = self.step_after or 0
         records.write_exit(workdir, status=status, reason=reason, step=step, attempt=attempt)
 
 
 def _run(
     command: Sequence[str],
-    workdir: Path,
+    workdir: Place,
     settings: Supervision,
     stop: list[int],
     say: Callable[[str], None],
@@ -302,7 +297,7 @@ def _run(
       stop: numbers of the signals that came to this process; others are added meanwhile.
       say: takes a line for people.
     """
-    attempt_before, step_before = records.newest_attempt(workdir), newest_step(workdir)
+    attempt_before, step_before = _known(workdir)
     child = Child(
         command,
         beat_seconds=min(settings.stall_seconds / 10, 5.0),
@@ -331,18 +326,33 @@ def _run(
             child.kill()
     child.kill()  # what it started goes with it
     child.close()
-    attempt = records.attempt_of(workdir, child.pid, after=attempt_before)
+    attempt, told = None, f"ended with status {status}"
+    with contextlib.suppress(BucketError):
+        if attempt_before is not None:
+            attempt = records.attempt_of(workdir, child.pid, after=attempt_before)
+        told = _cause(workdir, status, attempt)
     return _Ending(
-        cause=cause or _cause(workdir, status, attempt),
+        cause=cause or told,
         status=status,
         attempt=attempt,
         step_before=step_before,
-        step_after=newest_step(workdir),
+        step_after=_known(workdir)[1],
         seconds=time.monotonic() - started,
     )
 
 
-def _cause(workdir: Path, status: int, attempt: int | None) -> str:
+def _known(workdir: Place) -> tuple[int | None, int | None]:
+    """The newest attempt and checkpoint; None for both while a bucket does not answer.
+
+    The command that is started then says itself what is wrong, and is started again.
+    """
+    try:
+        return records.newest_attempt(workdir), records.newest_step(workdir)
+    except BucketError:
+        return None, None
+
+
+def _cause(workdir: Place, status: int, attempt: int | None) -> str:
     """Why a command ended of itself, in its own words where it left some."""
     if status < 0:
         return f"killed by {_name(-status)}"

@@ -2,6 +2,7 @@
 
 from jaxtrain.checkpoint.leaves import StoredLeaf
 from jaxtrain.checkpoint.manifest import CheckpointError
-from jaxtrain.checkpoint.store import FOLDER, Checkpoint, Checkpoints
+from jaxtrain.checkpoint.settings import Checkpoint
+from jaxtrain.checkpoint.store import FOLDER, Checkpoints
 
 __all__ = ["FOLDER", "Checkpoint", "CheckpointError", "Checkpoints", "StoredLeaf"]

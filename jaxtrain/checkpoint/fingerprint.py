@@ -12,10 +12,19 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     Args:
       arrays: of any shapes; each element of at most 4 bytes.
     """
+    return numbers(dispatch(arrays))
+
+
+def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Begins to count; `numbers` waits for the result."""
     # One program for all arrays: a program each, all in flight, starves simulated devices' threads
     # until their reductions wait for one another for ever.
-    found = jax.device_get(_fingerprint_all(dict(arrays)))
-    return {name: int(x) for name, x in found.items()}
+    return _fingerprint_all(dict(arrays))
+
+
+def numbers(counted: Mapping[str, jax.Array]) -> dict[str, int]:
+    """The fingerprints that `dispatch` has begun."""
+    return {name: int(x) for name, x in jax.device_get(dict(counted)).items()}
 
 
 @jax.jit

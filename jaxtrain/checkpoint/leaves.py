@@ -1,16 +1,18 @@
 """Names and forms of a state's arrays, and how those wanted differ from those stored."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.buckets import Place
 from jaxtrain.errors import UserError, nearest
 
 _MAX_SHOWN = 8
+_MOST_AT_ONCE = 1 << 28  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ def refuse_differences(
     stored: Mapping[str, StoredLeaf],
     *,
     partial: bool,
-    folder: Path,
+    folder: Place,
 ) -> None:
     """Raises UserError, one screen of it, where the wanted arrays are not those stored.
 
@@ -80,6 +82,20 @@ def _differences(
 
 def _form(leaf: jax.ShapeDtypeStruct | StoredLeaf) -> str:
     return f"{np.dtype(leaf.dtype).name}[{', '.join(map(str, leaf.shape))}]"
+
+
+def groups(stored: Mapping[str, StoredLeaf]) -> Iterator[dict[str, StoredLeaf]]:
+    """The arrays in parts of at most 256 MiB, or of one array: what is read at one time."""
+    part: dict[str, StoredLeaf] = {}
+    size = 0
+    for name, leaf in stored.items():
+        size += math.prod(leaf.shape) * leaf.dtype.itemsize
+        if part and size > _MOST_AT_ONCE:
+            yield part
+            part, size = {}, math.prod(leaf.shape) * leaf.dtype.itemsize
+        part[name] = leaf
+    if part:
+        yield part
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:

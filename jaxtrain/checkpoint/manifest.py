@@ -15,10 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from jaxtrain.buckets import BucketPath, Place
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_atomically
 
 FILE = "manifest.json"
 FORMAT = 2  # of a checkpoint: the manifest, the files it names, and what stands beside the state
+# Format 3 is sealed in a bucket: it has the digests that the bucket computed of what it stores, so
+# that nothing is read back over the network.
+_FORMAT_IN_BUCKET = 3
+_MD5 = "md5:"  # before such a digest
 # Format 1 had no manifest and no digests, only the arrays' fingerprints, written by Orbax.
 _FINGERPRINTS_OF_FORMAT_1 = "fingerprints/metadata"
 _THREADS = 8  # hashlib and reads let go of the interpreter; one thread digests about 1 GB/s
@@ -54,7 +60,7 @@ class Manifest:
     """What a sealed checkpoint consists of.
 
     Attributes:
-      format: of the checkpoint, at most FORMAT.
+      format: of the checkpoint, at most 3.
       step: the checkpoint's step.
       files: size in bytes and digest of each file, by its path in the folder; empty in format 1.
       leaves: the arrays by name.
@@ -72,7 +78,7 @@ class Reading:
     A context manager, because Orbax raises a bare Exception for an array that it cannot read.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Place, step: int) -> None:
         self._folder, self._step = folder, step
 
     def __enter__(self) -> None:
@@ -85,12 +91,12 @@ class Reading:
             raise damaged(self._folder, self._step, detail[:300]) from error
 
 
-def is_sealed(folder: Path) -> bool:
+def is_sealed(folder: Place) -> bool:
     """Whether a checkpoint's folder is finished, as far as its files' names tell."""
     return (folder / FILE).is_file() or (folder / _FINGERPRINTS_OF_FORMAT_1).is_file()
 
 
-def seal(folder: Path, step: int, leaves: dict[str, Leaf]) -> Manifest:
+def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
     """Digests every file in `folder` and writes its manifest, whole or not at all.
 
     The files are brought to the disk before the manifest that vouches for them, so that a power cut
@@ -99,6 +105,10 @@ def seal(folder: Path, step: int, leaves: dict[str, Leaf]) -> Manifest:
     Raises:
       OSError: a file cannot be read or the manifest not be written.
     """
+    if isinstance(folder, BucketPath):
+        manifest = Manifest(_FORMAT_IN_BUCKET, step, _stored(folder), leaves)
+        write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
+        return manifest
     names = sorted(path.relative_to(folder).as_posix() for path in _walk(folder) if path.is_file())
     names = [name for name in names if name != FILE]
     found = _in_threads(_digest_on_disk, [folder / name for name in names])
@@ -106,11 +116,12 @@ def seal(folder: Path, step: int, leaves: dict[str, Leaf]) -> Manifest:
         if path.is_dir():
             _sync(path)
     manifest = Manifest(FORMAT, step, dict(zip(names, found, strict=True)), leaves)
-    _write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
+    write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
+    _sync(folder)  # the new name, too, has to reach the disk
     return manifest
 
 
-def read(folder: Path, step: int) -> Manifest:
+def read(folder: Place, step: int) -> Manifest:
     """The manifest of the sealed checkpoint in `folder`.
 
     Raises:
@@ -133,20 +144,23 @@ def read(folder: Path, step: int) -> Manifest:
     return manifest
 
 
-def check(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
     """Reads the named files and compares them with the manifest.
 
     Raises:
       CheckpointError: a file is missing, of another size, or of another content.
     """
     names = list(names)
-    found = _in_threads(_difference, [(folder / name, *manifest.files[name]) for name in names])
+    stored = _stored(folder) if isinstance(folder, BucketPath) else None
+    found = _in_threads(
+        _difference, [(folder / name, *manifest.files[name], stored, name) for name in names]
+    )
     for name, difference in zip(names, found, strict=True):
         if difference:
             raise damaged(folder, manifest.step, f"{name} {difference}")
 
 
-def damaged(folder: Path, step: int, detail: str) -> CheckpointError:
+def damaged(folder: Place, step: int, detail: str) -> CheckpointError:
     """The error that names the checkpoint and what is wrong with it."""
     return CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read ({detail})")
 
@@ -166,10 +180,10 @@ def _from_bytes(content: bytes) -> Manifest:
     # Byte for byte: a bit flipped in a space changes nothing, but says that the disk is failing.
     if _envelope(found) != content:
         raise ValueError("its bytes changed")
-    if found["format"] > FORMAT:
+    if found["format"] > _FORMAT_IN_BUCKET:
         raise UserError(
             f"the checkpoint of step {found['step']} is of format {found['format']}, written by a "
-            f"newer jaxtrain; this one reads formats up to {FORMAT}: update jaxtrain"
+            f"newer jaxtrain; this one reads formats up to {_FORMAT_IN_BUCKET}: update jaxtrain"
         )
     files = {name: (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
     for name in files:
@@ -183,7 +197,7 @@ def _from_bytes(content: bytes) -> Manifest:
     return Manifest(found["format"], found["step"], files, leaves)
 
 
-def _read_format_1(folder: Path, step: int) -> Manifest:
+def _read_format_1(folder: Place, step: int) -> Manifest:
     try:
         found = json.loads((folder / _FINGERPRINTS_OF_FORMAT_1).read_bytes())
         leaves = {name: Leaf(int(number)) for name, number in found.items()}
@@ -191,17 +205,6 @@ def _read_format_1(folder: Path, step: int) -> Manifest:
         detail = f"{_FINGERPRINTS_OF_FORMAT_1}: {_first_line(error)}"
         raise damaged(folder, step, detail) from error
     return Manifest(1, step, {}, leaves)
-
-
-def _write_atomically(file: Path, content: bytes) -> None:
-    """Writes beside the file and renames: after a kill or a power cut it is there whole or not."""
-    beside = file.with_name(f".{file.name}.tmp")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
-    _sync(file.parent)  # the new name, too, has to reach the disk
 
 
 def _sync(path: Path) -> None:
@@ -222,12 +225,23 @@ def _walk(folder: Path) -> Iterable[Path]:
         yield from (Path(parent) / name for name in folders + files)
 
 
-def _refuse_ways_out(folder: Path, step: int) -> None:
+def _refuse_ways_out(folder: Place, step: int) -> None:
     """Raises CheckpointError where the folder or something in it is a link to elsewhere."""
+    if isinstance(folder, BucketPath):
+        return  # names that lead out are refused where they are listed
     root = folder.parent.resolve()
     for path in (folder, *_walk(folder)):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             raise damaged(folder, step, f"{path} is a link that leads out of {root}")
+
+
+def _stored(folder: BucketPath) -> dict[str, tuple[int, str]]:
+    """Size and digest of each object below a folder, all but the manifest's."""
+    return {
+        row.name: (row.bytes, f"{_MD5}{row.md5}" if row.md5 else _digest(folder / row.name)[1])
+        for row in folder.stored()
+        if row.name != FILE
+    }
 
 
 def _hash(content: bytes = b"") -> Any:
@@ -238,10 +252,15 @@ def _hash(content: bytes = b"") -> Any:
     return hashlib.blake2b(content, digest_size=32)
 
 
-def _digest(file: Path) -> tuple[int, str]:
+def _digest(file: Place, *, md5: bool = False) -> tuple[int, str]:
+    """Size and digest of what can be read."""
+    prefix, algorithm = (_MD5, hashlib.md5) if md5 else ("", _hash)
+    if isinstance(file, BucketPath):
+        content = file.read_bytes()
+        return len(content), prefix + algorithm(content).hexdigest()
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, _hash).hexdigest()
-        return stream.tell(), digest
+        digest = hashlib.file_digest(stream, algorithm).hexdigest()
+        return stream.tell(), prefix + digest
 
 
 def _digest_on_disk(file: Path) -> tuple[int, str]:
@@ -249,14 +268,28 @@ def _digest_on_disk(file: Path) -> tuple[int, str]:
     return _digest(file)
 
 
-def _difference(file: tuple[Path, int, str]) -> str | None:
-    """What is wrong with a file that should have this size and digest."""
-    path, size, digest = file
+def _difference(
+    file: tuple[Place, int, str, dict[str, tuple[int, str]] | None, str],
+) -> str | None:
+    """What is wrong with a file that should have this size and digest.
+
+    Args:
+      file: where it is, its size and digest, and, in a bucket, what that says of all objects, by
+        name, and the file's name there.
+    """
+    path, size, digest, stored, name = file
+    md5 = digest.startswith(_MD5)
     try:
-        found = path.stat().st_size
+        if isinstance(path, Path):
+            found = path.stat().st_size
+        elif stored is not None and name in stored:
+            found = stored[name][0]
+        else:
+            return "is missing"
         if found != size:
             return f"has {found} bytes instead of {size}"
-        if _digest(path)[1] != digest:
+        known = stored[name][1] if stored is not None and md5 else _digest(path, md5=md5)[1]
+        if known != digest:
             return "is not what was written: its digest differs"
     except FileNotFoundError:
         return "is missing"

@@ -4,11 +4,11 @@ import concurrent.futures
 import itertools
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import jax
 
+from jaxtrain.buckets import BucketError, BucketPath, Place, library_errors
 from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf
 from jaxtrain.errors import UserError
@@ -19,6 +19,7 @@ _BARRIERS_OF_WRITER = 2  # of one save: all have written; process 0 has renamed
 # What Orbax raises when something cannot be written (a full disk: ValueError with TensorStore's
 # RESOURCE_EXHAUSTED), and the coordination service when another process stays away.
 UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
+_MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written beside the arrays
 _serial = itertools.count()  # of saves: all processes count alike, and no barrier's name repeats
 
 
@@ -28,12 +29,36 @@ class Barrier(Protocol):
     def __call__(self, *, key: str, timeout_ms: int) -> None: ...
 
 
+def unwritten() -> tuple[type[BaseException], ...]:
+    """UNWRITTEN, and what a bucket's libraries raise, under Orbax too."""
+    return (*UNWRITTEN, *library_errors())
+
+
+def exhaust(wait: Callable[[], None], first: BaseException | None = None) -> None:
+    """Waits for a writer until it has nothing more to complain about, and raises the first of it.
+
+    What was left over would be taken for a failure of the next save.
+
+    Args:
+      wait: returns when all is written, or raises one thing that went wrong.
+      first: what went wrong before.
+    """
+    for _ in range(_MOST_COMPLAINTS):
+        try:
+            wait()
+            break
+        except unwritten() as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
 class Sealer:
     """What happens to a save after its arrays have left the devices, on every process."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         keep: int,
         keep_every: int | None,
@@ -41,6 +66,7 @@ class Sealer:
         barrier: Barrier,
         report: Callable[[str], None],
         may_write: Callable[[], None],
+        before_seal: Callable[[], None],
     ) -> None:
         """Writes nothing yet.
 
@@ -51,11 +77,13 @@ class Sealer:
           max_failures: so many failed saves in a row raise.
           barrier: among all processes, safe in any thread.
           report: takes a line about a failed save.
-          may_write: raises where another attempt owns the folder.
+          may_write: raises where another attempt owns the folder; BucketError where it cannot tell.
+          before_seal: brings to the run's folder what a checkpoint must not be there without;
+            process 0 calls it in the thread.
         """
         self._folder, self._keep, self._keep_every = folder, keep, keep_every
         self._max_failures, self._all_come_to = max_failures, barrier
-        self._report, self._may_write = report, may_write
+        self._report, self._may_write, self._before_seal = report, may_write, before_seal
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._fenced: BaseException | None = None
@@ -99,7 +127,7 @@ class Sealer:
         step, finished = self._pending
         error = finished.exception()
         self._pending = None
-        sealed = manifest.is_sealed(self._folder / str(step))
+        sealed = self._is_sealed(step)
         if error is not None and (error is self._fenced or not _is_unwritten(error)):
             raise error
         if sealed:
@@ -114,7 +142,7 @@ class Sealer:
         self._failures += 1
         self._unsaved = CheckpointError(
             f"the checkpoint of step {step} could not be written to {self._folder} ({detail}); "
-            f"{shutil.disk_usage(self._folder).free:,} bytes are free there"
+            f"{self._room()}"
         )
         self._unsaved.__cause__ = error
         if self._failures >= self._max_failures:
@@ -139,7 +167,7 @@ class Sealer:
 
     def warn_of_little_space(self, last: int | None) -> None:
         """Reports a disk that soon has no room for one more checkpoint like that of step `last`."""
-        if last is None or jax.process_index() != 0:
+        if last is None or jax.process_index() != 0 or isinstance(self._folder, BucketPath):
             return
         size = retention.size(self._folder / str(last))
         free = shutil.disk_usage(self._folder).free
@@ -174,6 +202,9 @@ class Sealer:
     def _seal(self, step: int, leaves: dict[str, Leaf]) -> None:
         try:
             self._may_write()
+            self._before_seal()
+        except BucketError:
+            raise  # away for now: a failed save, and nobody else's folder
         except BaseException as error:
             self._fenced = error
             raise
@@ -186,6 +217,18 @@ class Sealer:
         self._all_come_to(key=f"jaxtrain_save_{self._save}_{name}", timeout_ms=seconds * 1000)
 
     # -- failures ------------------------------------------------------------------------------
+
+    def _is_sealed(self, step: int) -> bool:
+        """Whether a checkpoint is known to be there: no, while its bucket does not answer."""
+        try:
+            return manifest.is_sealed(self._folder / str(step))
+        except BucketError:
+            return False
+
+    def _room(self) -> str:
+        if isinstance(self._folder, BucketPath):
+            return "those before it are whole"
+        return f"{shutil.disk_usage(self._folder).free:,} bytes are free there"
 
     def _sweep(self) -> None:
         if jax.process_index() != 0:
@@ -205,4 +248,4 @@ def _is_unwritten(error: BaseException) -> bool:
     """Whether the disk or another process is to blame, so that the next save may succeed."""
     if isinstance(error, UserError):
         return False
-    return type(error) is Exception or isinstance(error, UNWRITTEN)
+    return type(error) is Exception or isinstance(error, unwritten())

@@ -7,7 +7,7 @@ counts as done, and only then older ones are deleted. Whatever a kill leaves beh
 or recognised and removed; whatever the disk does to it afterwards is found before it is used.
 """
 
-import dataclasses
+import concurrent.futures
 import functools
 import json
 import logging
@@ -20,52 +20,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from jaxtrain.buckets import BucketError, Place, place
 from jaxtrain.checkpoint import manifest, retention
-from jaxtrain.checkpoint.fingerprint import fingerprints
-from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, refuse_differences, stored_leaf
+from jaxtrain.checkpoint.fingerprint import dispatch, fingerprints, numbers
+from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, groups, refuse_differences, stored_leaf
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf, Reading, damaged
-from jaxtrain.checkpoint.sealing import UNWRITTEN, WRITE_SECONDS, Sealer
-from jaxtrain.config import configurable
+from jaxtrain.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
+from jaxtrain.checkpoint.settings import Checkpoint
 from jaxtrain.errors import UserError
 
 FOLDER = "checkpoints"
 _STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
-_MAX_NAMES = 8
+_FILE_BYTES = 64 * 2**20  # of a data file, roughly: a thread digests one, so that there be several
 _log = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """Which checkpoints stay on disk and how they get there.
-
-    Attributes:
-      keep: number of newest checkpoints kept; at least 1.
-      keep_every: steps that are multiples of this are kept for ever; None keeps only the newest.
-      asynchronous: write to disk while the next steps run; False waits for the disk.
-      max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
-    """
-
-    keep: int = 3
-    keep_every: int | None = None
-    asynchronous: bool = True
-    max_failed_saves: int = 3
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise UserError(f"Checkpoint.keep = {self.keep}: at least 1 checkpoint must be kept")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise UserError(
-                f"Checkpoint.keep_every = {self.keep_every}: a number of steps of at least 1, "
-                "or None to keep only the newest"
-            )
-        if self.max_failed_saves < 1:
-            raise UserError(
-                f"Checkpoint.max_failed_saves = {self.max_failed_saves}: a run stops after 1 "
-                "failed save in a row or more"
-            )
 
 
 class Checkpoints:
@@ -78,12 +47,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        workdir: Path,
+        workdir: Place,
         settings: Checkpoint,
         *,
         read_only: bool = False,
         report: Callable[[str], None] = _log.warning,
         may_write: Callable[[], None] = lambda: None,
+        before_seal: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens `workdir/checkpoints`, making it and removing what killed saves left behind.
 
@@ -95,10 +65,13 @@ class Checkpoints:
           may_write: called before leftovers are removed and before each save, and on process 0
             again before the save counts as done, then in another thread; raises or exits where
             another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
+          before_seal: then called, in that thread: brings into the run's folder what belongs with
+            the checkpoint. Where it raises BucketError the save has failed.
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.folder = Path(workdir).absolute() / FOLDER
+        root = place(workdir)
+        self.folder = (root.absolute() if isinstance(root, Path) else root) / FOLDER
         self._settings, self._read_only = settings, read_only
         self._report, self._may_write = report, may_write
         self._sealer = Sealer(
@@ -109,8 +82,10 @@ class Checkpoints:
             barrier=_barrier,
             report=report,
             may_write=may_write,
+            before_seal=before_seal,
         )
-        self._arrays = ocp.PyTreeCheckpointHandler()
+        # Uncompressed: float32 parameters lose 8 % of their bytes to zstd, for most of the time.
+        self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(state=self._arrays, extra=ocp.JsonCheckpointHandler()),
             async_options=ocp.AsyncOptions(
@@ -185,11 +160,10 @@ class Checkpoints:
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
 
-        Returns when the arrays have been copied to host memory, so that the next step may be given
-        (donated) their buffers; the disk is written behind the next steps' back. A save that is
-        still being written is waited for first. Where it failed, its remains are removed and the
-        failure is reported; the run goes on and saves again when it next should. A step that is
-        already there is left as it is: the same run at the same step has the same state.
+        Returns when the arrays are in host memory, so that the next step may be given (donated)
+        their buffers; the disk is written behind the next steps' back. A save still being written
+        is waited for first. Where it failed, its remains are removed and it is reported; the run
+        goes on and saves again when it next should. A step that is already there stays as it is.
 
         Args:
           step: number of optimizer steps done.
@@ -201,31 +175,40 @@ class Checkpoints:
         """
         assert not self._read_only, "opened read-only"
         self._sealer.settle()
-        if step in self.steps():
-            return
-        self._may_write()
+        last = away = None
+        try:
+            steps = self.steps()
+            if step in steps:
+                return
+            last = max(steps, default=None)
+            self._may_write()
+        except BucketError as error:
+            away = error
         self._bad.discard(step)
         self._intact.discard(step)
-        # Serialised here: an unserialisable value is found before anything is written, and a dict
-        # that the caller goes on changing does not reach the writing thread.
+        # Found here where it is not serialisable, and not reached by what the caller changes later.
         extra = json.loads(json.dumps(extra))
         names, leaves, _ = flatten(state)
+        self._sealer.warn_of_little_space(last)
         arrays = dict(zip(names, leaves, strict=True))
-        self._sealer.warn_of_little_space(self.latest_step())
-        found = fingerprints(arrays)
+        counted = dispatch(arrays)  # while the writer copies them
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES),
+            extra=ocp.args.JsonSave(extra),
+        )
+        written = functools.partial(exhaust, self._writer.wait_until_finished)
+        self._sealer.begin()
+        try:
+            if away is not None:  # what is there already would be overwritten
+                raise away
+            self._writer.save(str(self._path(step)), args=items, force=True)
+        except unwritten() as error:
+            written = functools.partial(exhaust, self._writer.wait_until_finished, error)
+        found = numbers(counted)
         summaries = {
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
             for name, x in arrays.items()
         }
-        items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(arrays), extra=ocp.args.JsonSave(extra)
-        )
-        written = self._writer.wait_until_finished
-        self._sealer.begin()
-        try:
-            self._writer.save(self._path(step), args=items, force=True)
-        except UNWRITTEN as error:
-            written = functools.partial(_raise, error)
         self._sealer.follow(step, written, summaries)
         if not self._settings.asynchronous:
             self._sealer.settle()
@@ -233,8 +216,8 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:
         """The state of `step`, in the shardings of `abstract_state`, whatever mesh wrote it.
 
-        All processes call it. The files' digests are compared before any array is read, and the
-        arrays' fingerprints afterwards.
+        All processes call it. The files' digests are compared, and the arrays' fingerprints; one
+        process alone does the former while it reads. What comes back has passed both.
 
         Args:
           abstract_state: the tree wanted, each leaf a `jax.ShapeDtypeStruct` with a sharding.
@@ -249,31 +232,40 @@ class Checkpoints:
         names, leaves, treedef = flatten(abstract_state)
         wanted = dict(zip(names, leaves, strict=True))
         self._refuse_absent(step)
-        self._check_files(step)
-        refuse_differences(wanted, self.tree(step), partial=partial, folder=self._path(step))
+        if jax.process_count() > 1:
+            # All agree first: one that stopped half-way would leave the others waiting for it.
+            self._check_files(step)
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
+            checked = thread.submit(self._check_files, step)
+            try:
+                stored = self.tree(step)
+                refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
+                arrays = self._read(step, wanted, partial=partial)
+                found = fingerprints(arrays)
+            finally:
+                checked.result()  # which names the file, where reading it failed too
+        saved = manifest.read(self._path(step), step).leaves
+        altered = [n for n, x in found.items() if n not in saved or x != saved[n].fingerprint]
+        if altered:
+            names = ", ".join(altered[:8])
+            raise damaged(self._path(step), step, f"the bytes of {names} changed")
+        return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+    def _read(
+        self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], *, partial: bool
+    ) -> dict[str, jax.Array]:
+        """The arrays of these names."""
         for leaf in wanted.values():
             leaf.sharding.shard_shape(leaf.shape)  # ValueError where it does not divide
         restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
-            )
-            for name, leaf in wanted.items()
+            name: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
+            for name, x in wanted.items()
         }
         item = ocp.args.PyTreeRestore(
             item=wanted, restore_args=restore_args, partial_restore=partial
         )
         with Reading(self._path(step), step):
-            arrays = self._reader.restore(self._path(step) / _STATE, args=item)
-        saved = manifest.read(self._path(step), step).leaves
-        altered = [
-            name
-            for name, found in fingerprints(arrays).items()
-            if name not in saved or found != saved[name].fingerprint
-        ]
-        if altered:
-            names = ", ".join(altered[:_MAX_NAMES])
-            raise damaged(self._path(step), step, f"the bytes of {names} changed")
-        return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+            return self._reader.restore(str(self._path(step) / _STATE), args=item)
 
     def extra(self, step: int) -> dict[str, Any]:
         """The JSON object saved with `step`.
@@ -295,12 +287,13 @@ class Checkpoints:
         """
         self._check_described(step, lambda name: "/d/" not in name)
         with Reading(self._path(step), step):
-            folder: Any = self._path(step) / _STATE  # pathlib's serves where Orbax says etils'
-            metadata = self._arrays.metadata(folder)
-            return {name: stored_leaf(leaf) for name, leaf in metadata.tree.items()}
+            found: Any = self._reader.metadata(str(self._path(step) / _STATE)).item_metadata
+            if found is None:
+                raise ValueError("Orbax cannot read its metadata, and says why in its log")
+            return {name: stored_leaf(leaf) for name, leaf in found.tree.items()}
 
     def verify(self, step: int) -> None:
-        """Reads all of `step`: every file, then every array, one after the other onto one device.
+        """Reads all of `step`: every file, then every array, some at a time onto one device.
 
         Raises:
           UserError: there is no such checkpoint.
@@ -310,9 +303,12 @@ class Checkpoints:
         self._intact.discard(step)
         self._check_files(step)
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        for name, leaf in self.tree(step).items():
-            abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            self.restore(step, {name: abstract}, partial=True)
+        for part in groups(self.tree(step)):
+            wanted = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for name, leaf in part.items()
+            }
+            self.restore(step, wanted, partial=True)
         self.extra(step)
 
     def wait(self) -> None:
@@ -334,7 +330,7 @@ class Checkpoints:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int) -> Place:
         return self.folder / str(step)
 
     def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
@@ -381,7 +377,3 @@ def _from_all(flag: bool) -> np.ndarray:
 def _barrier(*, key: str, timeout_ms: int) -> None:
     # Through the coordination service: it may be waited for in any thread.
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
-def _raise(error: Exception) -> None:
-    raise error

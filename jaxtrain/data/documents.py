@@ -4,6 +4,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxtrain.buckets import BucketPath, Place, in_threads
 from jaxtrain.data.source import walk_files
 from jaxtrain.errors import UserError
 
@@ -23,20 +24,22 @@ EMBEDDED_EXCLUDED_FOLDERS = frozenset(
 )
 
 
-def read_file(path: Path) -> list[str]:
+def read_file(path: Place) -> list[str]:
     """The one document of a UTF-8 text file."""
     return [_decode(path)]
 
 
-def read_folder(root: Path) -> Iterator[str]:
+def read_folder(root: Place) -> Iterator[str]:
     """One document a text file under `root` (TEXT_SUFFIXES), in order of its path.
 
     Raises:
       UserError: a link leads out of the folder (see `walk_files`), or a file is not UTF-8.
     """
-    for path in walk_files(root, "TextData.source"):
-        if path.suffix.lower() in TEXT_SUFFIXES:
-            yield _decode(path)
+    files = walk_files(root, "TextData.source")
+    paths = [path for path, *_ in files if path.suffix.lower() in TEXT_SUFFIXES]
+    if isinstance(root, BucketPath):
+        return iter(in_threads(_decode, paths))
+    return map(_decode, paths)
 
 
 def read_embedded() -> Iterator[str]:
@@ -69,7 +72,7 @@ def _is_embedded(relative: Path) -> bool:
     return not (own or excluded or configuration or relative.parts[0] == "pydoc_data")
 
 
-def _decode(path: Path) -> str:
+def _decode(path: Place) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

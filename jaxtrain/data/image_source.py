@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from jaxtrain.buckets import BucketPath, Place
 from jaxtrain.data.image_transform import from_array
 from jaxtrain.data.source import walk_files
 from jaxtrain.data.tfds import read_feature
@@ -62,8 +63,8 @@ class ArrayImages:
 class FileImages:
     """Image files; the digest covers their names and sizes, for reading them all takes too long."""
 
-    root: Path
-    paths: tuple[Path, ...]
+    paths: tuple[Place, ...]
+    names_and_sizes: tuple[str, ...]
     of_class: np.ndarray
 
     def __len__(self) -> int:
@@ -71,14 +72,14 @@ class FileImages:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         path = self.paths[index]
-        return decode(path, str(path)), int(self.of_class[index])
+        file = io.BytesIO(path.read_bytes()) if isinstance(path, BucketPath) else path
+        return decode(file, str(path)), int(self.of_class[index])
 
     def labels(self) -> np.ndarray:
         return self.of_class
 
     def content(self) -> list[bytes | np.ndarray]:
-        rows = [f"{p.relative_to(self.root).as_posix()}\0{p.stat().st_size}" for p in self.paths]
-        return ["\n".join(rows).encode("utf-8")]
+        return ["\n".join(self.names_and_sizes).encode("utf-8")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _demo(module: str, source: str) -> Any:
         ) from error
 
 
-def folder(root: Path) -> tuple[FileImages, list[str]]:
+def folder(root: Place) -> tuple[FileImages, list[str]]:
     """The PNG and JPEG files of a folder of class folders, and the class names.
 
     Classes are numbered in the order of their sorted names; other files are not read.
@@ -202,12 +203,16 @@ def folder(root: Path) -> tuple[FileImages, list[str]]:
     """
     if not root.is_dir():
         raise UserError(f"ImageData.source = {str(root)!r} is a file; it takes a folder of folders")
-    names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    by_class: dict[str, list[Path]] = {name: [] for name in names}
-    for path in walk_files(root, "ImageData.source"):
-        name = path.relative_to(root).parts[0]
-        if path.suffix.lower() in IMAGE_SUFFIXES and name in by_class:
-            by_class[name].append(path)
+    files = list(walk_files(root, "ImageData.source"))
+    if isinstance(root, BucketPath):  # where a folder without files is none
+        names = sorted({name.partition("/")[0] for _, name, _ in files if "/" in name})
+    else:
+        names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    by_class: dict[str, list[tuple[Place, str]]] = {name: [] for name in names}
+    for path, name, size in files:
+        of_class = by_class.get(name.partition("/")[0])
+        if path.suffix.lower() in IMAGE_SUFFIXES and of_class is not None:
+            of_class.append((path, f"{name}\0{size}"))
     if not names:
         raise UserError(
             f"ImageData.source = {str(root)!r} has no class folders in it; it takes a folder with "
@@ -219,5 +224,5 @@ def folder(root: Path) -> tuple[FileImages, list[str]]:
             f"ImageData.source = {str(root)!r}: its class folder {empty!r} has no PNG or JPEG files"
         )
     labels = np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names])
-    paths = tuple(path for name in names for path in by_class[name])
-    return FileImages(root, paths, labels), names
+    paths, rows = zip(*(file for name in names for file in by_class[name]), strict=True)
+    return FileImages(paths, rows, labels), names

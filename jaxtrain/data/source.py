@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxtrain.buckets import BucketPath, Place, place, require
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, nearest
@@ -101,16 +102,18 @@ def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray]) -> str:
     return sha.hexdigest()
 
 
-def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Path:
-    """The path a setting names.
+def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Place:
+    """The path a setting names, on this machine or in a bucket.
 
     Args:
       setting: the binding, for the message.
-      value: a path, `~` allowed, relative to the current folder.
+      value: a path, `~` allowed, relative to the current folder; or gs://BUCKET/PATH.
       words: what else the setting takes besides a path.
 
     Raises:
-      UserError: nothing is there; names the closest of `words` and of the names in that folder.
+      UserError: nothing is there, or a bucket cannot be read; names the closest of `words` and of
+        the names in that folder.
+      BucketError: a bucket does not answer.
     """
     scheme, separator, rest = value.partition("://")
     if separator and "@" in rest.partition("/")[0]:
@@ -118,11 +121,14 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pat
             f"{setting} = '{scheme}://...@...': credentials in a URL would stand in config.gin and "
             "in logs; leave them out and log in with the storage's own tools"
         )
-    path = Path(value).expanduser()
-    if value and path.exists():
-        return path
     words = list(words)
     allowed = f"a path or one of {', '.join(map(repr, words))}" if words else "a path"
+    path = _place(setting, value)
+    if isinstance(path, BucketPath):
+        return _in_bucket(setting, path, allowed)
+    path = path.expanduser()
+    if value and path.exists():
+        return path
     folder = path.parent
     while not folder.is_dir():
         folder = folder.parent
@@ -132,14 +138,42 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pat
     raise UserError(f"{setting} = {value!r}: no such file or folder; it takes {allowed}{hint}")
 
 
-def walk_files(root: Path, setting: str) -> Iterator[Path]:
-    """Every file under `root`, in order of its path's parts; names with a leading dot are skipped.
+def _place(setting: str, value: str) -> Place:
+    try:
+        return place(value)
+    except UserError as error:
+        raise UserError(f"{setting} = {value!r}: {error}") from error
 
-    A link to a place inside the folder is skipped too: that place is read itself.
+
+def _in_bucket(setting: str, path: BucketPath, allowed: str) -> BucketPath:
+    require(f"{setting} =", path)
+    if path.exists():
+        return path
+    folder = path.parent
+    near = folder.iterdir() if folder != path and folder.exists() else ()
+    close = nearest(str(path), map(str, near))
+    hint = f"; did you mean {close!r}?" if close else ""
+    raise UserError(
+        f"{setting} = {str(path)!r}: the bucket has no such file or folder; it takes {allowed}"
+        f"{hint}"
+    )
+
+
+def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
+    """Every file under `root`, its name there and its size in bytes, in order of its path's parts.
+
+    Names with a leading dot are skipped. A link to a place inside the folder is skipped too: that
+    place is read itself.
 
     Raises:
-      UserError: a link leads out of the folder.
+      UserError: a link leads out of the folder, or an object's name would.
     """
+    if isinstance(root, BucketPath):
+        rows = [(row.name.split("/"), row) for row in root.stored()]
+        for parts, row in sorted(rows, key=lambda pair: pair[0]):
+            if not any(part.startswith(".") for part in parts):
+                yield root / row.name, row.name, row.bytes
+        return
     inside, found = root.resolve(), []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -153,4 +187,5 @@ def walk_files(root: Path, setting: str) -> Iterator[Path]:
                     )
             elif path.is_file():
                 found.append(path)
-    yield from sorted(found, key=lambda path: path.relative_to(root).parts)
+    for path in sorted(found, key=lambda path: path.relative_to(root).parts):
+        yield path, path.relative_to(root).as_posix(), path.stat().st_size

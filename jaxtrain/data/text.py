@@ -35,9 +35,9 @@ class TextData:
     """Rows of tokens from text.
 
     Attributes:
-      source: a UTF-8 text file; a folder, each text file in it a document; `'tfds:NAME'`, each
-        record a document; `'embedded'`, Python's own library and language reference; or
-        `'synthetic'`, random tokens for benchmarks.
+      source: a UTF-8 text file; a folder, each text file in it a document, both on a disk or at
+        `'gs://BUCKET/PATH'`; `'tfds:NAME'`, each record a document; `'embedded'`, Python's own
+        library and language reference; or `'synthetic'`, random tokens for benchmarks.
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from jaxtrain.buckets import BucketPath, place, require
 from jaxtrain.errors import UserError, did_you_mean, nearest
 
 PREFIX = "tfds:"
@@ -39,14 +39,17 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     # Imported here: most runs read no TFDS, and it takes half a second.
     import tensorflow_datasets as tfds
 
+    folder = None if data_dir is None else place(data_dir)
+    if isinstance(folder, BucketPath):
+        require(f"{setting.partition('.')[0]}.data_dir =", folder)
     where = "TFDS's default folder" if data_dir is None else repr(data_dir)
     try:
         builder = tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         # Without the community's: listing those asks the network, and wants TensorFlow.
         known = tfds.list_builders(with_community_datasets=False)
-        if data_dir is not None and Path(data_dir).is_dir():
-            known += [folder.name for folder in Path(data_dir).iterdir()]
+        if folder is not None and folder.is_dir():
+            known += [inside.name for inside in folder.iterdir()]
         close = nearest(re.split("[/:]", name)[0], known)
         hint = f"; did you mean 'tfds:{close}'?" if close else ""
         raise UserError(

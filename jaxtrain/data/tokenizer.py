@@ -3,12 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
+from jaxtrain.buckets import Place
 from jaxtrain.errors import UserError, did_you_mean
 
 # Longer documents are encoded in pieces cut at line ends, so that memory stays bounded.
@@ -79,7 +79,7 @@ class FileTokenizer:
       UserError: the file is no tokenizer.json, or has no such end-of-text token.
     """
 
-    def __init__(self, path: Path, *, end_of_text: str | None = None) -> None:
+    def __init__(self, path: Place, *, end_of_text: str | None = None) -> None:
         content = path.read_bytes() if path.is_file() else b""
         _check_content(path, content)
         self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -136,7 +136,7 @@ def split_at_lines(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
     return [*pieces, text[begin:]]
 
 
-def open_tokenizer(path_or_byte: str, *, end_of_text: str | None, path: Path | None) -> Tokenizer:
+def open_tokenizer(path_or_byte: str, *, end_of_text: str | None, path: Place | None) -> Tokenizer:
     """The tokenizer a `TextData.tokenizer` setting names; `path` is where its file was found."""
     if path is None:
         assert path_or_byte == "byte", path_or_byte
@@ -162,7 +162,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _check_content(path: Path, content: bytes) -> None:
+def _check_content(path: Place, content: bytes) -> None:
     if path.is_dir():
         inside = path / "tokenizer.json"
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""

@@ -6,6 +6,7 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Callable
 
 from jaxtrain.errors import UserError
 from jaxtrain.peers.cluster import Cluster, ClusterError, Hello, Report, name_processes
@@ -159,13 +160,21 @@ class _Host:
                         said = waiting
                         for link in self._links.values():
                             link.send({"kind": "waiting"})
-                    self._turn(selector, min(until, next_report) - now)
+                    seconds = min(until, next_report) - now
+                    self._turn(selector, seconds, self._let_in, self._hear_member)
             except (UserError, ClusterError) as error:
                 self._send_all_away(selector, error)
                 raise
         return self._links, {process: hello["host"] for process, hello in self._hellos.items()}
 
-    def _turn(self, selector: selectors.BaseSelector, seconds: float) -> None:
+    def _turn(
+        self,
+        selector: selectors.BaseSelector,
+        seconds: float,
+        newcomer: Callable[[Link, Message], None],
+        member: Callable[[selectors.BaseSelector, Link], None],
+    ) -> None:
+        """Listens once: whoever says hello goes to `newcomer`, a member with news to `member`."""
         for key, _ in selector.select(min(max(seconds, 0), 1)):
             if key.data is None:
                 for link in self._door.accept():
@@ -173,9 +182,9 @@ class _Host:
             elif key.data in self._door.waiting:
                 hello = self._door.hear(key.data)
                 if hello is not None:
-                    self._let_in(key.data, hello)
-            else:
-                self._hear_member(selector, key.data)
+                    newcomer(key.data, hello)
+            elif key.data in self._links.values():
+                member(selector, key.data)
         for link in self._door.leavers():
             selector.unregister(link)
             link.close()
@@ -231,26 +240,24 @@ class _Host:
         for link in self._links.values():
             link.send(told)
         heard = len(self._hellos) + 1
+
+        def refuse(link: Link, _: Message) -> None:
+            nonlocal heard
+            heard += 1
+            self._door.refuse(link, str(error))
+
         until = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < until and (self._door.waiting or heard < expected):
-            for key, _ in selector.select(0.2):
-                if key.data is None:
-                    for link in self._door.accept():
-                        selector.register(link, selectors.EVENT_READ, link)
-                elif key.data in self._door.waiting:
-                    hello = self._door.hear(key.data)
-                    if hello is not None:
-                        heard += 1
-                        self._door.refuse(key.data, str(error))
-                elif key.data in self._links.values():
-                    key.data.receive()
-                    if key.data.closed:
-                        selector.unregister(key.data)
-            for link in self._door.leavers():
-                selector.unregister(link)
-                link.close()
+            self._turn(selector, 0.2, refuse, _let_go)
         for link in self._links.values():
             link.close()
+
+
+def _let_go(selector: selectors.BaseSelector, link: Link) -> None:
+    """A member that was sent away may leave."""
+    link.receive()
+    if link.closed:
+        selector.unregister(link)
 
 
 def _difference(first: Message, other: Message) -> str | None:

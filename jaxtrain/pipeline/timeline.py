@@ -2,18 +2,16 @@
 
 import collections
 import dataclasses
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
 from jaxtrain.pipeline.table import Action, Kind, Schedule, needs, result
+from jaxtrain.plot import Picture
 
 
 class Span(NamedTuple):
@@ -249,7 +247,7 @@ _POINTS_PER_INCH = 72
 _SMALLEST_FONT = 3.0
 
 
-def timeline_figure(timeline: Timeline) -> Figure:
+def timeline_figure(timeline: Timeline) -> Picture:
     """The textbook picture: a row per rank, a box per action with its microbatch's number.
 
     A rank's virtual stages differ by shade. Where boxes are too narrow for digits, none are drawn
@@ -258,9 +256,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
     schedule = timeline.schedule
     boxes = timeline.makespan / min(span.end - span.start for span in timeline.spans)
     width = min(max(6.0, _MARGIN_INCHES + 0.22 * boxes), _MAX_WIDTH_INCHES)
-    # No pyplot: its figures are global state, and this may run beside a training thread.
-    figure = Figure(figsize=(width, 1.3 + 0.4 * schedule.ranks), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Picture(width, 1.3 + 0.4 * schedule.ranks)
     axes = figure.add_subplot()
     # A digit is about 0.6 of the font's size wide.
     room = (width - _MARGIN_INCHES) / boxes * _POINTS_PER_INCH
@@ -305,16 +301,9 @@ def timeline_figure(timeline: Timeline) -> Figure:
     return figure
 
 
-def timeline_png(timeline: Timeline) -> bytes:
-    """`timeline_figure` as a PNG file's bytes."""
-    buffer = io.BytesIO()
-    timeline_figure(timeline).savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
 def draw(timeline: Timeline, path: str | Path) -> None:
     """Writes `timeline_figure` to a PNG file; its folder must be there."""
-    Path(path).write_bytes(timeline_png(timeline))
+    Path(path).write_bytes(timeline_figure(timeline).png())
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:

@@ -9,10 +9,10 @@ from jaxtrain.planning.placement import replicated
 from jaxtrain.planning.pricing import Price, price
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.variants import (
-    KERNELS,
     bindings_of,
     changed,
     fixes,
+    lighter_kernel,
     refusal,
     slices_of,
 )
@@ -151,14 +151,12 @@ def remarks(
         for one in replicated(config, layout)
         if one.way_out
     ]
-    kernel = KERNELS.get(target.chip.kind)
-    if kernel and config.attention.kernel in ("xla", "reference"):
-        variant = changed(config, {"Attention.kernel": kernel})
-        if hasattr(config.train.model, "num_heads") and refusal(variant, target) is None:
-            found.append(
-                f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of "
-                f'tokens; -b "Attention.kernel={kernel!r}" does not'
-            )
+    kernel = lighter_kernel(config, target)
+    if kernel is not None:
+        found.append(
+            f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of tokens; "
+            f'-b "Attention.kernel={kernel!r}" does not'
+        )
     # The CPU's compiler writes collectives in its own ways: its traffic proves nothing.
     flagged = [row for row in rows if not row.explained and target.chip.kind != "cpu"]
     for row in flagged:

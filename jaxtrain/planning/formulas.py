@@ -46,20 +46,22 @@ def zero_bytes(
     devices: int,
     param_bytes: int = 4,
     gradient_bytes: int = 4,
+    moment_bytes: int = 4,
     moments: int = 2,
 ) -> StateBytes:
     """ZeRO's table (arXiv 1910.02054, figure 1): stage 1 divides the optimizer's state by the
     devices, 2 the gradients too, 3 the parameters too.
 
-    With float32 Adam that is 4 P + 4 P + 8 P. Moments are kept in the parameters' dtype here.
+    With float32 Adam that is 4 P + 4 P + 8 P; with moments in bfloat16, 4 P + 4 P + 4 P.
 
     Args:
       sharded: elements of parameters that are split.
       whole: elements that stay whole on every device (norm scales, biases).
       stage: 0 to 3.
       devices: devices along fsdp.
-      param_bytes: of one parameter, and of one moment.
+      param_bytes: of one parameter.
       gradient_bytes: of one gradient.
+      moment_bytes: of one moment.
       moments: 2 for Adam, 1 for Lion or SGD with momentum.
     """
     assert sharded % devices == 0, "a split dimension divides over its devices"
@@ -70,7 +72,7 @@ def zero_bytes(
     return StateBytes(
         params=kept(3) * param_bytes,
         gradients=kept(2) * gradient_bytes,
-        optimizer=kept(1) * param_bytes * moments,
+        optimizer=kept(1) * moment_bytes * moments,
     )
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 
+from jaxtrain.attention import Attention
 from jaxtrain.data.batch import Batch
 from jaxtrain.mesh import Mesh
 from jaxtrain.pipeline.schedules import make_schedule, slots
 from jaxtrain.planning.profile import layer_profile, on_platform, shard_bytes
 from jaxtrain.preflight import abstract_layout
-from jaxtrain.program import make_program
+from jaxtrain.program import make_program, resolved
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes
 from jaxtrain.step import with_shardings
@@ -94,7 +95,7 @@ def _of_state(config: Config) -> Config:
         train=dataclasses.replace(config.train, accumulation=1),
         sharding=type(config.sharding)(),
         remat=type(config.remat)(),
-        attention=type(config.attention)(),
+        attention=Attention(kernel="reference"),
         loss=type(config.loss)(),
         pipeline=dataclasses.replace(
             config.pipeline,
@@ -118,6 +119,7 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
       layout: its layout.
       platform: 'tpu', 'gpu' or 'cpu', which decides what kernels keep.
     """
+    config = resolved(config, platform)
     arguments = argument_bytes(config, layout)
     if not hasattr(config.train.model, "num_layers"):
         return _of_whole_model(config, layout, platform, arguments)
@@ -320,7 +322,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
 
         def forward(params: Any, statistics: Any, batch: Batch) -> Any:
             def loss(params: Any) -> Any:
-                sums, statistics_ = program._objective(params, statistics, batch, train=True)
+                sums, statistics_ = program.sums(params, statistics, batch, train=True)
                 return sums["loss"], statistics_
 
             return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])

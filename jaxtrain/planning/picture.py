@@ -3,10 +3,9 @@
 import functools
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from jaxtrain.planning.tables import memory_parts, written_mesh
+from jaxtrain.planning.tables import memory_parts
+from jaxtrain.plot import Picture
+from jaxtrain.report import written_mesh
 
 if TYPE_CHECKING:
     from jaxtrain.planning.plan import Plan
@@ -20,12 +19,10 @@ _FILLS: list[dict[str, Any]] = [
 ]
 
 
-def plan_figure(plan: "Plan") -> Figure:
+def plan_figure(plan: "Plan") -> Picture:
     """A stacked bar of one device's memory beside the compiler's figure and the capacity, the
     pieces of a step's time, and the traffic by mesh axis."""
-    # No pyplot: its figures are global state.
-    figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Picture(11, 5)
     memory, time, traffic = figure.subplots(1, 3, width_ratios=[2.2, 1, 1])
     _memory(memory, plan)
     _time(time, plan)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from jaxtrain import preflight
 from jaxtrain.errors import UserError
+from jaxtrain.kernels import Choice
 from jaxtrain.planning import picture, tables
 from jaxtrain.planning.advice import Fix, fixes_for, remarks
 from jaxtrain.planning.audit import Row, audit
@@ -25,6 +27,7 @@ from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.timing import StepTime, names_of, slow_axes, step_time
 from jaxtrain.planning.traffic import Expected, branch_counts, expected
 from jaxtrain.planning.variants import slices_of
+from jaxtrain.program import resolve_kernel
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 
@@ -58,6 +61,11 @@ class Plan:
     time: StepTime
     fixes: list[Fix]
     found: Found | None = None
+
+    @property
+    def attention(self) -> Choice | None:
+        """The attention kernel on the target, and why; None for a model without attention."""
+        return resolve_kernel(self.config, self.target.chip.kind)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -118,6 +126,7 @@ class Plan:
         found: dict[str, Any] = {
             "target": self.target.name,
             "devices": self.devices,
+            "attention": None if self.attention is None else dataclasses.asdict(self.attention),
             "mesh": {axis: size for axis, size in self.layout.mesh.shape.items()},
             "fits": self.fits,
             "hbm_bytes": self.target.chip.hbm_bytes,
@@ -186,7 +195,12 @@ class Plan:
         return figure
 
     def _repr_html_(self) -> str:
-        return f"<pre>{self.table()}</pre>"
+        return f"<pre>{html.escape(self.table(), quote=False)}</pre>"
+
+    def __repr__(self) -> str:
+        # Not the fields: a notebook keeps this text, and the compiled program has megabytes.
+        fits = "fits" if self.fits else "does not fit"
+        return f"Plan({self.target.name}, {self.total:,} bytes a device, {fits})"
 
 
 def plan(

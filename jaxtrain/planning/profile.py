@@ -14,12 +14,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
-from jaxtrain.attention import TPU_TILE
+from jaxtrain.kernels import TILE
 from jaxtrain.loss import document_mask, spread
 from jaxtrain.mesh import Mesh
 from jaxtrain.precision import to_compute
 from jaxtrain.preflight import abstract_layout
-from jaxtrain.program import make_program
+from jaxtrain.program import make_program, resolved
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
@@ -72,6 +72,7 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
 
     It depends on few of the settings, and is traced once for each combination of them.
     """
+    config = resolved(config, platform)
     sizes = layout.mesh.shape
     mesh = Mesh(
         # Weights are gathered, so that what is kept of them is known from what is not.
@@ -108,7 +109,7 @@ def _with_flash_kernel_that_traces(config: Config) -> Config:
     keys, values, output and a float32 a query; it takes whole tiles, so the length is rounded up.
     """
     data: Any = config.train.data
-    length = -(-data.sequence_length // TPU_TILE) * TPU_TILE
+    length = -(-data.sequence_length // TILE) * TILE
     return dataclasses.replace(
         config,
         attention=dataclasses.replace(config.attention, kernel="tpu"),

@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtrain.context import NOT_IN_A_RING
 from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.mesh import MESH_AXES
 from jaxtrain.planning.pricing import Price, price
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.timing import least_seconds
 from jaxtrain.planning.variants import bindings_of, changed, essential, refusal, slices_of
+from jaxtrain.program import resolved
 from jaxtrain.report import human_bytes
 from jaxtrain.settings import Config
 
@@ -167,7 +169,7 @@ def _allowed(
     config: Config, target: Target, slices: int, refused: dict[str, int]
 ) -> Iterator[_Layout]:
     """All layouts that the checks let pass; the others are counted by reason."""
-    for mesh in _meshes_and_schedules(config, target.devices * slices):
+    for mesh in _meshes_and_schedules(config, target, target.devices * slices):
         counts = list(_counts(config, mesh))
         said = _refusal(config, {**mesh, **counts[0]}, target, slices)
         if said is not None:
@@ -212,12 +214,14 @@ def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate 
 # -- the space ------------------------------------------------------------------------------------
 
 
-def _meshes_and_schedules(config: Config, devices: int) -> Iterator[dict[str, Any]]:
+def _meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
+    whole = changed(config, {"Attention.context_parallel": "ulysses"})
+    flash = resolved(whole, target.chip.kind).attention.kernel in NOT_IN_A_RING
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
         if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
-        if sizes["context"] > 1 and config.attention.kernel not in ("xla", "reference"):
+        if sizes["context"] > 1 and flash:
             mesh["Attention.context_parallel"] = "ulysses"
         if sizes["pipe"] == 1:
             yield mesh

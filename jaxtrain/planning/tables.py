@@ -1,6 +1,5 @@
 """The tables that `jaxtrain plan` prints."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -8,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.mesh import MESH_AXES
-from jaxtrain.report import human_bytes
+from jaxtrain.report import human_bytes, show_attention, written_mesh
 
 if TYPE_CHECKING:
     from jaxtrain.planning.plan import Plan
@@ -32,11 +31,6 @@ def _line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def written_mesh(sizes: Mapping[str, int]) -> str:
-    """The axes above 1: "fsdp=8 x tensor=4"."""
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-
-
 def _head(console: Console, plan: "Plan") -> None:
     chip, devices = plan.target.chip, plan.devices
     source = "closed-form ESTIMATE, nothing was compiled"
@@ -45,6 +39,7 @@ def _head(console: Console, plan: "Plan") -> None:
         source += " by an earlier plan" if plan.compiled.cached else ""
     mesh = written_mesh(plan.layout.mesh.shape)
     _line(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
+    show_attention(console, plan.attention)
     if chip.hbm_bytes is None:
         _line(console, f"Memory: {human_bytes(plan.total)} a device")
         return

@@ -16,7 +16,7 @@ from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.formulas import wire_bytes
 from jaxtrain.planning.targets import Target
 from jaxtrain.preflight import abstract_layout
-from jaxtrain.program import make_program
+from jaxtrain.program import make_program, resolved
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 from jaxtrain.step import with_shardings
@@ -28,7 +28,7 @@ EFFICIENCY = 0.7
 # Of these axes a layer's traffic is of weights, which do not wait for activations.
 _HIDDEN_AXES = frozenset({"data", "fsdp"})
 # Kernels that skip what a causal mask hides.
-_SKIPPING = ("tpu", "cudnn")
+_SKIPPING = ("tpu", "cudnn", "triton", "blocked")
 
 
 class Moved(Protocol):
@@ -143,7 +143,7 @@ def model_flops_per_step(config: Config) -> float:
 
 
 def executed_flops(config: Config, layout: Layout) -> float:
-    """FLOPs of products that one device executes in a step."""
+    """FLOPs of products that one device executes in a step, with a kernel that is named."""
     row = row_flops(config)
     return _executed(config, row, pipelined=layout.mesh.shape["pipe"] > 1) / layout.mesh.size
 
@@ -169,6 +169,7 @@ def least_seconds(config: Config, devices: int, target: Target) -> float:
     peak, ranks = peak_flops(config, target), config.mesh.pipe
     if peak is None:
         return 0.0
+    config = resolved(config, target.chip.kind)
     flops = _executed(config, row_flops(config), pipelined=ranks > 1) / devices
     return flops / (peak * EFFICIENCY) / (1 - bubble_fraction(config, ranks))
 
@@ -250,6 +251,7 @@ def step_time(
         update reads and writes once.
     """
     chip = target.chip
+    config = resolved(config, chip.kind)
     flops = executed_flops(config, layout)
     model = model_flops_per_step(config) / layout.mesh.size
     peak = peak_flops(config, target)

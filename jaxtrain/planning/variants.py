@@ -7,16 +7,19 @@ from typing import Any
 from jaxtrain import preflight
 from jaxtrain.errors import UserError
 from jaxtrain.planning.targets import Target
+from jaxtrain.program import resolve_kernel
 from jaxtrain.settings import Config
 
 # gin's section -> the field of Config.
 _SECTIONS = {
     "Train": "train", "Mesh": "mesh", "Sharding": "sharding", "Pipeline": "pipeline",
     "Precision": "precision", "Remat": "remat", "Attention": "attention", "Loss": "loss",
+    "Optimizer": "optimizer",
 }  # fmt: skip
 # From what keeps most to what keeps least.
 REMAT = ("none", "elementwise", "dots", "full", "offload")
-KERNELS = {"tpu": "tpu", "gpu": "cudnn"}
+# Kernels whose scores of every pair of tokens wait for the backward pass.
+KEEPING_SCORES = ("xla", "reference")
 
 Changes = Mapping[str, Any]
 
@@ -65,6 +68,14 @@ def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
     return None
 
 
+def lighter_kernel(config: Config, target: Target) -> str | None:
+    """The kernel that keeps no scores where the configuration names one that does; else None."""
+    if config.attention.kernel not in KEEPING_SCORES:
+        return None
+    best = resolve_kernel(changed(config, {"Attention.kernel": "auto"}), target.chip.kind)
+    return None if best is None or best.kernel in KEEPING_SCORES else best.kernel
+
+
 def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Changes that take memory off a device, before they are checked.
 
@@ -74,8 +85,8 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
       sizes: its mesh axes, -1 resolved.
     """
     policy, train, loss = config.remat.policy, config.train, config.loss
-    kernel = KERNELS.get(target.chip.kind)
-    if kernel is not None and config.attention.kernel in ("xla", "reference"):
+    kernel = lighter_kernel(config, target)
+    if kernel is not None:
         yield {"Attention.kernel": kernel}
     if hasattr(train.model, "num_layers"):
         for heavier in REMAT[REMAT.index(policy) + 1 :]:
@@ -92,6 +103,8 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
         for times in (2, 4):
             yield {"Pipeline.microbatches": config.pipeline.microbatches * times}
     yield from _meshes(config, sizes)
+    if config.optimizer.moments == "float32":
+        yield {"Optimizer.moments": "bfloat16"}
     if config.precision.params == "float32":
         yield {"Precision.params": "bfloat16"}
 

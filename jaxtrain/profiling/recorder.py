@@ -73,7 +73,9 @@ class Recorder:
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """The step that the loop calls from now on, its operations named in traces."""
         # Kernels that run as one CUDA graph are not told apart.
-        options = {"xla_gpu_enable_command_buffer": ""} if self._device.platform == "gpu" else None
+        options: dict[str, str | bool] = {}
+        if self._device.platform == "gpu":
+            options["xla_gpu_enable_command_buffer"] = ""
         with _names_in_cache_key():
             compiled = lowered.compile(options)
         self._text = compiled.as_text() or ""

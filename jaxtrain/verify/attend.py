@@ -4,6 +4,7 @@ Letters: B batch, T length, N query heads, K kv heads, H head_dim.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,29 +13,50 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import attention as kernels
-from jaxtrain.attention import TPU_TILE, Mask, attention
+from jaxtrain.attention import Mask, attention
 from jaxtrain.context import KEYS, QUERIES, SEGMENTS, along_context
+from jaxtrain.kernels import TILE
+from jaxtrain.program import resolved
 from jaxtrain.verify.figures import EQUAL, Arrays, Finding, NotChecked, worst
 from jaxtrain.verify.runs import Bench
 from jaxtrain.verify.sample import SEED
 from jaxtrain.verify.shrink import HEAD_DIM
 
+# Pallas kernels run without their chip, slowly.
+_INTERPRETED = {"tpu": kernels._tpu, "triton": kernels._triton}
+
 RESULTS = ("output", "query gradient", "key gradient", "value gradient")
+
+
+def kernel_of(bench: Bench) -> str:
+    """The user's kernel; of 'auto' the one that it means on these simulated devices."""
+    if bench.small.own.attention.kernel != "auto":
+        return bench.small.own.attention.kernel
+    return resolved(bench.within_stages.config, "cpu").attention.kernel
+
+
+def written(bench: Bench) -> str:
+    """The kernel for people."""
+    own, kernel = bench.small.own.attention.kernel, kernel_of(bench)
+    return repr(own) if own == kernel else f"{own!r} (here {kernel!r})"
 
 
 def compare(bench: Bench) -> Finding | NotChecked:
     """The user's kernel on the mesh, within a pipeline's stage, and the reference on one device."""
-    own = bench.small.own.attention.kernel
+    own = kernel_of(bench)
     if own == "cudnn":
         return NotChecked("'cudnn' needs a GPU; the other lines are proved with 'xla'")
     mesh, model = bench.within_stages, bench.small.config.train.model
-    length = bench.batch.inputs.shape[1] if own != "tpu" else TPU_TILE
+    interpreted = _INTERPRETED.get(own)
+    length = bench.batch.inputs.shape[1] if interpreted is None else TILE
     inputs = _inputs(bench, length)
     window = getattr(model, "sliding_window", None)
     where = ""
-    if own == "tpu":
-        where = " (interpreted: no TPU is here; the other lines are proved with 'xla')"
-        found = _run(bench.one_device.layout, _interpreted, inputs, window, "ring")
+    if interpreted is not None:
+        chip = "TPU" if own == "tpu" else "GPU"
+        where = f" (interpreted: no {chip} is here; the other lines are proved with 'xla')"
+        run = functools.partial(interpreted, interpret=True)
+        found = _run(bench.one_device.layout, run, inputs, window, "ring")
     else:
         method = mesh.config.attention.context_parallel
 
@@ -45,10 +67,6 @@ def compare(bench: Bench) -> Finding | NotChecked:
     expected = _run(bench.one_device.layout, attention, inputs, window, "ring")
     error, name = worst(found, expected)
     return Finding(error, EQUAL, f"largest in {name}{where}")
-
-
-def _interpreted(q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
-    return kernels._tpu(q, k, v, mask, interpret=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
         yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
                     lambda: going_on.exchanged(bench))  # fmt: skip
     if text:
-        yield Claim("kernel", f"attention {own.attention.kernel!r} = reference",
+        yield Claim("kernel", f"attention {attend.written(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip
         yield Claim("execution", "recomputation, layer loop, loss chunks and kernel = none of them",
                     lambda: execution(bench))  # fmt: skip

@@ -23,7 +23,7 @@ CLASSES, IMAGENET_PIXELS, CIFAR_PIXELS = 16, 32, 8
 # The smallest published depth of the same form: stem, blocks and number of stages stay.
 DEPTHS = {34: 18, 56: 20, 32: 20}
 # Kernels that cannot run on a CPU; the kernel's own proof says what that means.
-NOT_ON_CPU = ("cudnn", "tpu")
+NOT_ON_CPU = ("cudnn", "triton", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,276 @@
+"""What `gpu_vs_torch` compares: rows, their sizes on a GPU and tiny, and how a call is timed."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+BATCHES = 10
+LOSSES = 10
+ROUNDS = 5
+COMMON = (
+    "Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1", "Sharding.zero = 0",
+    "Schedule.warmup_steps = 0", "Schedule.name = 'constant'", "Train.steps = 1000000000",
+    "Train.accumulation = 1", "Train.eval_every = 0", "Train.save_every = 0",
+    "Remat.policy = 'none'",
+)  # fmt: skip
+TEXT = (
+    "SOURCE = 'synthetic'", "TOKENIZER = 'byte'", "TextData.separate_documents = False",
+    "Loss.chunk_size = None",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainRow:
+    """One train step against PyTorch's.
+
+    Attributes:
+      says: the row's name in the table.
+      config: a shipped config.
+      family: what the PyTorch side builds.
+      sizes: settings of the model, by their gin names.
+      batch: rows of a batch.
+      length: tokens a row; None for images.
+      tiny: `sizes`, `batch` and `length` on a CPU.
+      bindings: gin bindings over config, sizes and batch; {quarter} and {eighth} are of `length`.
+      ours: name -> further bindings: our settings that are tried.
+      params: the dtype of parameters and moments on both sides.
+      remat: whether both sides recompute every layer.
+      equal_layers: the losses are compared with as many layers; None: with all of them.
+      learning_rate: of both sides.
+      clip_norm: of both sides.
+      anchor: published figures, for the table's reader.
+    """
+
+    says: str
+    config: str
+    family: Literal["GPT", "Llama", "ResNet"]
+    sizes: Mapping[str, Any]
+    batch: int
+    length: int | None
+    tiny: Mapping[str, Any]
+    bindings: tuple[str, ...] = ()
+    ours: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: {"": ()})
+    params: str = "float32"
+    remat: bool = False
+    equal_layers: int | None = None
+    learning_rate: float = 3e-4
+    clip_norm: float | None = 1.0
+    anchor: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return "images" if self.length is None else "tokens"
+
+    @property
+    def units(self) -> int:
+        """Tokens or images of a step."""
+        return self.batch * (self.length or 1)
+
+    def made_tiny(self) -> "TrainRow":
+        """The same row in sizes that a CPU runs in seconds."""
+        tiny = dict(self.tiny)
+        batch, length = tiny.pop("batch"), tiny.pop("length", None)
+        layers = None if self.equal_layers is None else 1
+        return dataclasses.replace(
+            self, sizes={**self.sizes, **tiny}, batch=batch, length=length, equal_layers=layers
+        )
+
+    def shallow(self) -> "TrainRow":
+        """The row whose losses are compared."""
+        if self.equal_layers is None:
+            return self
+        return dataclasses.replace(self, sizes={**self.sizes, "num_layers": self.equal_layers})
+
+    def gin(self, compute: str, setting: str = "") -> list[str]:
+        """Every binding over the shipped config, with those of one of `ours`."""
+        sizes = [f"{self.family}.{k} = {v!r}" for k, v in self.sizes.items() if k != "image_size"]
+        own = [
+            *COMMON, f"Train.global_batch_size = {self.batch}", f"Precision.compute = {compute!r}",
+            f"Precision.params = {self.params!r}", f"Optimizer.clip_norm = {self.clip_norm}",
+            f"Optimizer.learning_rate = {self.learning_rate}",
+        ]  # fmt: skip
+        if self.remat:
+            own.append("Remat.policy = 'full'")
+        if self.length is None:
+            size, classes = self.sizes["image_size"], self.sizes["num_classes"]
+            own += [
+                f"ImageData.image_size = {size}", f"ImageData.num_classes = {classes}",
+                "ImageData.source = 'synthetic'", "ImageData.heldout_split = None",
+            ]  # fmt: skip
+        else:
+            own += [
+                *TEXT, f"TextData.sequence_length = {self.length}",
+                f"{self.family}.context_length = {self.length}",
+                f"TextData.synthetic_vocab_size = {self.sizes['vocab_size']}",
+            ]  # fmt: skip
+        length = self.length or 0
+        more = (*self.bindings, *self.ours[setting])
+        return [*sizes, *own, *(b.format(quarter=length // 4, eighth=length // 8) for b in more)]
+
+    def batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Inputs and targets of the batches that both sides go round."""
+        rng = np.random.default_rng(0)
+        if self.length is None:
+            size, classes = self.sizes["image_size"], self.sizes["num_classes"]
+            shape = (self.batch, size, size, 3)
+            return [
+                (rng.standard_normal(shape, np.float32), rng.integers(0, classes, self.batch))
+                for _ in range(BATCHES)
+            ]
+        shape = (BATCHES, self.batch, self.length + 1)
+        # A skewed vocabulary: there is something to learn in ten steps.
+        tokens = (self.sizes["vocab_size"] * rng.random(shape) ** 3).astype(np.int32)
+        return [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+
+
+_LLAMA = {"rope_scaling": 1.0, "rope_theta": 500000.0, "norm_eps": 1e-5}
+_TINY_GPT = {
+    "vocab_size": 96, "num_layers": 2, "embed_dim": 32, "num_heads": 2, "batch": 4, "length": 32,
+}  # fmt: skip
+_TINY_LLAMA = {**_TINY_GPT, "num_kv_heads": 1, "mlp_dim": 48}
+_OURS = {
+    "": (),
+    "chunked loss": ("Loss.chunk_size = {quarter}",),
+    "unrolled": ("Scan.layers_per_iteration = 0",),
+}
+
+TRAIN = {
+    "gpt2_124m": TrainRow(
+        says="GPT-2 124M, 64 x 1024", config="gpt2_124m", family="GPT", batch=64, length=1024,
+        sizes={"vocab_size": 50304, "num_layers": 12, "embed_dim": 768, "num_heads": 12},
+        tiny=_TINY_GPT, ours=_OURS,
+        anchor="350k (H100, torch), 463k (H100, llm.c) tokens/s",
+    ),
+    "llama_8b": TrainRow(
+        says="Llama 8B, 8 x 4096, all bfloat16, every layer recomputed", config="llama_8b",
+        family="Llama", batch=8, length=4096,
+        sizes={
+            "vocab_size": 128256, "num_layers": 32, "embed_dim": 4096, "num_heads": 32,
+            "num_kv_heads": 8, "mlp_dim": 14336, "tie_embeddings": False, **_LLAMA,
+        },
+        tiny=_TINY_LLAMA, params="bfloat16", remat=True, equal_layers=2, learning_rate=1e-4,
+        bindings=("Loss.chunk_size = {eighth}",),
+        anchor="10,471 tokens/s (H200, KempnerForge, float32 masters)",
+    ),
+    "llama_1b": TrainRow(
+        says="Llama 1B, 8 x 4096", config="llama_1b", family="Llama", batch=8, length=4096,
+        sizes={
+            "vocab_size": 128256, "num_layers": 16, "embed_dim": 2048, "num_heads": 32,
+            "num_kv_heads": 8, "mlp_dim": 8192, "tie_embeddings": True, **_LLAMA,
+        },
+        tiny=_TINY_LLAMA, ours=_OURS, anchor="45.5k tokens/s (H100, MPT-1B at 2048)",
+    ),
+    "gpt2_1558m": TrainRow(
+        says="GPT-2 1.5B, 16 x 1024", config="gpt2_124m", family="GPT", batch=16, length=1024,
+        sizes={"vocab_size": 50304, "num_layers": 48, "embed_dim": 1600, "num_heads": 25},
+        tiny=_TINY_GPT, anchor="40k (H100, torch), 48.6k (H100, llm.c) tokens/s",
+    ),
+    "resnet50": TrainRow(
+        says="ResNet-50, 224, batch 256", config="resnet50_imagenet", family="ResNet",
+        sizes={"depth": 50, "num_classes": 1000, "image_size": 224}, batch=256, length=None,
+        tiny={"width": 8, "num_classes": 8, "image_size": 32, "batch": 8},
+        bindings=("Loss.label_smoothing = 0.0", "Optimizer.weight_decay = 5e-4"),
+        learning_rate=0.05, clip_norm=None, anchor="2,470-3,660 (A100) images/s",
+    ),
+}  # fmt: skip
+# Rows of single operations and of variants of our own step: see gpu_ours and gpu_torch.
+CELLS = ("ceilings", "attention", "loss_head", "remat", "loader")
+# The headline first: a run that is cut short has it.
+ROWS = ("ceilings", "gpt2_124m", "llama_8b", "attention", "loss_head", "llama_1b", "resnet50",
+        "gpt2_1558m", "remat", "loader")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What one process does.
+
+    Attributes:
+      row: of ROWS.
+      side: 'jaxtrain' or 'torch'.
+      setting: of `TrainRow.ours` or `gpu_torch.SETTINGS`; None for rows of cells.
+      tiny: whether to run in tiny sizes.
+      compute: the compute dtype of train steps.
+      seconds: of timing.
+      weights: the file that our side writes its weights to and PyTorch's reads.
+    """
+
+    row: str
+    side: str
+    setting: str | None
+    tiny: bool
+    compute: str
+    seconds: float
+    weights: str
+
+    def train_row(self) -> TrainRow:
+        """The train row in its size."""
+        row = TRAIN[self.row]
+        return row.made_tiny() if self.tiny else row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One operation in one setting of one side.
+
+    Attributes:
+      case: what is compared, such as "head_dim 64, T 1024".
+      setting: how, such as "cudnn".
+      seconds: of one call, one for each round.
+      work: operations or bytes of one call, for a rate; None shows no rate.
+      unit: of the rate.
+      bytes: peak temporaries or memory; None where it is not known.
+      check: numbers that every side must agree on.
+      error: why there is no time.
+    """
+
+    case: str
+    setting: str
+    seconds: Sequence[float] = ()
+    work: float | None = None
+    unit: str = ""
+    bytes: int | None = None
+    check: Sequence[float] = ()
+    error: str = ""
+
+
+def timed(call: Callable[[], Any], wait: Callable[[Any], None], seconds: float) -> list[float]:
+    """Seconds a call in each of ROUNDS rounds; calls are queued and waited for once a round."""
+    for _ in range(2):
+        wait(call())
+    begin = time.perf_counter()
+    wait(call())
+    one = time.perf_counter() - begin
+    calls = max(1, round(seconds / ROUNDS / max(one, 1e-6)))
+    found = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            handle = call()
+        wait(handle)
+        found.append((time.perf_counter() - begin) / calls)
+    return found
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """The float32 numbers that both sides of an operation start from."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def attention_cases(tiny: bool) -> list[tuple[int, int, bool]]:
+    """(head_dim, length, packed)."""
+    lengths = (64,) if tiny else (1024, 4096, 16384)
+    return [(H, T, packed) for H in (64, 128) for T in lengths for packed in (False, True)]
+
+
+def attention_sizes(head_dim: int, length: int, tiny: bool) -> tuple[int, int]:
+    """Rows and heads: 16k tokens of a model 2048 wide."""
+    return (1, 2) if tiny else (16384 // length, 2048 // head_dim)
+
+
+def loss_head_sizes(tiny: bool) -> tuple[int, int, int]:
+    """Rows, length, width."""
+    return (2, 32, 16) if tiny else (8, 1024, 2048)

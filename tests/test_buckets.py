@@ -1,0 +1,377 @@
+"""gs:// paths, data, locks and staging: the real gcsfs talks to a stand-in of a bucket."""
+
+import concurrent.futures
+import json
+import sys
+
+import numpy as np
+import pytest
+from gcs_stand_in import serving
+from PIL import Image
+from test_data_tfds import FIXTURES, PREPARE, TEXTS, data_dir, documents  # noqa: F401 - fixtures
+
+from jaxtrain import buckets
+from jaxtrain.__main__ import main
+from jaxtrain.attempts import lock, records
+from jaxtrain.attempts.lock import RunLock, Superseded
+from jaxtrain.attempts.records import Claim
+from jaxtrain.attempts.supervise import Supervision, supervise
+from jaxtrain.buckets import BucketError, BucketRefusedError, place
+from jaxtrain.data.image import ImageData
+from jaxtrain.data.source import existing_path
+from jaxtrain.data.text import TextData
+from jaxtrain.errors import UserError
+from jaxtrain.staging import RunFolder
+
+pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")
+
+
+@pytest.fixture(scope="module")
+def gcs():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _fresh(gcs):
+    """An empty bucket `box`, where everything is permitted."""
+    gcs.buckets["box"] = {}
+    gcs.requests.clear()
+    yield
+    gcs.refuse = lambda *_: None
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
+    def story(root):
+        (root / "a").mkdir(parents=True, exist_ok=True)
+        (root / "a" / "x.txt").write_bytes(b"one")
+        (root / "a" / "b").mkdir(parents=True, exist_ok=True)
+        (root / "a" / "b" / "y").write_bytes(b"")
+        (root / "a" / "x.txt").write_bytes(b"two\n\n--\n")
+        (root / "gone").unlink(missing_ok=True)
+        yield [path.name for path in sorted((root / "a").iterdir())]
+        for path in (root, root / "a", root / "a" / "x.txt", root / "a" / "b" / "y", root / "a/x"):
+            yield path.exists(), path.is_dir(), path.is_file(), path.is_symlink()
+        x = root / "a" / "x.txt"
+        yield x.read_bytes(), x.read_text(), x.name, x.stem, x.suffix, x.parent == root / "a"
+        yield x.relative_to(root).as_posix(), str(x).removeprefix(str(root))
+        x.unlink()
+        yield x.exists(), [path.name for path in (root / "a").iterdir()]
+        for mistake in (x.unlink, x.read_bytes, lambda: list((root / "no").iterdir())):
+            with pytest.raises(FileNotFoundError):
+                mistake()
+
+    assert list(story(place("gs://box/run"))) == list(story(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("gs://box", "gs://box"),
+        ("gs://box/", "gs://box"),
+        ("gs:/box/run", "gs://box/run"),  # what pathlib makes of it
+        ("gs://box//run/./x/", "gs://box/run/x"),
+    ],
+)
+def test_an_address_has_one_form(name, address):
+    assert str(place(name)) == address
+    assert place(place(name)) == place(address)
+
+
+@pytest.mark.parametrize(
+    "name", ["gs://", "gs://box/../c", "gs://../b", "gs://me:secret@b/x", "gs://box/*"]
+)
+def test_an_address_that_is_none_is_refused(name):
+    with pytest.raises(UserError, match="write gs://BUCKET/FOLDER") as refused:
+        place(name)
+    assert "secret" not in str(refused.value)
+
+
+def test_other_storages_are_refused():
+    with pytest.raises(UserError, match="of storages gs:// is known"):
+        place("s3://bucket/run")
+
+
+@pytest.mark.parametrize("name", ["../out.txt", "a/../../out.txt", "a//b.txt", "./c.txt"])
+def test_names_that_lead_out_are_refused_wherever_they_are_listed(gcs, name):
+    gcs.put("box", f"text/{name}", b"text")
+    with pytest.raises(UserError, match="holds an object called"):
+        place("gs://box/text").stored()
+    with pytest.raises(UserError, match="holds an object called"):
+        TextData(source="gs://box/text").open(seed=0)
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def test_text_from_a_bucket_is_the_text_on_a_disk(gcs, tmp_path):
+    texts = {
+        "b/two.txt": "second\n" * 40,
+        "a.txt": "first\n" * 40,
+        "B.md": "third, grün\n" * 40,
+        ".hidden/x.txt": "no",
+        "picture.bin": "no",
+    }
+    for name, text in texts.items():
+        file = tmp_path / "corpus" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        gcs.put("box", f"corpus/{name}", text.encode())
+    gcs.put("box", "corpus/empty/", b"")  # what some tools leave for a folder
+    settings = {"sequence_length": 8, "heldout_fraction": 0.4}
+    for source in ("corpus", "corpus/a.txt"):
+        here = TextData(source=str(tmp_path / source), **settings).open(seed=0)
+        there = TextData(source=f"gs://box/{source}", **settings).open(seed=0)
+        assert here.digest == there.digest
+        assert here.facts["documents"] == there.facts["documents"]
+
+
+def test_a_tokenizer_from_a_bucket_is_that_of_the_file(gcs, tmp_path):
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, "?"))
+    made.save(str(tmp_path / "t.json"))
+    gcs.put("box", "t.json", (tmp_path / "t.json").read_bytes())
+    here = TextData(tokenizer=str(tmp_path / "t.json")).open_tokenizer()
+    assert TextData(tokenizer="gs://box/t.json").open_tokenizer().digest == here.digest
+
+
+def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
+    for number in range(8):
+        file = tmp_path / "images" / ("bee", "ant")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), number * 20).save(file)
+        name = file.relative_to(tmp_path).as_posix()
+        gcs.put("box", name, file.read_bytes())
+    settings = {"image_size": 4, "num_classes": 2, "heldout_fraction": 0.5}
+    here = ImageData(source=str(tmp_path / "images"), **settings).open(seed=0)
+    there = ImageData(source="gs://box/images", **settings).open(seed=0)
+    assert here.digest == there.digest
+    for index in range(len(here.train)):
+        mine, its = (found.train.example(index, None) for found in (here, there))
+        np.testing.assert_array_equal(mine.inputs, its.inputs)
+        assert mine.targets == its.targets
+    listings = [name for _, _, name in gcs.requests if not name.endswith(".png")]
+    assert len(listings) < 8, "one listing has the names and the sizes"
+
+
+def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa: F811
+    for file in place(data_dir).rglob("*"):
+        if file.is_file():
+            gcs.put("box", f"tfds/{file.relative_to(data_dir).as_posix()}", file.read_bytes())
+    settings = {"source": "tfds:tiny_text", "sequence_length": 8, "heldout_fraction": 0.25}
+    here = TextData(data_dir=data_dir, **settings).open(seed=0)
+    there = TextData(data_dir="gs://box/tfds", **settings).open(seed=0)
+    assert here.digest == there.digest
+    assert documents(there.train)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "sentence"),
+    [
+        ("gs://nowhere/x", None, r"TextData.source = gs://nowhere/x: there is no bucket 'nowhere'"),
+        (
+            "gs://box/corpsu",
+            None,
+            r"'gs://box/corpsu': the bucket has no such .*'gs://box/corpus'\?",
+        ),
+        ("gs://box/x", 403, "TextData.source = gs://box/x: the bucket 'box' does not permit it"),
+        ("gs://box/x", 401, "gcloud auth application-default login"),
+        ("s3://box/x", None, r"TextData.source = 's3://box/x': .*gs:// is known"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_refused_in_a_sentence(gcs, source, status, sentence):
+    gcs.put("box", "corpus/a.txt", b"text")
+    gcs.refuse = lambda *_: status
+    with pytest.raises(UserError, match=sentence) as refused:
+        existing_path("TextData.source", source)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [(403, "does not permit it"), (None, "there is no bucket 'nowhere'")],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "gpt_quickstart"],
+        ["eval"],
+        ["inspect"],
+        ["generate", "--prompt", "x"],
+        ["supervise", "--", "train", "gpt_quickstart"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_run_in_a_bucket_that_cannot_be_is_refused(gcs, command, status, sentence, capsys):
+    gcs.refuse = lambda *_: status
+    bucket = "nowhere" if status is None else "box"
+    assert main([*command, "--workdir", f"gs://{bucket}/run"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"jaxtrain: --workdir gs://{bucket}/run: ")
+    assert sentence in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_nearest_that_is(gcs, capsys):
+    gcs.put("box", "runs/first/config.gin", b"")
+    assert main(["eval", "--workdir", "gs://box/runs/frist"]) == 2
+    assert "did you mean 'gs://box/runs/first'?" in capsys.readouterr().err
+
+
+def test_a_bucket_that_may_be_read_but_not_written_is_refused_before_anything_begins(gcs, capsys):
+    gcs.refuse = lambda method, *_: 403 if method != "GET" else None
+    assert main(["train", "gpt_quickstart", "--workdir", "gs://box/run"]) == 2
+    assert "Storage Object User" in capsys.readouterr().err
+    assert gcs.names("box") == []
+
+
+def test_without_the_extra_a_bucket_is_refused_and_the_doctor_says_how_to_get_it(
+    monkeypatch, capsys
+):
+    buckets._files.cache_clear()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert main(["eval", "--workdir", "gs://box/run"]) == 2
+    assert "pip install 'jaxtrain[gcs]'" in capsys.readouterr().err
+    buckets._files.cache_clear()
+
+
+def test_a_bucket_that_is_away_is_no_mistake_of_the_users(gcs):
+    gcs.refuse = lambda *_: 418  # nothing that is asked again
+    with pytest.raises(BucketError, match="did not answer"):
+        buckets.require("--workdir", place("gs://box/run"))
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+def claim(host: str, machine: str = "another machine") -> Claim:
+    return Claim(
+        host=host, machine=machine, pid=1, process_start="", token=host, beat_seconds=0.05,
+        started=0.0,
+    )  # fmt: skip
+
+
+def test_of_many_who_take_an_attempt_at_once_one_has_it():
+    workdir = place("gs://box/run")
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        won = list(threads.map(lambda n: records.take(workdir, 1, claim(f"host{n}")), range(16)))
+    assert sum(won) == 1
+    assert Claim.read(workdir / "attempts" / "1.json").host == f"host{won.index(True)}"
+
+
+def test_the_lock_in_a_bucket_shows_itself_and_is_given_back(gcs):
+    with RunLock.acquire("gs://box/run", beat_seconds=0.02) as held:
+        assert held.attempt == 1
+        with pytest.raises(
+            UserError, match="--workdir gs://box/run: attempt 1, process .* is writ"
+        ):
+            RunLock.acquire("gs://box/run")
+        first = lock._beat(held.workdir, 1)
+        while lock._beat(held.workdir, 1) == first:
+            pass
+    assert gcs.names("box") == ["run/attempts/1.json"]
+    assert RunLock.acquire("gs://box/run").attempt == 2
+
+
+def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
+    workdir = place("gs://box/run")
+    assert records.take(workdir, 1, claim("elsewhere"))
+    frozen = RunLock(workdir, 1)
+    frozen.check()
+    said = []
+    with RunLock.acquire(workdir, beat_seconds=0.02, say=said.append) as mine:
+        assert mine.attempt == 2
+        assert "is taken over: attempt 1, process 1 on elsewhere, did not beat" in said[0]
+        with pytest.raises(Superseded, match="attempt 2 took it over"):
+            frozen.check()
+        # What the frozen one wrote into lock.json as it woke is put right by the next beat.
+        gcs.put("box", "run/lock.json", json.dumps({"attempt": 1}).encode())
+        while records.attempt_in(records.read(workdir / "lock.json")) != 2:
+            pass
+        assert records.newest_attempt(workdir) == 2
+
+
+# -- staging ---------------------------------------------------------------------------------------
+
+
+def test_what_changed_is_pushed_and_nothing_else(gcs):
+    gcs.put("box", "run/metrics.jsonl", b"1\n")
+    folder = RunFolder(place("gs://box/run"), pull=["metrics.jsonl", "goodput.json"])
+    with (folder.local / "metrics.jsonl").open("a") as file:
+        gcs.requests.clear()
+        folder.push()
+        assert gcs.requests == []
+        file.write("2\n")
+        file.flush()
+        (folder.local / "tensorboard").mkdir()
+        (folder.local / "tensorboard" / "events").write_bytes(b"e")
+        (folder.local / ".half.tmp").write_bytes(b"half")
+        folder.push()
+    assert gcs.names("box") == ["run/metrics.jsonl", "run/tensorboard/events"]
+    assert gcs.read("box", "run/metrics.jsonl") == b"1\n2\n"
+    (folder.local / "loss.png").write_bytes(b"png")
+    gcs.requests.clear()
+    folder.close()
+    assert [method for method, *_ in gcs.requests] == ["POST"]
+    assert "run/loss.png" in gcs.names("box")
+    assert not folder.local.exists()
+
+
+def test_what_cannot_be_pushed_stays_on_this_machine_and_people_are_told(gcs):
+    told = []
+    folder = RunFolder(place("gs://box/run"), report=told.append)
+    (folder.local / "metrics.jsonl").write_text("1\n")
+    gcs.refuse = lambda *_: 403
+    with pytest.raises(BucketRefusedError):
+        folder.push()
+    folder.close()
+    assert str(folder.local) in told[-1]
+    assert (folder.local / "metrics.jsonl").read_text() == "1\n"
+
+
+def test_an_attempt_that_was_superseded_pushes_nothing(gcs):
+    def superseded():
+        raise Superseded(place("gs://box/run"), 1, 2)
+
+    folder = RunFolder(place("gs://box/run"), may_write=superseded)
+    (folder.local / "metrics.jsonl").write_text("old\n")
+    with pytest.raises(Superseded):
+        folder.push()
+    assert gcs.names("box") == []
+
+
+# -- supervisor ------------------------------------------------------------------------------------
+
+COMMAND = """
+import json, os, sys
+from jaxtrain.attempts.lock import RunLock
+from jaxtrain.attempts.records import write_exit
+lock = RunLock.acquire("gs://box/run", say=print)
+step = 10 * lock.attempt
+(lock.workdir / "checkpoints" / str(step) / "manifest.json").write_bytes(b"{}")
+if lock.attempt < 3:
+    os._exit(9)
+write_exit(lock.workdir, status="done", reason="", step=step, attempt=lock.attempt)
+lock.release()
+"""
+
+
+def test_a_supervisor_follows_a_run_in_a_bucket(gcs):
+    said = []
+    settings = Supervision(max_restarts_without_progress=1, backoff_seconds=0.0)
+    command = [sys.executable, "-c", COMMAND]
+    assert supervise(command, "gs://box/run", settings=settings, say=said.append) == 0
+    assert [line.partition(";")[0] for line in said] == [
+        "attempt 1: ended with status 9 (newest checkpoint: step 10)",
+        "attempt 2: ended with status 9 (newest checkpoint: step 20)",
+    ]
+    first = json.loads(gcs.read("box", "run/attempts/1.json"))
+    assert (first["status"], first["step_before"], first["step_after"]) == (9, None, 10)
+    assert json.loads(gcs.read("box", "run/exit.json"))["status"] == "done"

@@ -1,0 +1,36 @@
+"""docs/python.md: its blocks run one after the other, and it names the whole of the package."""
+
+import re
+from pathlib import Path
+
+from test_readme import SHORT_TEXT
+
+import jaxtrain
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "python.md").read_text()
+
+
+def test_the_blocks_run_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())  # what it trains on
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert len(blocks) >= 6
+    names: dict = {}
+    for number, block in enumerate(blocks):
+        # Short; as many steps as the page takes.
+        short = [b for b in SHORT_TEXT if not b.startswith("Train.steps")]
+        code = block.replace('\n    bindings=["Train', f'\n    bindings=[*{short!r}, "Train')
+        exec(compile(code, f"docs/python.md, block {number}", "exec"), names)
+    out = capsys.readouterr().out
+    assert "step 40/40" in out
+    assert "Plan for v5e:2x4" in out
+    for picture in ("loss.png", "up.png", "plan.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert len([line for line in names["trainer"].history if "eval_loss" in line]) == 2
+
+
+def test_the_page_names_everything_that_is_public():
+    for name in jaxtrain.__all__:
+        if name != "Plan":  # what `plan` returns, never made by hand
+            assert f"`{name}" in PAGE, name
