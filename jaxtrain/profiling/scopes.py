@@ -56,6 +56,8 @@ def place_of(op_name: str) -> Place:
     names = [name for name in parts[:-1] if not _MACHINERY.fullmatch(name)]
     equation = names.pop() if names and "->" in names[-1] else ""
     operation = parts[-1] if parts else ""
+    if operation.startswith("("):  # collectives that were joined: '(mlp/dot_general:loss/exp)'
+        operation = "several"
     scope = "/".join(dict.fromkeys(name for name in names if "->" not in name))
     if scope.split("/")[0] == UPDATE:
         stage: Pass = "update"
