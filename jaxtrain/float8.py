@@ -141,12 +141,12 @@ def _contract(
     left, right = inputs.split(",")
     summed = [letter for letter in left if letter in right]
     assert not set(summed) & set(result), "a batch dimension"
-    dimensions = tuple(tuple(side.index(letter) for letter in summed) for side in (left, right))
+    of_a, of_b = ([side.index(letter) for letter in summed] for side in (left, right))
     free = "".join(letter for letter in left + right if letter not in summed)
     order = [free.index(letter) for letter in result]
     if spec is not None:
         spec = P(*(spec[result.index(letter)] for letter in free))
     y = jax.lax.dot_general(
-        a, b, (dimensions, ((), ())), preferred_element_type=dtype, out_sharding=spec
+        a, b, ((of_a, of_b), ((), ())), preferred_element_type=dtype, out_sharding=spec
     )
     return jnp.transpose(y, order)
