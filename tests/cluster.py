@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 60.0
@@ -187,3 +188,16 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def slurm_job(count: int) -> dict[str, Any]:
+    """`environment` and `per_process` of `start_processes` for the tasks of a Slurm job."""
+    variables = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_NTASKS": str(count),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "JAX_COORDINATOR_PORT": str(free_ports()),
+    }
+    tasks = {number: {"SLURM_PROCID": str(number)} for number in range(count)}
+    return {"environment": variables, "per_process": tasks}

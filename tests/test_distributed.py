@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from cluster import free_ports, start_processes
+from cluster import slurm_job, start_processes
 
 from jaxtrain.distributed import devices_per_process
 from jaxtrain.distributed.relay import Relay
@@ -77,15 +77,7 @@ say("ended")
 
 def two_tasks(tmp_path):
     """Two Slurm tasks on this machine."""
-    slurm = {
-        "SLURM_JOB_ID": "77",
-        "SLURM_NTASKS": "2",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "JAX_COORDINATOR_PORT": str(free_ports()),
-    }
-    tasks = {number: {"SLURM_PROCID": str(number)} for number in range(2)}
-    return start_processes(2, PROGRAM, folder=tmp_path, environment=slurm, per_process=tasks)
+    return start_processes(2, PROGRAM, folder=tmp_path, **slurm_job(2))
 
 
 def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):

@@ -11,7 +11,7 @@ import socket
 import threading
 
 import pytest
-from cluster import free_ports, start_processes
+from cluster import slurm_job, start_processes
 from survival import Runs, end_of, metrics_of, state_of, train_to_the_end
 
 pytestmark = pytest.mark.chaos
@@ -85,20 +85,12 @@ def test_a_preemption_that_the_metadata_server_announces_is_saved(runs):
 
 
 def test_two_tasks_of_a_slurm_job_train_without_a_flag(runs, unharmed):
-    slurm = {
-        "SLURM_JOB_ID": "77",
-        "SLURM_NTASKS": "2",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "JAX_COORDINATOR_PORT": str(free_ports()),
-    }
     with start_processes(
         2,
         command(runs, "slurm"),
         folder=runs.folder / "logs-slurm",
         devices_per_process=2,
-        environment=slurm,
-        per_process={number: {"SLURM_PROCID": str(number)} for number in range(2)},
+        **slurm_job(2),
         limit_seconds=120,
     ) as processes:
         assert [process.end() for process in processes] == [0, 0], processes[0].log()
