@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -251,6 +252,13 @@ def test_a_bucket_that_is_away_is_no_mistake_of_the_users(gcs):
 # -- locks -----------------------------------------------------------------------------------------
 
 
+def wait_for(seen) -> None:
+    """Looks until it is so; what never comes fails."""
+    until = time.monotonic() + 30
+    while not seen():
+        assert time.monotonic() < until
+
+
 def claim(host: str, machine: str = "another machine") -> Claim:
     return Claim(
         host=host, machine=machine, pid=1, process_start="", token=host, beat_seconds=0.05,
@@ -274,8 +282,7 @@ def test_the_lock_in_a_bucket_shows_itself_and_is_given_back(gcs):
         ):
             RunLock.acquire("gs://box/run")
         first = lock._beat(held.workdir, 1)
-        while lock._beat(held.workdir, 1) == first:
-            pass
+        wait_for(lambda: lock._beat(held.workdir, 1) != first)
     assert gcs.names("box") == ["run/attempts/1.json"]
     assert RunLock.acquire("gs://box/run").attempt == 2
 
@@ -293,8 +300,7 @@ def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
             frozen.check()
         # What the frozen one wrote into lock.json as it woke is put right by the next beat.
         gcs.put("box", "run/lock.json", json.dumps({"attempt": 1}).encode())
-        while records.attempt_in(records.read(workdir / "lock.json")) != 2:
-            pass
+        wait_for(lambda: records.attempt_in(records.read(workdir / "lock.json")) == 2)
         assert records.newest_attempt(workdir) == 2
 
 
