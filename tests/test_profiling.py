@@ -155,6 +155,7 @@ def test_a_run_that_stops_among_the_steps_leaves_no_trace_running(tmp_path):
             "jit(f)/transpose(jvp())/while/body/closed_call/attention/RD,PDNH->PRNH/dot_general",
             ("attention", "backward", "RD,PDNH->PRNH dot_general"),
         ),
+        ("jit(f)/jvp()/while/body/eval_jaxpr/mlp/mul", ("mlp", "forward", "mul")),
         ("jit(f)/transpose(jvp(loss))/mul", ("loss", "backward", "mul")),
         (
             "jit(f)/transpose(jvp())/while/body/checkpoint/rematted_computation/mlp/tanh",
