@@ -62,10 +62,12 @@ def ours(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 def assert_steps_are_equal(own: dict[str, Any], task: Task) -> None:
     losses = {"jaxtrain": own["losses"], "torch": gpu_torch.run(task)["losses"]}
-    assert_equal_mathematics(losses, gpu_vs_torch.TOLERANCE["float32"])
-    # Not vacuous: the steps change something.
+    tolerance = gpu_vs_torch.TOLERANCE["float32"]
+    assert_equal_mathematics(losses, tolerance)
+    # Ten losses that differ by far more than the two sides may.
+    first, *_, last = losses["torch"]
     assert len(losses["torch"]) == 10
-    assert abs(losses["torch"][9] - losses["torch"][0]) > 0.01
+    assert abs(last - first) > 10 * tolerance * first
     assert own["seconds"]
 
 
