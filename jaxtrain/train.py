@@ -118,8 +118,6 @@ class Trainer:
         """The opened data: at the start of training, or when it is first asked for."""
         return self.config.train.data.open(seed=self.config.train.seed)
 
-    # -- the pieces ------------------------------------------------------------------------------
-
     def step(self, batch: Batch) -> Sums:
         """One optimizer step on a global batch (numpy or device arrays); metrics on the device."""
         shardings = self.program.batch_shardings(batch)
@@ -137,8 +135,6 @@ class Trainer:
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""
         return self._feed.abstract_training()
-
-    # -- the loop --------------------------------------------------------------------------------
 
     def train(self, steps: int | None = None, *, profile: bool = False) -> dict[str, float]:
         """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
@@ -193,6 +189,8 @@ class Trainer:
                     with phases.phase("data", step):
                         batch = next(stream)
                     metrics = self._take_step(step, batch)
+                    if not self._is_compiled:  # other processes may compile for longer
+                        jax.block_until_ready(metrics)
                     self.steps_done = self._attempt.step = step
                     self._next_batch += 1
                     log.later(step, metrics)
@@ -296,6 +294,8 @@ class Trainer:
                         self._stop_if_asked(log)
                     with phases.phase("compile", step) if number == 1 else nullcontext():
                         sums = self._eval_step(state, batch, sums)
+                        if number == 1:
+                            jax.block_until_ready(sums)
                     phases.beat()
                     if number == self.config.train.eval_batches:
                         break
