@@ -21,7 +21,8 @@ _TRANSFORMS = frozenset({"jvp", "transpose", "vmap", "remat", "checkpoint"})
 _RECOMPUTED = "rematted_computation"
 # Parts of a path that the machinery of JAX adds.
 _MACHINERY = re.compile(
-    r"while|body|cond|scan|closed_call|eval_jaxpr|core_call|checkpoint|remat2?|shard_map|pjit|jit|main"
+    r"while|body|cond|scan|closed_call|eval_jaxpr|core_call|checkpoint|remat2?|shard_map|pjit"
+    r"|jit|main"
     rf"|branch_\d+_fun|custom_(jvp|vjp)_call\w*|{_RECOMPUTED}"
 )
 
