@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from test_attention import CASES, H, assert_equal, documents, inputs, make_mask, value_and_grads
 
 from jaxtrain import blocked_attention
-from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention, refuse
+from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention
+from jaxtrain.kernels import Request, refuse
 from jaxtrain.planning.flops import count_flops
 
 blocked = functools.partial(attention, kernel="blocked")
@@ -142,12 +143,12 @@ def test_no_array_holds_the_scores_of_all_pairs() -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    asked = {
-        "platform": "cpu", "dtype": "float16", "causal": False, "window": 9, "segment_ids": True,
-        "cached": False, "head_dim": 20, "T": 7, "S": 7,
-    }  # fmt: skip
-    assert refuse("blocked", **asked) == []
-    assert refuse("blocked", **{**asked, "cached": True}) == [
+    asked = Request(
+        platform="cpu", dtype="float16", causal=False, window=9, segment_ids=True, cached=False,
+        head_dim=20, T=7, S=7,
+    )  # fmt: skip
+    assert refuse("blocked", asked) == []
+    assert refuse("blocked", dataclasses.replace(asked, cached=True)) == [
         "Attention.kernel='blocked' cannot start queries in the middle of a key-value cache; the "
         "nearest kernel that can is 'reference'"
     ]
