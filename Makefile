@@ -20,7 +20,7 @@ test-slow: $(VENV)/installed-dev
 
 # Runs of several processes, killed at random for minutes, and mishaps; prints their goodput.
 chaos: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m chaos tests/test_chaos.py tests/test_mishaps.py
+	$(BIN)/python -m pytest -m chaos
 
 # What runs on every supported Python and JAX, without PyTorch.
 smoke: $(VENV)/installed-smoke

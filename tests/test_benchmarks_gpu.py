@@ -71,6 +71,7 @@ def assert_steps_are_equal(own: dict[str, Any], task: Task) -> None:
     assert own["seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", STEPPED)
 def test_train_steps_are_those_of_pytorch(row: str, ours) -> None:
     folder, found = ours
@@ -83,6 +84,7 @@ def test_resnet_50_is_that_of_pytorch(tmp_path) -> None:
     assert_steps_are_equal(found, step_task("resnet50", tmp_path, "torch", "eager, cuDNN"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", gpu_torch.SETTINGS)
 def test_every_setting_of_pytorch_is_the_same_mathematics(setting: str, ours) -> None:
     folder, found = ours
@@ -93,6 +95,7 @@ def test_every_setting_of_pytorch_is_the_same_mathematics(setting: str, ours) ->
     assert apart > 1e-6  # it did compute in bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CELLS)
 def test_operations_give_the_same_numbers(row: str, ours) -> None:
     sides = {"jaxtrain": ours[1][row]}
@@ -109,6 +112,7 @@ def test_operations_give_the_same_numbers(row: str, ours) -> None:
     assert out.row_count >= len(done)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_cannot_is_said_and_not_fatal(ours) -> None:
     cells = ours[1]["attention"]["cells"]
     refused = [c for c in cells if c["error"]]
@@ -116,6 +120,7 @@ def test_a_kernel_that_cannot_is_said_and_not_fatal(ours) -> None:
     assert "runs on NVIDIA GPUs, not on 'cpu'" in refused[0]["error"]
 
 
+@pytest.mark.slow
 def test_the_command_runs_sides_in_fresh_processes_and_goes_on_after_a_failure(tmp_path) -> None:
     file = tmp_path / "found.jsonl"
     words = ["--tiny", "--rows", "gpt2_124m", "ceilings", "--seconds", "0.1", "--json", str(file)]

@@ -28,6 +28,8 @@ INSTALL = re.compile(
     r'    %pip install -q "jaxtrain\[demo(,tpu)?\] @ git\+https://github\.com/jaxtrain/jaxtrain"'
 )
 
+# Run with every change; the others take as long together as a quarter of the suite.
+FIRST = ("1_first_run", "2_data_parallelism_and_zero", "7_a_cnn_on_images")
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -114,7 +116,14 @@ def environment(tmp_path_factory) -> dict[str, str]:
     }
 
 
-@each
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.stem in FIRST else pytest.mark.slow)
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(path, environment, tmp_path):
     book = read(path)
     client = NotebookClient(

@@ -63,6 +63,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.chaos  # six starts of two processes under supervisors; CI's are in test_chaos.py
 def test_supervised_processes_join_again_and_lose_nothing(runs, unharmed):
     """Whatever ends one process ends all, with the reason on disk; the restart goes on."""
     # The others of a process that hangs in its data wait for it in their step.
