@@ -68,7 +68,7 @@ def test_each_epoch_holds_every_example_once_in_a_new_order():
     assert list(range(10)) not in epochs
 
 
-@pytest.mark.parametrize("count", [1, 7, 1000])
+@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow), 1000])
 def test_the_order_is_that_of_grain_s_shuffled_and_repeated_range(count):
     seed = int(np.random.SeedSequence((5, SHUFFLE_STREAM)).generate_state(1)[0])
     theirs = grain.MapDataset.range(count).shuffle(seed=seed).repeat()

@@ -265,6 +265,7 @@ DILOCO = [*SMALL, "Exchange.method = 'diloco'", "Exchange.period = 4", "Mesh.ten
           "Mesh.data = 4"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_resumed_between_exchanges_is_the_run_never_stopped(tiny_config, tmp_path):
     config = load_config(tiny_config, DILOCO)
     whole = Trainer(config, tmp_path / "whole")

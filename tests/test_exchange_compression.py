@@ -160,6 +160,7 @@ def train(settings: Exchange, steps: int = 60) -> tuple[float, float]:
     return metrics[0]["loss"], metrics[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_compressed_training_ends_where_synchronous_training_does():
     first, synchronous_loss = train(Exchange())
     _, int8 = train(Exchange(method="int8"))

@@ -106,6 +106,7 @@ def test_top_k_moves_values_and_places_of_what_it_keeps(sizes):
     assert sum(found.values()) <= SCALARS
 
 
+@pytest.mark.slow
 def test_over_other_axes_replicas_move_what_the_synchronous_step_moves():
     """ZeRO stays: no array that is sharded over fsdp is gathered on its way to its replica."""
     sizes = {"data": 2, "fsdp": 2}

@@ -182,6 +182,7 @@ def first_loss(execution, layout, **changes):
     return float(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device():
     """To less than what float8 itself does to the loss: a sum in another order may turn the
     rounding of few elements, all others are the same."""

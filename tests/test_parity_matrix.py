@@ -76,6 +76,7 @@ def test_the_matrix_has_every_axis_and_every_pair():
         assert any(set(pair) <= axes for axes in meshes), pair
 
 
+@pytest.mark.slow
 def test_four_axes_at_once_on_sixteen_devices():
     environment = {**os.environ, "JAXTRAIN_TEST_DEVICES": "16"}
     done = subprocess.run(

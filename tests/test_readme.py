@@ -83,7 +83,19 @@ def shortened(words: list[str]) -> list[str]:
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if command_lines(p)], ids=lambda p: p.stem)
+# The commands of this page train for more than a minute together.
+SLOW_PAGES = ("parallelism",)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW_PAGES else [])
+        for page in PAGES
+        if command_lines(page)
+    ],
+    ids=lambda page: page.stem,
+)
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(README)  # what they train on
