@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cluster import Process, start_processes
 
@@ -109,6 +110,12 @@ def train_to_the_end(runs: Runs, name: str, *bindings: str, **how) -> None:
     with runs.start(name, *bindings, **how) as processes:
         ends = [process.end() for process in processes]
         assert ends == [0] * len(ends), "\n".join(process.log()[-5000:] for process in processes)
+
+
+def unharmed_run(runs: Runs, *bindings: str) -> tuple[Any, Any]:
+    """The final state and metrics of a run on two processes that nothing happens to."""
+    train_to_the_end(runs, "unharmed", *bindings)
+    return state_of(runs.folder / "unharmed"), metrics_of(runs.folder / "unharmed")
 
 
 def end_of(workdir: Path) -> dict:

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from survival import Runs, metrics_of, state_of, strike, train_to_the_end, trainer_of
+from survival import Runs, metrics_of, state_of, strike, trainer_of, unharmed_run
 
 STEPS = 24
 BINDINGS = [f"Train.steps = {STEPS}", "Deadlines.step = 8", "Deadlines.data = 8"]
@@ -20,8 +20,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unharmed(runs):
-    train_to_the_end(runs, "unharmed", *BINDINGS)
-    return state_of(runs.folder / "unharmed"), metrics_of(runs.folder / "unharmed")
+    return unharmed_run(runs, *BINDINGS)
 
 
 def faults(seed: int, count: int) -> str:

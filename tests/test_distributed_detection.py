@@ -1,10 +1,8 @@
 """Which run a process belongs to, by each launcher's own variables."""
 
-import http.server
-import threading
-
 import pytest
 from cluster import free_ports
+from metadata_server import ATTRIBUTES, metadata_server
 
 from jaxtrain.distributed import detect
 from jaxtrain.distributed.launchers import expand_nodes
@@ -125,27 +123,9 @@ def test_pods_whose_number_or_head_is_not_said():
 @pytest.fixture
 def metadata():
     """A metadata server on loopback: its address, and the attributes it answers with."""
-    attributes = {}
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            name = self.path.removeprefix("/computeMetadata/v1/instance/attributes/")
-            asked.append((name, self.headers["Metadata-Flavor"]))
-            known = name in attributes
-            self.send_response(200 if known else 404)
-            self.end_headers()
-            self.wfile.write(attributes.get(name, "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}", attributes, asked
-        server.shutdown()
-        thread.join()
+    attributes, asked = {}, []
+    with metadata_server(attributes, below=ATTRIBUTES, asked=asked) as address:
+        yield address, attributes, asked
 
 
 @pytest.mark.parametrize("endpoints", ["10.0.0.7,10.0.0.8", "a:1:10.0.0.7,b:2:10.0.0.8"])

@@ -1,19 +1,17 @@
 """What slurm.sbatch, the JobSets and TPU VMs set in processes is what these detect."""
 
 import contextlib
-import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import ROOT, start_processes
+from metadata_server import ATTRIBUTES, metadata_server
 
 from jaxtrain.attempts import supervise
 
@@ -130,30 +128,6 @@ def test_pods_of_gpu_machines(tmp_path):
 # -- TPU VMs ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def metadata_server(attributes: dict[str, str]) -> Iterator[str]:
-    """A TPU VM's metadata server on loopback; yields HOST:PORT."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            text = attributes.get(self.path.rpartition("/")[2])
-            self.send_response(404 if text is None else 200)
-            self.end_headers()
-            self.wfile.write((text or "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_workers_of_two_slices_of_tpu_vms(tmp_path):
     with contextlib.ExitStack() as servers:
         workers = []
@@ -166,7 +140,8 @@ def test_workers_of_two_slices_of_tpu_vms(tmp_path):
                         "agent-worker-number": str(worker),
                         "tpu-env": "MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.2:8080'\n"
                         f"MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '{own}'\n",
-                    }
+                    },
+                    below=ATTRIBUTES,
                 )
             )
             workers.append({"GCE_METADATA_HOST": address})

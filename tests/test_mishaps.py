@@ -3,16 +3,14 @@
 Real processes of `jaxtrain train`, as users start them; long, so behind the marker of `make chaos`.
 """
 
-import contextlib
-import http.server
 import json
 import signal
 import socket
-import threading
 
 import pytest
 from cluster import slurm_job, start_processes
-from survival import Runs, end_of, metrics_of, state_of, train_to_the_end
+from metadata_server import metadata_server
+from survival import Runs, end_of, metrics_of, state_of, train_to_the_end, unharmed_run
 
 pytestmark = pytest.mark.chaos
 
@@ -24,37 +22,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unharmed(runs):
-    train_to_the_end(runs, "unharmed")
-    return state_of(runs.folder / "unharmed"), metrics_of(runs.folder / "unharmed")
-
-
-@contextlib.contextmanager
-def metadata_server(announce: threading.Event):
-    """Google's metadata server as far as a preemption goes; yields HOST:PORT."""
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            known = {
-                "/computeMetadata/v1/instance/preempted": "TRUE" if announce.is_set() else "FALSE",
-                "/computeMetadata/v1/instance/maintenance-event": "NONE",
-            }
-            said = known.get(self.path)
-            self.send_response(200 if said else 404)
-            self.end_headers()
-            self.wfile.write((said or "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return unharmed_run(runs)
 
 
 def command(runs, name, *more):
@@ -63,10 +31,10 @@ def command(runs, name, *more):
 
 
 def test_a_preemption_that_the_metadata_server_announces_is_saved(runs):
-    announce = threading.Event()
+    said = {"instance/preempted": "FALSE", "instance/maintenance-event": "NONE"}
     steps = ["-b", "Train.steps = 1000000", "-b", "Train.save_every = 1000"]
     with (
-        metadata_server(announce) as address,
+        metadata_server(said) as address,
         start_processes(
             1,
             command(runs, "announced", *steps),
@@ -76,7 +44,7 @@ def test_a_preemption_that_the_metadata_server_announces_is_saved(runs):
         ) as (process,),
     ):
         process.wait_for("step 4")
-        announce.set()
+        said["instance/preempted"] = "TRUE"
         assert process.end() == 75, process.log()
     ended = end_of(runs.folder / "announced")
     assert ended["status"] == "preempted"

@@ -1,14 +1,13 @@
 """Signals and maintenance notices become requests to stop."""
 
-import http.server
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 
 import pytest
+from metadata_server import metadata_server
 
 from jaxtrain.attempts.maintenance import maintenance_notices, notice
 from jaxtrain.attempts.signals import STOP_SIGNALS, stop_signals
@@ -105,27 +104,11 @@ def test_in_another_thread_no_handler_is_set():
 
 
 @pytest.fixture
-def metadata_server():
+def server():
     """A metadata server on loopback; its answers by path can be set."""
     answers = {}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            path = re.sub("^/computeMetadata/v1/", "", self.path)
-            known = path in answers and self.headers["Metadata-Flavor"] == "Google"
-            self.send_response(200 if known else 404)
-            self.end_headers()
-            self.wfile.write(answers.get(path, "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{server.server_port}", answers
-    server.shutdown()
-    server.server_close()
+    with metadata_server(answers) as address:
+        yield address, answers
 
 
 @pytest.mark.parametrize(
@@ -137,14 +120,14 @@ def metadata_server():
         ("instance/preempted", "TRUE", True),
     ],
 )
-def test_only_an_announced_end_is_a_notice(metadata_server, path, answer, alarm):
-    host, answers = metadata_server
+def test_only_an_announced_end_is_a_notice(server, path, answer, alarm):
+    host, answers = server
     answers[path] = answer
     assert notice(host) == (f"{path} {answer}" if alarm else None)
 
 
-def test_a_notice_asks_to_stop(metadata_server):
-    host, answers = metadata_server
+def test_a_notice_asks_to_stop(server):
+    host, answers = server
     asked = Asked()
     environment = {"GCE_METADATA_HOST": host}
     with maintenance_notices(asked, environment, on_google_cloud=False, period_seconds=0.02):

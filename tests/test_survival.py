@@ -7,7 +7,7 @@ the final state's fingerprint, array by array, with that of a run that nothing h
 import json
 
 import pytest
-from survival import Runs, end_of, metrics_of, state_of, train_to_the_end
+from survival import Runs, end_of, metrics_of, state_of, train_to_the_end, unharmed_run
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,7 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unharmed(runs):
     """The final state and metrics of the run that nothing happens to, on two processes."""
-    train_to_the_end(runs, "unharmed")
-    return state_of(runs.folder / "unharmed"), metrics_of(runs.folder / "unharmed")
+    return unharmed_run(runs)
 
 
 # Where a signal comes, start after start of one run: all processes stop at the same step. The
