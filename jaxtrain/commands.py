@@ -29,7 +29,7 @@ from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.files import write_atomically
-from jaxtrain.mesh import offer_cpu_devices
+from jaxtrain.mesh import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.options import parser
 from jaxtrain.peers import ClusterError, Flags
 from jaxtrain.pipeline.schedules import make_schedule
@@ -47,7 +47,6 @@ from jaxtrain.step import parameter_shapes
 from jaxtrain.train import Trainer
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
-QUICKSTART_DEVICES = 8
 _FAILURES = (
     BucketError,
     CheckpointError,
@@ -156,10 +155,10 @@ def _console() -> Console:
 def _quickstart_devices(console: Console) -> list[str]:
     """Bindings for the quickstart: 8 simulated devices, or all accelerators there are."""
     # Only the number of CPU devices: an accelerator stays the default where there is one.
-    offer_cpu_devices(QUICKSTART_DEVICES)
+    offer_cpu_devices(SIMULATED_DEVICES)
     if jax.default_backend() == "cpu":
-        console.print(f"No accelerator here: simulating {QUICKSTART_DEVICES} devices on the CPU")
-        return [f"Mesh.simulated_devices = {QUICKSTART_DEVICES}"]
+        console.print(f"No accelerator here: simulating {SIMULATED_DEVICES} devices on the CPU")
+        return [f"Mesh.simulated_devices = {SIMULATED_DEVICES}"]
     console.print(f"Using {jax.device_count()} {jax.devices()[0].device_kind}")
     return ["Mesh.fsdp = -1", "Mesh.tensor = 1"]
 

@@ -164,22 +164,24 @@ def _not_by_gpus(request: Request) -> list[str]:
         reasons.append("runs on NVIDIA GPUs from Ampere on (compute capability 8.0)")
     elif request.platform != "gpu":
         reasons.append(f"runs on NVIDIA GPUs, not on {request.platform!r}")
-    if request.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"computes in bfloat16 or float16, not in {request.dtype}")
-    if request.cached:
-        reasons.append(_NO_CACHE)
-    return reasons
+    return reasons + _not_of_form(request, "bfloat16", "float16")
 
 
 def _not_by_tpu(request: Request) -> list[str]:
     reasons = []
     if request.platform != "tpu":
         reasons.append(f"runs on TPUs, not on {request.platform!r}")
-    if request.dtype not in ("bfloat16", "float32"):
-        reasons.append(f"computes in bfloat16 or float32, not in {request.dtype}")
+    reasons += _not_of_form(request, "bfloat16", "float32")
+    return reasons + _not_whole_tiles(request, TILE)
+
+
+def _not_of_form(request: Request, *dtypes: str) -> list[str]:
+    reasons = []
+    if request.dtype not in dtypes:
+        reasons.append(f"computes in {' or '.join(dtypes)}, not in {request.dtype}")
     if request.cached:
         reasons.append(_NO_CACHE)
-    return reasons + _not_whole_tiles(request, TILE)
+    return reasons
 
 
 def _not_whole_tiles(request: Request, tile: int) -> list[str]:

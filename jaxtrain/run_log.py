@@ -27,17 +27,27 @@ def open_log(
     terminal: Console,
     history: list[dict[str, Any]],
 ) -> MetricsLog:
-    """Args: folder: of metrics.jsonl; None keeps it in memory. first, last: steps done, to do."""
+    """The log of a run whose clock starts here.
+
+    Args:
+      config: the run's configuration.
+      dataset: says what is counted, and what the loss is compared with.
+      devices: of the whole mesh.
+      folder: for metrics.jsonl and what is drawn of it; None writes no file.
+      first: steps done.
+      last: the step that the run ends with.
+      terminal: where progress is shown.
+      history: takes the lines where no file does.
+    """
     train = config.train
     shape = train.data.abstract_batch(train.global_batch_size).inputs.shape
-    is_text = dataset.unit == "tokens"
     peak = peak_flops(devices[0].device_kind)
     return MetricsLog(
         folder,
         total_steps=last,
         unit=dataset.unit,
-        units_per_step=train.global_batch_size * (shape[1] if is_text else 1),
-        flops_per_step=flops_per_step(config, is_text=is_text),
+        units_per_step=train.global_batch_size * (shape[1] if dataset.unit == "tokens" else 1),
+        flops_per_step=flops_per_step(config),
         peak_flops=None if peak is None else peak * len(devices),
         first_step=first,
         log_every=train.log_every,
@@ -48,12 +58,13 @@ def open_log(
     )
 
 
-def flops_per_step(config: Config, *, is_text: bool) -> float:
-    """Floating-point operations of one optimizer step, by the model's closed form."""
+def flops_per_step(config: Config) -> float:
+    """FLOPs that the model's mathematics needs for a global batch: 6 N a token and causal
+    attention, without recomputation (arXiv 2204.02311, appendix B)."""
     train, model = config.train, config.train.model
     closed_form: Any = model  # each kind of model has one of the two
     shape = train.data.abstract_batch(train.global_batch_size).inputs.shape
-    if is_text:
+    if hasattr(closed_form, "flops_per_token"):
         return closed_form.flops_per_token(shape[1]) * shape[1] * train.global_batch_size
     return closed_form.flops_per_image(shape[1:]) * train.global_batch_size
 

@@ -17,6 +17,7 @@ from jaxtrain.planning.formulas import wire_bytes
 from jaxtrain.planning.targets import Target
 from jaxtrain.preflight import abstract_layout
 from jaxtrain.program import make_program, resolved
+from jaxtrain.run_log import flops_per_step
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
 from jaxtrain.step import with_shardings
@@ -130,18 +131,6 @@ def _row_flops(config: Config) -> RowFlops:
     return RowFlops(counted.matmul, counted.chosen)
 
 
-def model_flops_per_step(config: Config) -> float:
-    """FLOPs that the model's mathematics needs for a global batch: 6 N a token and causal
-    attention, without recomputation (arXiv 2204.02311, appendix B)."""
-    model: Any = config.train.model
-    batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    rows = config.train.global_batch_size
-    if hasattr(model, "flops_per_token"):
-        length = batch.inputs.shape[1]
-        return model.flops_per_token(length) * length * rows
-    return model.flops_per_image(batch.inputs.shape[1:]) * rows
-
-
 def executed_flops(config: Config, layout: Layout) -> float:
     """FLOPs of products that one device executes in a step, with a kernel that is named."""
     row = row_flops(config)
@@ -253,7 +242,7 @@ def step_time(
     chip = target.chip
     config = resolved(config, chip.kind)
     flops = executed_flops(config, layout)
-    model = model_flops_per_step(config) / layout.mesh.size
+    model = flops_per_step(config) / layout.mesh.size
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
