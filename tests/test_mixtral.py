@@ -178,6 +178,7 @@ def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     assert_equal(evaluate(program, BATCH), one_device("capacity"))
 
 
+@pytest.mark.slow
 def test_remat_and_unrolling_change_nothing():
     execution = Execution(kernel="xla", remat="full", layers_per_iteration=2)
     layout = make_layout(2, sequence_parallel=True, fsdp=2, expert=2, tensor=2)

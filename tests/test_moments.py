@@ -276,7 +276,12 @@ def test_every_rule_keeps_its_moments_in_the_dtype_asked_for(name):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"zero": 2, "fsdp": 4, "tensor": 2}, {"pipe": 2, "fsdp": 2}], ids=str
+    "sizes",
+    [
+        pytest.param({"zero": 2, "fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+        {"pipe": 2, "fsdp": 2},
+    ],
+    ids=str,
 )
 def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(sizes, tmp_path):
     optimizer = make_optimizer(Optimizer(learning_rate=1e-2, moments="bfloat16"), CONSTANT)

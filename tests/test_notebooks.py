@@ -29,7 +29,7 @@ INSTALL = re.compile(
 )
 
 # Run with every change; the others take as long together as a quarter of the suite.
-FIRST = ("1_first_run", "2_data_parallelism_and_zero")
+FIRST = ("1_first_run",)
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 

@@ -91,6 +91,7 @@ def test_supervised_processes_join_again_and_lose_nothing(runs, unharmed):
     assert sum(attempt.get("replay", 0) for attempt in account["attempts"]) > 0
 
 
+@pytest.mark.chaos
 def test_one_process_goes_on_where_two_stopped(runs, unharmed):
     """The same command on another number of hosts: same data, losses to the order of sums."""
     with runs.start("other hosts", faults="0:leave:step:5:SIGTERM") as processes:
