@@ -92,7 +92,7 @@ class Parts:
         ("Orbax, until the caller may go on", ocp.AsyncCheckpointer, "save"),
         ("fingerprints, waited for", store, "numbers"),
         ("Orbax, writing", ocp.AsyncCheckpointer, "wait_until_finished"),
-        ("digests", manifest, "_digest"),
+        ("digests", manifest, "digest"),
         ("fsync", manifest, "_sync"),
         ("Orbax, reading", ocp.Checkpointer, "restore"),
         ("fingerprints", store, "fingerprints"),

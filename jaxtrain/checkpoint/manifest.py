@@ -8,26 +8,22 @@ holds its own digest too. All names in it are data: none of them leads out of th
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jaxtrain.buckets import BucketPath, Place
+from jaxtrain.buckets import BucketPath, Place, Stored
+from jaxtrain.checkpoint.digests import CRC32, MD5, blake2b, digest, kind
 from jaxtrain.errors import UserError
 from jaxtrain.files import write_atomically
 
 FILE = "manifest.json"
-FORMAT = 2  # of a checkpoint: the manifest, the files it names, and what stands beside the state
-# Format 3 is sealed in a bucket: it has the digests that the bucket computed of what it stores, so
-# that nothing is read back over the network.
-_FORMAT_IN_BUCKET = 3
-_MD5 = "md5:"  # before such a digest
+FORMAT = 4  # of a checkpoint: the manifest, the files it names, and what stands beside the state
 # Format 1 had no manifest and no digests, only the arrays' fingerprints, written by Orbax.
 _FINGERPRINTS_OF_FORMAT_1 = "fingerprints/metadata"
-_THREADS = 8  # hashlib and reads let go of the interpreter; one thread digests about 1 GB/s
+_THREADS = 8  # reading and digesting let go of the interpreter
 
 # What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
 # statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
@@ -60,7 +56,7 @@ class Manifest:
     """What a sealed checkpoint consists of.
 
     Attributes:
-      format: of the checkpoint, at most 3.
+      format: of the checkpoint, at most 4.
       step: the checkpoint's step.
       files: size in bytes and digest of each file, by its path in the folder; empty in format 1.
       leaves: the arrays by name.
@@ -106,12 +102,14 @@ def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
       OSError: a file cannot be read or the manifest not be written.
     """
     if isinstance(folder, BucketPath):
-        manifest = Manifest(_FORMAT_IN_BUCKET, step, _stored(folder), leaves)
+        rows = {name: row for name, row in _stored(folder).items() if name != FILE}
+        found = _in_threads(lambda name: _digest_in_bucket(folder, rows[name]), rows)
+        manifest = Manifest(FORMAT, step, dict(zip(rows, found, strict=True)), leaves)
         write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
         return manifest
     names = sorted(path.relative_to(folder).as_posix() for path in _walk(folder) if path.is_file())
     names = [name for name in names if name != FILE]
-    found = _in_threads(_digest_on_disk, [folder / name for name in names])
+    found = _in_threads(lambda name: _digest_on_disk(folder / name), names)
     for path in (*_walk(folder), folder, folder.parent):
         if path.is_dir():
             _sync(path)
@@ -152,9 +150,7 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
     """
     names = list(names)
     stored = _stored(folder) if isinstance(folder, BucketPath) else None
-    found = _in_threads(
-        _difference, [(folder / name, *manifest.files[name], stored, name) for name in names]
-    )
+    found = _in_threads(lambda name: _difference(folder, name, manifest.files[name], stored), names)
     for name, difference in zip(names, found, strict=True):
         if difference:
             raise damaged(folder, manifest.step, f"{name} {difference}")
@@ -171,7 +167,7 @@ def damaged(folder: Place, step: int, detail: str) -> CheckpointError:
 def _envelope(content: dict[str, Any]) -> bytes:
     """The file's bytes; later formats keep this form, to be told from broken ones."""
     text = json.dumps(content, sort_keys=True, indent=1)
-    digest = _hash(text.encode()).hexdigest()
+    digest = blake2b(text.encode()).hexdigest()
     return f'{{"blake2b": "{digest}",\n"manifest": {text}}}\n'.encode()
 
 
@@ -180,13 +176,14 @@ def _from_bytes(content: bytes) -> Manifest:
     # Byte for byte: a bit flipped in a space changes nothing, but says that the disk is failing.
     if _envelope(found) != content:
         raise ValueError("its bytes changed")
-    if found["format"] > _FORMAT_IN_BUCKET:
+    if found["format"] > FORMAT:
         raise UserError(
             f"the checkpoint of step {found['step']} is of format {found['format']}, written by a "
-            f"newer jaxtrain; this one reads formats up to {_FORMAT_IN_BUCKET}: update jaxtrain"
+            f"newer jaxtrain; this one reads formats up to {FORMAT}: update jaxtrain"
         )
-    files = {name: (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
-    for name in files:
+    files = {name: (int(size), str(written)) for name, (size, written) in found["files"].items()}
+    for name, (_, written) in files.items():
+        kind(written)  # ValueError where it is unknown
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
             raise ValueError(f"it names {name!r}, which is no file inside the checkpoint")
@@ -235,61 +232,51 @@ def _refuse_ways_out(folder: Place, step: int) -> None:
             raise damaged(folder, step, f"{path} is a link that leads out of {root}")
 
 
-def _stored(folder: BucketPath) -> dict[str, tuple[int, str]]:
-    """Size and digest of each object below a folder, all but the manifest's."""
-    return {
-        row.name: (row.bytes, f"{_MD5}{row.md5}" if row.md5 else _digest(folder / row.name)[1])
-        for row in folder.stored()
-        if row.name != FILE
-    }
+def _stored(folder: BucketPath) -> dict[str, Stored]:
+    """What a bucket says of each object below a folder, by its name there."""
+    return {row.name: row for row in folder.stored()}
 
 
-def _hash(content: bytes = b"") -> Any:
-    """BLAKE2b with 256 bits (RFC 7693), as `b2sum -l 256` prints it.
-
-    Without instructions for SHA in the processor it is more than twice as fast as SHA-256.
-    """
-    return hashlib.blake2b(content, digest_size=32)
+def _md5(row: Stored) -> str | None:
+    """The digest that the bucket computed, where it did."""
+    return row.md5 and MD5 + row.md5
 
 
-def _digest(file: Place, *, md5: bool = False) -> tuple[int, str]:
-    """Size and digest of what can be read."""
-    prefix, algorithm = (_MD5, hashlib.md5) if md5 else ("", _hash)
-    if isinstance(file, BucketPath):
-        content = file.read_bytes()
-        return len(content), prefix + algorithm(content).hexdigest()
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, algorithm).hexdigest()
-        return stream.tell(), prefix + digest
+def _digest_in_bucket(folder: BucketPath, row: Stored) -> tuple[int, str]:
+    """What the bucket itself computed is not read back over the network."""
+    md5 = _md5(row)
+    return (row.bytes, md5) if md5 else digest(folder / row.name, CRC32)
 
 
 def _digest_on_disk(file: Path) -> tuple[int, str]:
     _sync(file)
-    return _digest(file)
+    return digest(file, CRC32)
 
 
 def _difference(
-    file: tuple[Place, int, str, dict[str, tuple[int, str]] | None, str],
+    folder: Place, name: str, expected: tuple[int, str], stored: dict[str, Stored] | None
 ) -> str | None:
-    """What is wrong with a file that should have this size and digest.
+    """What is wrong with the file of a name that should have this size and digest.
 
     Args:
-      file: where it is, its size and digest, and, in a bucket, what that says of all objects, by
-        name, and the file's name there.
+      folder: of the checkpoint.
+      name: the file's, in the folder.
+      expected: size and digest.
+      stored: what a bucket says of all objects in the folder; None on a disk.
     """
-    path, size, digest, stored, name = file
-    md5 = digest.startswith(_MD5)
+    size, written = expected
+    path, row = folder / name, stored.get(name) if stored is not None else None
     try:
         if isinstance(path, Path):
             found = path.stat().st_size
-        elif stored is not None and name in stored:
-            found = stored[name][0]
+        elif row is not None:
+            found = row.bytes
         else:
             return "is missing"
         if found != size:
             return f"has {found} bytes instead of {size}"
-        known = stored[name][1] if stored is not None and md5 else _digest(path, md5=md5)[1]
-        if known != digest:
+        known = _md5(row) if row is not None and kind(written) == MD5 else None
+        if (known or digest(path, kind(written))[1]) != written:
             return "is not what was written: its digest differs"
     except FileNotFoundError:
         return "is missing"
@@ -298,9 +285,9 @@ def _difference(
     return None
 
 
-def _in_threads(function: Any, arguments: list[Any]) -> list[Any]:
+def _in_threads(function: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
     with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as threads:
-        return list(threads.map(function, arguments))
+        return list(threads.map(function, names))
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from jaxtrain.buckets import BucketError, Place, place
 from jaxtrain.checkpoint import manifest, retention
 from jaxtrain.checkpoint.fingerprint import dispatch, fingerprints, numbers
 from jaxtrain.checkpoint.leaves import StoredLeaf, flatten, groups, refuse_differences, stored_leaf
-from jaxtrain.checkpoint.manifest import CheckpointError, Leaf, Reading, damaged
+from jaxtrain.checkpoint.manifest import CheckpointError, Leaf, Manifest, Reading, damaged
 from jaxtrain.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
 from jaxtrain.checkpoint.settings import Checkpoint
 from jaxtrain.errors import UserError
@@ -94,7 +94,7 @@ class Checkpoints:
         )
         self._reader = ocp.Checkpointer(self._arrays)
         # Steps whose files have been compared with their digests, and those found damaged.
-        self._intact: set[int] = set()
+        self._intact: dict[int, Manifest] = {}
         self._bad: set[int] = set()
         self.cleaned: list[str] = []
         if not read_only and jax.process_index() == 0:
@@ -185,7 +185,7 @@ class Checkpoints:
         except BucketError as error:
             away = error
         self._bad.discard(step)
-        self._intact.discard(step)
+        self._intact.pop(step, None)
         # Found here where it is not serialisable, and not reached by what the caller changes later.
         extra = json.loads(json.dumps(extra))
         names, leaves, _ = flatten(state)
@@ -238,13 +238,12 @@ class Checkpoints:
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
             checked = thread.submit(self._check_files, step)
             try:
-                stored = self.tree(step)
+                stored = self._tree(step)
                 refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
                 arrays = self._read(step, wanted, partial=partial)
                 found = fingerprints(arrays)
             finally:
-                checked.result()  # which names the file, where reading it failed too
-        saved = manifest.read(self._path(step), step).leaves
+                saved = checked.result().leaves  # names the file, where reading it failed too
         altered = [n for n, x in found.items() if n not in saved or x != saved[n].fingerprint]
         if altered:
             names = ", ".join(altered[:8])
@@ -286,6 +285,10 @@ class Checkpoints:
           CheckpointError: its metadata cannot be read or are not what was written.
         """
         self._check_described(step, lambda name: "/d/" not in name)
+        return self._tree(step)
+
+    def _tree(self, step: int) -> dict[str, StoredLeaf]:
+        """The same of files that are not compared with their digests here."""
         with Reading(self._path(step), step):
             found: Any = self._reader.metadata(str(self._path(step) / _STATE)).item_metadata
             if found is None:
@@ -300,7 +303,7 @@ class Checkpoints:
           CheckpointError: something cannot be read or is not what was written.
         """
         self._refuse_absent(step)
-        self._intact.discard(step)
+        self._intact.pop(step, None)
         self._check_files(step)
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         for part in groups(self.tree(step)):
@@ -339,11 +342,11 @@ class Checkpoints:
         found = manifest.read(self._path(step), step)
         manifest.check(self._path(step), found, filter(wanted, found.files))
 
-    def _check_files(self, step: int) -> None:
+    def _check_files(self, step: int) -> Manifest:
         """Compares all files with their digests, each process a share; all raise, or none."""
         if step in self._intact:
-            return
-        own = None
+            return self._intact[step]
+        own = found = None
         try:
             found = manifest.read(self._path(step), step)
             share = list(found.files)[jax.process_index() :: jax.process_count()]
@@ -356,7 +359,9 @@ class Checkpoints:
         if found_by.size:
             detail = f"process {found_by[0]} found it damaged"
             raise damaged(self._path(step), step, detail)
-        self._intact.add(step)
+        assert found is not None
+        self._intact[step] = found
+        return found
 
     def _refuse_absent(self, step: int) -> None:
         steps = self.steps()
