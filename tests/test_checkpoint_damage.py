@@ -245,9 +245,9 @@ def test_the_checkpoint_of_another_step_under_this_name_is_refused(copy):
 
 
 def test_a_newer_format_is_refused_and_left_alone(copy):
-    reseal(copy / "checkpoints/3", lambda content: content.update(format=4, surprise={}))
+    reseal(copy / "checkpoints/3", lambda content: content.update(format=5, surprise={}))
     before = {name: file.read_bytes() for name, file in files(copy).items()}
-    words = "step 3 is of format 4, written by a newer jaxtrain; this one reads formats up to 3"
+    words = "step 3 is of format 5, written by a newer jaxtrain; this one reads formats up to 4"
     for read in (
         lambda: look(copy).restore(3, LIKE),
         lambda: Checkpoints(copy, Checkpoint()).newest_good(),

@@ -33,7 +33,7 @@ def resumed(workdir):
     return config, Trainer(config, workdir)
 
 
-def test_format_1_is_restored_bit_for_bit_and_goes_on_in_format_2(old):
+def test_format_1_is_restored_bit_for_bit_and_goes_on_in_the_present_one(old):
     """Against digests of the arrays and losses that the run which wrote it recorded in memory."""
     step = EXPECTED["step"]
     checkpoints = Checkpoints(old, Checkpoint())
@@ -62,7 +62,7 @@ def test_format_1_is_restored_bit_for_bit_and_goes_on_in_format_2(old):
         assert loss == pytest.approx(EXPECTED["losses"][number], rel=1e-5)
     checkpoints = Checkpoints(old, config.checkpoint, read_only=True)
     assert checkpoints.steps() == [4, 6]
-    assert checkpoints.extra(6)["format"] == 2
+    assert checkpoints.extra(6)["format"] == 4
     assert not (old / "checkpoints/6/fingerprints").exists()
 
 

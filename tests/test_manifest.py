@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import strategies
 
 from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint.digests import CRC32, digest
 from jaxtrain.checkpoint.manifest import CheckpointError, Leaf
 from jaxtrain.errors import UserError
 
@@ -31,7 +33,7 @@ def folder(tmp_path_factory):
 
 def test_what_is_sealed_is_read(folder):
     found = manifest.read(folder, 7)
-    assert (found.format, found.step, found.leaves) == (2, 7, LEAVES)
+    assert (found.format, found.step, found.leaves) == (4, 7, LEAVES)
     assert {name: size for name, (size, _) in found.files.items()} == {
         "empty": 0,
         "state/d/one": 1_280_000,
@@ -42,12 +44,64 @@ def test_what_is_sealed_is_read(folder):
     assert not manifest.is_sealed(folder / "state")
 
 
-@pytest.mark.skipif(shutil.which("b2sum") is None, reason="coreutils is not installed")
-def test_digests_are_those_of_b2sum(folder):
-    for name, (_, digest) in manifest.read(folder, 7).files.items():
-        command = ["b2sum", "-l", "256", str(folder / name)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert said.split()[0].removeprefix("\\") == digest
+def printed(*command):
+    """What a program prints; the test is skipped where there is none."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+def test_digests_are_those_of_gzip(folder):
+    for name, (size, written) in manifest.read(folder, 7).files.items():
+        trailer = printed("gzip", "-c", str(folder / name))[-8:]  # RFC 1952, section 2.3.1
+        assert struct.unpack("<II", trailer) == (int(written.removeprefix("crc32:"), 16), size)
+        assert written.startswith("crc32:")
+
+
+@pytest.mark.parametrize(
+    ("old", "prefix", "command"), [(2, "", ("b2sum", "-l", "256")), (3, "md5:", ("md5sum",))]
+)
+def test_digests_of_older_formats_are_compared(folder, tmp_path, old, prefix, command):
+    """A manifest with what other programs print; every file with one bit flipped is named."""
+    shutil.copytree(folder, tmp_path / "7")
+    content = json.loads((folder / "manifest.json").read_bytes())["manifest"]
+    for name in content["files"]:
+        said = printed(*command, str(folder / name)).split()[0].decode()
+        content["files"][name][1] = prefix + said.removeprefix("\\")
+    content["format"] = old
+    (tmp_path / "7/manifest.json").write_bytes(manifest._envelope(content))
+    found = manifest.read(tmp_path / "7", 7)
+    assert (found.format, found.leaves) == (old, LEAVES)
+    manifest.check(tmp_path / "7", found, found.files)
+    for name in found.files:
+        good = (folder / name).read_bytes()
+        bad = good[:-1] + bytes([good[-1] ^ 1]) if good else b"1"
+        (tmp_path / "7" / name).write_bytes(bad)
+        with pytest.raises(CheckpointError, match=f"step 7 .*{name} (is not what|has 1 bytes)"):
+            manifest.check(tmp_path / "7", found, found.files)
+        (tmp_path / "7" / name).write_bytes(good)
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(data=strategies.data())
+def test_no_change_that_the_digest_promises_to_find_goes_unseen(tmp_path_factory, data):
+    """Within four bytes in a row, or in two bits anywhere."""
+    file = tmp_path_factory.getbasetemp() / "changed"
+    content = data.draw(strategies.binary(min_size=4, max_size=9000))
+    file.write_bytes(content)
+    before = digest(file, CRC32)
+    bits = 8 * len(content)
+    place = strategies.integers(0, bits - 1)
+    if data.draw(strategies.booleans()):
+        first = data.draw(strategies.integers(0, len(content) - 4))
+        change = data.draw(strategies.integers(1, 2**32 - 1)) << 8 * first
+    else:
+        change = 1 << data.draw(place) | 1 << data.draw(place)
+    changed = int.from_bytes(content, "little") ^ change
+    file.write_bytes(changed.to_bytes(len(content), "little"))
+    after = digest(file, CRC32)
+    assert (before[0], after[0]) == (len(content), len(content))
+    assert before[1] != after[1]
 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
@@ -100,6 +154,7 @@ def test_what_is_no_manifest_is_said_in_one_sentence(tmp_path, content):
         {"files": {"a": [1]}},
         {"files": {"a": "bc"}},
         {"files": 3},
+        {"files": {"a": [1, "crc64:0123456789abcdef"]}},
         {"leaves": {"x": {}}},
         {"leaves": {"x": {"fingerprint": 1, "shape": 3, "dtype": "int8"}}},
         {"format": "2"},
@@ -126,9 +181,9 @@ def test_a_name_that_is_no_file_inside_is_refused(tmp_path, name):
 
 
 def test_a_later_format_is_told_from_a_broken_one(tmp_path):
-    content = {"format": 4, "step": 7, "whatever": ["later", "needs"]}
+    content = {"format": 5, "step": 7, "whatever": ["later", "needs"]}
     (tmp_path / "manifest.json").write_bytes(manifest._envelope(content))
-    with pytest.raises(UserError, match="format 4, written by a newer jaxtrain; .* up to 3"):
+    with pytest.raises(UserError, match="format 5, written by a newer jaxtrain; .* up to 4"):
         manifest.read(tmp_path, 7)
 
 

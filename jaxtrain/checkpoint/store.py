@@ -238,7 +238,7 @@ class Checkpoints:
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
             checked = thread.submit(self._check_files, step)
             try:
-                stored = self._tree(step)
+                stored = self.tree(step)
                 refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
                 arrays = self._read(step, wanted, partial=partial)
                 found = fingerprints(arrays)
@@ -285,10 +285,6 @@ class Checkpoints:
           CheckpointError: its metadata cannot be read or are not what was written.
         """
         self._check_described(step, lambda name: "/d/" not in name)
-        return self._tree(step)
-
-    def _tree(self, step: int) -> dict[str, StoredLeaf]:
-        """The same of files that are not compared with their digests here."""
         with Reading(self._path(step), step):
             found: Any = self._reader.metadata(str(self._path(step) / _STATE)).item_metadata
             if found is None:
