@@ -42,9 +42,22 @@ def drawn(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_the_sum_of_its_definition(dtype):
+    """One device's arrays are counted where they are, those of several by one program."""
     arrays = {str(shape): drawn(shape, dtype) for shape in SHAPES}
-    found = fingerprints({name: jnp.asarray(x) for name, x in arrays.items()})
-    assert found == {name: defined(x) for name, x in arrays.items()}
+    expected = {name: defined(x) for name, x in arrays.items()}
+    everywhere = NamedSharding(jax.make_mesh((2,), ("a",), devices=jax.devices()[:2]), P())
+    for place in (jax.devices()[1], everywhere):
+        assert fingerprints(jax.device_put(arrays, place)) == expected
+
+
+def test_counting_leaves_an_array_to_be_donated():
+    """What still looked at its memory would make the next step copy it."""
+    x = jnp.arange(2.0**16)
+    place = x.unsafe_buffer_pointer()
+    fingerprints({"x": x})
+    y = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(x)
+    assert x.is_deleted()
+    assert y.unsafe_buffer_pointer() == place
 
 
 def test_no_layout_changes_it():

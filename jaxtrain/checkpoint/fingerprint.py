@@ -1,9 +1,16 @@
 """One number for each array: the same in every layout, another when an element changes."""
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
+_FACTOR = 2654435769
+_THREADS = 8  # sums in numpy let go of the interpreter
+_ROW, _ROWS = 1024, 64  # elements of a row, rows of a block: one stays in a core's cache
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
@@ -15,16 +22,24 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     return numbers(dispatch(arrays))
 
 
-def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array | Future[int]]:
     """Begins to count; `numbers` waits for the result."""
+    here = {name: x for name, x in arrays.items() if _is_in_memory(x)}
+    there = {name: x for name, x in arrays.items() if name not in here}
     # One program for all arrays: a program each, all in flight, starves simulated devices' threads
     # until their reductions wait for one another for ever.
-    return _fingerprint_all(dict(arrays))
+    counted: dict[str, jax.Array | Future[int]] = dict(_fingerprint_all(there)) if there else {}
+    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint")
+    counted |= {name: threads.submit(_fingerprint_in_memory, x) for name, x in here.items()}
+    threads.shutdown(wait=False)  # they end with their work
+    return counted
 
 
-def numbers(counted: Mapping[str, jax.Array]) -> dict[str, int]:
+def numbers(counted: Mapping[str, jax.Array | Future[int]]) -> dict[str, int]:
     """The fingerprints that `dispatch` has begun."""
-    return {name: int(x) for name, x in jax.device_get(dict(counted)).items()}
+    here = {name: x.result() for name, x in counted.items() if isinstance(x, Future)}
+    there = {name: x for name, x in counted.items() if name not in here}
+    return here | {name: int(x) for name, x in jax.device_get(there).items()}
 
 
 @jax.jit
@@ -46,5 +61,32 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     for axis, size in enumerate(bits.shape):
         index = jnp.arange(size, dtype=jnp.uint32)
         place = place * jnp.uint32(size) + jnp.expand_dims(index, range(1, bits.ndim - axis))
-    # 2654435769 = 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
-    return jnp.sum(bits * (place * jnp.uint32(2654435769) | jnp.uint32(1)), dtype=jnp.uint32)
+    return jnp.sum(bits * (place * jnp.uint32(_FACTOR) | jnp.uint32(1)), dtype=jnp.uint32)
+
+
+def _is_in_memory(x: jax.Array) -> bool:
+    """Whether numpy can look at the array where it is, whole."""
+    devices = x.sharding.device_set
+    return len(devices) == 1 and x.is_fully_addressable and next(iter(devices)).platform == "cpu"
+
+
+def _fingerprint_in_memory(x: jax.Array) -> int:
+    """The same number, three times as fast: XLA does not vectorise such a sum on processors.
+
+    Row r and column k of rows of K elements, K even, are place r K + k, which is even where k is,
+    and so is its product with the odd factor. So the sum is that of the factor times (K times the
+    rows' sums times r, and the columns' sums times k), and of the even columns.
+    """
+    flat = np.asarray(x).reshape(-1)
+    bits = flat.view(f"uint{8 * flat.itemsize}")
+    by_row, columns = 0, np.zeros(_ROW, np.uint32)
+    for first in range(0, bits.size, _ROWS * _ROW):
+        block = bits[first : first + _ROWS * _ROW]
+        if block.size % _ROW:
+            block = np.pad(block, (0, -block.size % _ROW))
+        block = block.reshape(-1, _ROW)
+        rows = block.sum(axis=1, dtype=np.uint32)
+        by_row += int(rows @ np.arange(first // _ROW, first // _ROW + len(rows), dtype=np.uint32))
+        columns += block.sum(axis=0, dtype=np.uint32)
+    by_column = int(columns @ np.arange(_ROW, dtype=np.uint32))
+    return (_FACTOR * (_ROW * by_row + by_column) + int(columns[::2].sum(dtype=np.uint32))) % 2**32
