@@ -1,5 +1,6 @@
 """One number for each array: the same in every layout, another when an element changes."""
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import numpy as np
 
 # 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
 _FACTOR = 2654435769
-_THREADS = 8  # sums in numpy let go of the interpreter
+_THREADS = min(8, os.cpu_count() or 1)  # sums in numpy let go of the interpreter
 _ROW, _ROWS = 1024, 64  # elements of a row, rows of a block: one stays in a core's cache
 
 

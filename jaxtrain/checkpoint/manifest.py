@@ -23,7 +23,9 @@ FILE = "manifest.json"
 FORMAT = 4  # of a checkpoint: the manifest, the files it names, and what stands beside the state
 # Format 1 had no manifest and no digests, only the arrays' fingerprints, written by Orbax.
 _FINGERPRINTS_OF_FORMAT_1 = "fingerprints/metadata"
-_THREADS = 8  # reading and digesting let go of the interpreter
+# Reading and digesting let go of the interpreter. More threads than cores would take them from
+# those that read the arrays meanwhile.
+_THREADS = min(8, os.cpu_count() or 1)
 
 # What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
 # statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of

@@ -235,11 +235,11 @@ class Checkpoints:
         if jax.process_count() > 1:
             # All agree first: one that stopped half-way would leave the others waiting for it.
             self._check_files(step)
+        stored = self.tree(step)
+        refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
             checked = thread.submit(self._check_files, step)
             try:
-                stored = self.tree(step)
-                refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
                 arrays = self._read(step, wanted, partial=partial)
                 found = fingerprints(arrays)
             finally:
