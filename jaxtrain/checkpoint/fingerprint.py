@@ -79,7 +79,7 @@ def _fingerprint_in_memory(x: jax.Array) -> int:
     rows' sums times r, and the columns' sums times k), and of the even columns.
     """
     flat = np.asarray(x).reshape(-1)
-    bits = flat.view(f"uint{8 * flat.itemsize}")
+    bits = flat.view(f"uint{8 * min(flat.itemsize, 4)}")
     by_row, columns = 0, np.zeros(_ROW, np.uint32)
     for first in range(0, bits.size, _ROWS * _ROW):
         block = bits[first : first + _ROWS * _ROW]

@@ -231,8 +231,8 @@ class Checkpoints:
         """
         names, leaves, treedef = flatten(abstract_state)
         wanted = dict(zip(names, leaves, strict=True))
-        self._refuse_absent(step)
         if jax.process_count() > 1:
+            self._refuse_absent(step)
             # All agree first: one that stopped half-way would leave the others waiting for it.
             self._check_files(step)
         stored = self.tree(step)
