@@ -235,7 +235,11 @@ class Checkpoints:
             self._refuse_absent(step)
             # All agree first: one that stopped half-way would leave the others waiting for it.
             self._check_files(step)
-        stored = self.tree(step)
+        try:
+            stored = self.tree(step)
+        except CheckpointError:
+            self._check_files(step)  # names the file, where it is one that only Orbax reads
+            raise
         refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
             checked = thread.submit(self._check_files, step)
