@@ -28,10 +28,11 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-    """One object: its content and when it was made."""
+    """One object: its content, when it was made, and whether of others: then it has no MD5."""
 
     content: bytes
     generation: int
+    composed: bool = False
 
 
 class GcsStandIn:
@@ -66,11 +67,11 @@ class GcsStandIn:
         """What sends a program's requests here, without a login and without Google's machines."""
         return {**dict.fromkeys(HOSTS, self.url), **self.SETTINGS}
 
-    def put(self, bucket: str, name: str, content: bytes) -> None:
+    def put(self, bucket: str, name: str, content: bytes, *, composed: bool = False) -> None:
         """Makes or replaces an object, and its bucket."""
         with self.lock:
             objects = self.buckets.setdefault(bucket, {})
-            objects[name] = Object(content, next(self.generations))
+            objects[name] = Object(content, next(self.generations), composed)
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         """The names of a bucket's objects, sorted."""
@@ -311,6 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _resource(bucket: str, name: str, found: Object) -> dict:
     time = "2026-01-01T00:00:00.000Z"
+    md5 = base64.b64encode(hashlib.md5(found.content).digest()).decode()
     return {
         "kind": "storage#object",
         "bucket": bucket,
@@ -318,7 +320,7 @@ def _resource(bucket: str, name: str, found: Object) -> dict:
         "size": str(len(found.content)),
         "generation": str(found.generation),
         "metageneration": "1",
-        "md5Hash": base64.b64encode(hashlib.md5(found.content).digest()).decode(),
+        **({} if found.composed else {"md5Hash": md5}),
         "timeCreated": time,
         "updated": time,
     }

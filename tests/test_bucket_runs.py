@@ -1,7 +1,9 @@
 """Runs whose folder is in a bucket: the real gcsfs and TensorStore talk to a stand-in of it."""
 
+import binascii
 import collections
 import contextlib
+import hashlib
 import io
 import json
 import re
@@ -168,6 +170,26 @@ def test_a_run_copied_to_a_disk_is_whole_there(gcs, in_bucket, tmp_path):
     (folder / victim).write_bytes(bytes(len((folder / victim).read_bytes())))
     with pytest.raises(CheckpointError, match="its digest differs"):
         manifest.check(folder, found, found.files)
+
+
+def test_only_what_the_bucket_has_no_digest_of_is_read_back(gcs):
+    """An object made of others has no MD5."""
+    gcs.put("parts", "7/plain", b"plain")
+    gcs.put("parts", "7/whole", b"whole", composed=True)
+    folder = place("gs://parts/7")
+    gcs.requests.clear()
+    found = manifest.seal(folder, 7, {})
+    assert found.files == {
+        "plain": (5, f"md5:{hashlib.md5(b'plain').hexdigest()}"),
+        "whole": (5, f"crc32:{binascii.crc32(b'whole'):08x}"),
+    }
+    manifest.check(folder, found, found.files)
+    assert "7/plain" not in {name for _, _, name in gcs.requests}
+    for name, composed in (("plain", False), ("whole", True)):
+        gcs.put("parts", f"7/{name}", b"other", composed=composed)
+        with pytest.raises(CheckpointError, match=f"{name} is not what was written: its digest"):
+            manifest.check(folder, found, found.files)
+        gcs.put("parts", f"7/{name}", name.encode(), composed=composed)
 
 
 @pytest.fixture
