@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.order import FEWEST_TOGETHER
 from jaxtrain.data.packing import pack
 from jaxtrain.data.pipeline import (
     ORDER_CHUNK,
@@ -91,8 +92,9 @@ def in_grain_s_order(examples, seed, first, count):
 def test_a_batch_is_its_rows_one_under_the_other_in_grain_s_order(of):
     if of == "text":
         rng = np.random.default_rng(0)
-        texts = [rng.integers(1, 300, n).astype(np.uint16) for n in rng.integers(1, 40, 60)]
-        examples = pack(texts, 16, np.dtype(np.uint16))
+        texts = [rng.integers(1, 300, n).astype(np.uint16) for n in rng.integers(1, 40, 1000)]
+        examples = pack(texts, 4, np.dtype(np.uint16))
+        assert len(examples) >= FEWEST_TOGETHER
     else:
         examples = TextData(source="synthetic", sequence_length=16).open(seed=4).train
     # Up to the end of what is ordered together, past it, and from within it.

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.order import shuffled
+from jaxtrain.data.order import FEWEST_TOGETHER, shuffled
 from jaxtrain.data.source import Examples, WholeBatches
 
 # Streams drawn from one seed: grain's shuffle of epoch e with seed s is that of epoch e - 1 with
@@ -70,7 +70,9 @@ def batches(
     count = len(examples)
 
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
-    together = max(1, ORDER_CHUNK // max(1, len(wanted)))  # batches
+    together = 1  # batches
+    if count >= FEWEST_TOGETHER:
+        together = max(1, ORDER_CHUNK // max(1, len(wanted)))
 
     @functools.lru_cache(maxsize=2)  # threads may be at the end of one chunk and in the next
     def chunk(number: int) -> tuple[np.ndarray, np.ndarray]:
