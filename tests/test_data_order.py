@@ -10,7 +10,7 @@ from jaxtrain.data.order import shuffled
 # Around the widths of the cipher's block: 16 bits, odd numbers of bits, more than 32, more than
 # float64 holds; powers of two and one more than they, where grain's block is too narrow by one bit.
 COUNTS = [
-    300, 4095, 4096, 39_062, 2**16 - 1, 2**16, 2**16 + 1, 2**16 + 2, 2**17 + 1, 2**18 + 1, 1_000_003,
+    300, 4095, 4096, 39_062, 2**16 - 1, 2**16, 2**16 + 1, 2**16 + 2, 2**17 + 1, 2**18 + 1, 999_983,
     2**31, 2**32, 2**32 + 1, 2**32 + 2, 2**40 + 5, 2**53 + 3,
 ]  # fmt: skip
 
