@@ -118,12 +118,14 @@ def main() -> None:
             "torch random offsets, 2 workers": lambda: theirs(RandomOffsets, file, 2),
         }
         found = compare(makers, rounds=arguments.rounds, count=arguments.batches)
-    table = Table("loader", "batches/s", "Mtokens/s", "first batch, ms", "ours packed / it")
+    names = ("loader", "batches/s", "Mtokens/s", "CPU ms", "first batch, ms", "ours packed / it")
+    table = Table(*names)
     for name, row in found.items():
         times = "" if "ours_over" not in row else f"{row['ours_over']['median']:.2f}x"
         per_second, first = row["batches_per_second"], f"{1e3 * row['first_seconds']:.0f}"
         speed = f"{per_second * ROWS * LENGTH / 1e6:.1f}"
-        table.add_row(name, f"{per_second:.0f}", speed, first, times)
+        cpu = f"{1e3 * row['cpu_seconds']:.2f}"
+        table.add_row(name, f"{per_second:.0f}", speed, cpu, first, times)
     Console(width=120).print(table)
     about = side_by_side.circumstances(["jax", "grain", "numpy", "torch"])
     if arguments.json:
@@ -137,6 +139,7 @@ def compare(
     """Interleaved rounds; each opens a loader, takes its first batch, and then `count` more."""
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     first: dict[str, list[float]] = {name: [] for name in makers}
+    cpu: dict[str, list[float]] = {name: [] for name in makers}
     names = list(makers)
     for number in range(rounds):
         turn = number % len(names)
@@ -147,10 +150,11 @@ def compare(
             first[name].append(time.perf_counter() - begin)
             for _ in range(8):  # what was made ahead before the clock starts
                 next(stream)
-            begin = time.perf_counter()
+            begin, processor = time.perf_counter(), time.process_time()
             for _ in range(count):
                 next(stream)
             seconds[name].append((time.perf_counter() - begin) / count)
+            cpu[name].append((time.process_time() - processor) / count)
             stream.close()
             del stream
     own, found = np.array(seconds[names[0]]), {}
@@ -158,6 +162,7 @@ def compare(
         found[name] = {
             "batches_per_second": 1 / float(np.median(seconds[name])),
             "first_seconds": float(np.median(first[name])),
+            "cpu_seconds": float(np.median(cpu[name])),  # of this process, not of workers
         }
         if name.startswith("torch"):
             found[name]["ours_over"] = side_by_side.spread((np.array(seconds[name]) / own).tolist())

@@ -146,29 +146,34 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
     }
     apart = side_by_side.assert_equal_mathematics(losses, 1e-5)
 
-    def seconds(run: Any) -> float:
+    def milliseconds(run: Any) -> np.ndarray:
+        """Of a step: on the clock, of all threads' processor time, of this thread's."""
+        clocks = (time.perf_counter, time.process_time, time.thread_time)
         took = []
         for length in (steps, 3 * steps):
-            begin = time.perf_counter()
+            begin = [clock() for clock in clocks]
             run(length)
-            took.append(time.perf_counter() - begin)
-        return (took[1] - took[0]) / (2 * steps)
+            took.append([clock() - at for clock, at in zip(clocks, begin, strict=True)])
+        return 1e3 * (np.array(took[1]) - np.array(took[0])) / (2 * steps)
 
     sides = {"jaxtrain": lambda n: trainer.train(steps=n), "bare": lambda n: bare.run(data, n)}
     for run in sides.values():
         run(steps)
-    found: dict[str, list[float]] = {side: [] for side in sides}
+    found: dict[str, list[np.ndarray]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in sorted(sides, reverse=bool(number % 2)):
-            found[side].append(1e3 * seconds(sides[side]))
-    more = (np.array(found["jaxtrain"]) - np.array(found["bare"])).tolist()
+            found[side].append(milliseconds(sides[side]))
+    times = {side: np.array(of_side).T.tolist() for side, of_side in found.items()}
+    more = (np.array(times["jaxtrain"][0]) - np.array(times["bare"][0])).tolist()
     return {
         "row": name,
         "losses_apart": apart,
         "rounds": rounds,
-        "step_ms": {side: side_by_side.spread(values) for side, values in found.items()},
+        "step_ms": {side: side_by_side.spread(of[0]) for side, of in times.items()},
+        "cpu_ms": {side: float(np.median(of[1])) for side, of in times.items()},
+        "main_thread_cpu_ms": {side: float(np.median(of[2])) for side, of in times.items()},
         "overhead_ms": side_by_side.spread(more),
-        "overhead_share": float(np.median(more) / np.median(found["bare"])),
+        "overhead_share": float(np.median(more) / np.median(times["bare"][0])),
     }
 
 

@@ -69,7 +69,9 @@ class Feed:
         return process_rows(sharding, batch_size)
 
     def _place(self, batch_size: int) -> Callable[[Batch], Batch]:
+        shardings = self._program.batch_shardings(self._train.data.abstract_batch(batch_size))
+
         def place(batch: Batch) -> Batch:
-            return to_device(batch, self._program.batch_shardings(batch), batch_size)
+            return to_device(batch, shardings, batch_size)
 
         return place

@@ -1,7 +1,6 @@
 """The training loop: build, restore, step, log, evaluate, save."""
 
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
@@ -12,7 +11,6 @@ from rich.table import Table
 from jaxtrain import display, preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.buckets import Place, place
-from jaxtrain.corruption import compare_replicas, replayed
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
@@ -33,6 +31,8 @@ from jaxtrain.run_log import evaluation, lacks_evaluation, lines_of, open_log
 from jaxtrain.saved import SavedRun, own_folder
 from jaxtrain.settings import Config
 from jaxtrain.staging import nothing
+from jaxtrain.step import TrainState
+from jaxtrain.stepper import Stepper
 
 
 class Trainer:
@@ -42,7 +42,6 @@ class Trainer:
       config: the resolved configuration.
       mesh: the device mesh.
       program: the pure functions: init, train_step, eval_step.
-      state: the current TrainState.
       bad_records: the records of training and evaluation that could not be read.
       steps_done: optimizer steps it has taken, known without asking the device.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
@@ -83,8 +82,6 @@ class Trainer:
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
-        self._jit_step = self.program.jit_train_step()
-        self._train_step: Callable[..., Any] = self._jit_step
         self._eval_step = jax.jit(self.program.plain.eval_step)
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
@@ -104,8 +101,9 @@ class Trainer:
             before_seal=nothing if self._folder is None else self._folder.push,
             phases=self._attempt.phases,
         )
-        self.state, self._next_batch = self._saved.newest(lambda: self.dataset)
-        self.steps_done = self._attempt.step = int(self.state.step)
+        state, self._next_batch = self._saved.newest(lambda: self.dataset)
+        self._stepper = Stepper(self.program, state, config.corruption)
+        self.steps_done = self._attempt.step = int(state.step)
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
@@ -118,11 +116,20 @@ class Trainer:
         """The opened data: at the start of training, or when it is first asked for."""
         return self.config.train.data.open(seed=self.config.train.seed)
 
+    @property
+    def state(self) -> TrainState:
+        """The current TrainState; the next step takes its arrays away."""
+        return self._stepper.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._stepper.state = state
+
     def step(self, batch: Batch) -> Sums:
         """One optimizer step on a global batch (numpy or device arrays); metrics on the device."""
         shardings = self.program.batch_shardings(batch)
         with self.layout.active():
-            self.state, metrics = self._train_step(self.state, jax.device_put(batch, shardings))
+            metrics = self._stepper.step(jax.device_put(batch, shardings))
         self.steps_done += 1
         self._next_batch += 1
         return metrics
@@ -130,7 +137,7 @@ class Trainer:
     def lower(self) -> jax.stages.Lowered:
         """The train step lowered from shapes alone, for people who look inside."""
         with self.layout.active():
-            return self._jit_step.lower(self.program.abstract_state(), self.abstract_batch())
+            return self._stepper.lower(self.abstract_batch())
 
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""
@@ -188,7 +195,7 @@ class Trainer:
                 with phases.phase("step" if self._is_compiled else "compile", step):
                     with phases.phase("data", step):
                         batch = next(stream)
-                    metrics = self._take_step(step, batch)
+                    metrics = self._stepper.checked_step(batch, step)
                     if not self._is_compiled:  # other processes may compile for longer
                         jax.block_until_ready(metrics)
                     self.steps_done = self._attempt.step = step
@@ -217,19 +224,7 @@ class Trainer:
         folder = None if self._folder is None else self._folder.local
         self._recorder = Recorder(folder, self.console, compute, done=done, last=last)
         with self._attempt.phases.phase("compile", self.steps_done):
-            self._train_step = self._recorder.compile(self.lower())
-
-    def _take_step(self, step: int, batch: Batch) -> Sums:
-        """One step of the loop; where it is due, checked for silent corruption."""
-        corruption = self.config.corruption
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            if _every(corruption.replay_every, step):
-                self.state, metrics = replayed(self._train_step, self.state, batch, step)
-            else:
-                self.state, metrics = self._train_step(self.state, batch)
-        if _every(corruption.compare_replicas_every, step):
-            compare_replicas(self.state, step)
-        return metrics
+            self._stepper.train_step = self._recorder.compile(self.lower())
 
     def _account(self, log: MetricsLog) -> dict[str, Any]:
         """Records where the time went so far."""

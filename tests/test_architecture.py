@@ -50,7 +50,7 @@ LAYERS = [
     ["settings"],
     ["preflight", "report", "generate", "doctor", "resume", "program", "bindings"],
     ["profiling"],
-    ["saved", "feed", "run_log", "display"],
+    ["saved", "feed", "run_log", "display", "stepper"],
     ["train", "attempts"],
     ["planning"],
     ["verify"],

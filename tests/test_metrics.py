@@ -31,6 +31,9 @@ class DeviceScalar:
         self.reads.append(self.name)
         return np.asarray(self.value, dtype)
 
+    def item(self):
+        return np.asarray(self).item()
+
     def block_until_ready(self):
         self.reads.append(self.name)
         return self

@@ -81,14 +81,14 @@ def test_stopped_and_continued_equals_never_stopped_bit_for_bit(stop, whole, tin
 
 def stop_at(trainer: Trainer, step: int) -> None:
     """Sends this process SIGTERM while `step` is being dispatched."""
-    train_step = trainer._train_step
+    train_step = trainer._stepper.train_step
 
-    def signalling(state, batch):
+    def signalling(arrays, batch):
         if trainer.steps_done + 1 == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(state, batch)
+        return train_step(arrays, batch)
 
-    trainer._train_step = signalling
+    trainer._stepper.train_step = signalling
 
 
 def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config, tmp_path):
@@ -138,7 +138,7 @@ def test_the_whole_run_compiles_once_and_never_moves_data_implicitly(tiny_config
     of_step = [message for message in compiled if "train_step" in message]
     of_evaluation = [message for message in compiled if "eval_step" in message]
     assert (len(of_step), len(of_evaluation)) == (1, 1)
-    assert trainer._train_step._cache_size() == 1
+    assert trainer._stepper.train_step._cache_size() == 1
 
 
 def test_evaluation_counts_every_heldout_target_once(tiny_config):

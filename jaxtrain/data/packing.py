@@ -45,52 +45,69 @@ class PackedText:
         """The rows `indices`, one under the other: tokens [len(indices), T]."""
         length, rows = self.sequence_length, len(indices)
         starts = np.asarray(indices, np.int64) * length
+        whole = (len(self.tokens) - 1) // length
         reals = np.minimum(length, len(self.tokens) - 1 - starts)
-        whole = len(self.tokens) // length
+        short: list[int] = []
+        inputs = np.empty((rows, length), np.int32)
         if indices.max() < whole:  # one gather of rows
-            inputs = self.tokens[: whole * length].reshape(whole, length)[indices].astype(np.int32)
+            inputs[...] = self.tokens[: whole * length].reshape(whole, length)[indices]
         else:
-            inputs = np.zeros((rows, length), np.int32)
-            for row, start in enumerate(starts.tolist()):
-                there = self.tokens[start : start + length]
-                inputs[row, : len(there)] = there
-        targets = np.empty((rows, length), np.int32)
+            short = np.flatnonzero(reals < length).tolist()
+            for row, (start, real) in enumerate(zip(starts.tolist(), reals.tolist(), strict=True)):
+                inputs[row, :real] = self.tokens[start : start + real]
+        targets = np.empty_like(inputs)
         targets[:, :-1] = inputs[:, 1:]
         targets[:, -1] = self.tokens[starts + reals]
-        loss_mask = np.ones((rows, length), np.float32)
-        short = np.flatnonzero(reals < length).tolist()
-        for row in short:
-            inputs[row, reals[row] :] = 0  # the last row's final target is no input
-            targets[row, reals[row] :] = 0
-            loss_mask[row, reals[row] :] = 0.0
-        if not self.separate:
-            positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-            return Batch(inputs, targets, loss_mask, None, positions)
-
-        # Only the documents that these rows touch, however many the corpus has: row r holds parts
-        # of `firsts[r]` to `lasts[r] - 1`, and behind them, as one more part, its padding.
-        firsts = np.searchsorted(self.offsets, starts, side="right") - 1
-        lasts = np.searchsorted(self.offsets, starts + reals, side="left")
-        counts = lasts - firsts + 1
-        row = np.repeat(np.arange(rows), counts)
-        number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        offsets = self.offsets[firsts[row] + number] - starts[row]
-        is_padding = number == counts[row] - 1
-        begins = np.where(is_padding, reals[row], np.clip(offsets, 0, None))
-        # A part ends where the next one begins; the last part of a row, its padding, at the end.
-        ends = np.where(is_padding, length, np.append(begins[1:], 0))
-        sizes = ends - begins
-        of_part = np.where(is_padding, 0, number + 1).astype(np.int32)
-        segment_ids = np.repeat(of_part, sizes).reshape(rows, length)
-        positions = np.arange(rows * length, dtype=np.int32)
-        positions -= np.repeat((row * length + begins).astype(np.int32), sizes)
-        positions = positions.reshape(rows, length)
-        for r in short:
-            positions[r, reals[r] :] = 0
-        # The token before a document's first has that foreign token as its target.
-        foreign = (number > 0) & (offsets <= reals[row])
-        loss_mask[row[foreign], offsets[foreign] - 1] = 0.0
+        loss_mask = np.empty((rows, length), np.float32)
+        loss_mask.fill(1.0)
+        positions, segment_ids = np.arange(length, dtype=np.int32), None
+        if self.separate:
+            segment_ids, positions, foreign = self._parts(starts, reals)
+            loss_mask.reshape(-1)[foreign] = 0.0
+        else:
+            positions = np.tile(positions, (rows, 1))
+        for row in short:  # the last row's final target is no input: padding begins there
+            real = reals[row]
+            targets[row, real - 1] = targets[row, -1]
+            for leaf in (inputs, targets, loss_mask):
+                leaf[row, real:] = 0
+            if segment_ids is not None:
+                segment_ids[row, real:] = positions[row, real:] = 0
         return Batch(inputs, targets, loss_mask, segment_ids, positions)
+
+    def _parts(
+        self, starts: np.ndarray, reals: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Segment ids and positions of rows, and where a target belongs to another document.
+
+        Only the documents that these rows touch are looked at, however many the corpus has.
+
+        Args:
+          starts: each row's first token in the stream, [rows].
+          reals: how many of its targets are no padding, [rows].
+
+        Returns:
+          Segment ids and positions, int32 [rows, T], the last document of a row running on into its
+          padding; and the places in the flattened rows before the first token of a document.
+        """
+        length, rows = self.sequence_length, len(starts)
+        # A row is the rest of the document it begins in and those that begin in it: `nexts[r]` to
+        # `ends[r] - 1`, the last of them perhaps with no more than the row's last target.
+        nexts = np.searchsorted(self.offsets, starts, side="right")
+        ends = np.searchsorted(self.offsets, starts + reals, side="right")
+        counts = ends - nexts + 1
+        row = np.repeat(np.arange(rows), counts)
+        number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        begins = self.offsets[nexts[row] + number - 1] - starts[row]
+        np.maximum(begins, 0, out=begins)
+        places = begins + row * length
+        sizes = np.empty_like(places)
+        np.subtract(places[1:], places[:-1], out=sizes[:-1])
+        sizes[-1] = rows * length - places[-1]
+        segment_ids = np.repeat((number + 1).astype(np.int32), sizes).reshape(rows, length)
+        positions = np.repeat(begins.astype(np.int32), sizes).reshape(rows, length)
+        np.subtract(np.arange(length, dtype=np.int32), positions, out=positions)
+        return segment_ids, positions, places[number > 0] - 1
 
 
 def pack(

@@ -195,7 +195,7 @@ class TextData:
 
 @dataclasses.dataclass(frozen=True)
 class RandomTokens:
-    """Rows of uniformly random tokens, each one document; implements Examples."""
+    """Rows of uniformly random tokens, each one document; implements WholeBatches."""
 
     rows: int
     sequence_length: int
@@ -208,13 +208,19 @@ class RandomTokens:
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Row `index`, the same for any `rng`."""
-        length = self.sequence_length
-        draw = np.random.default_rng((*self.seed, index))
-        window = draw.integers(self.vocab_size, size=length + 1, dtype=np.int32)
-        ones = np.ones(length, np.int32)
-        mask = np.ones(length, np.float32)
-        segment_ids = ones if self.separate else None
-        return Batch(window[:-1], window[1:], mask, segment_ids, np.arange(length, dtype=np.int32))
+        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The rows `indices`, each drawn from a generator of its own."""
+        shape = len(indices), self.sequence_length
+        windows = np.empty((shape[0], shape[1] + 1), np.int32)
+        for row, index in enumerate(indices.tolist()):
+            draw = np.random.default_rng((*self.seed, index))
+            windows[row] = draw.integers(self.vocab_size, size=shape[1] + 1, dtype=np.int32)
+        segment_ids = np.ones(shape, np.int32) if self.separate else None
+        positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        return Batch(inputs, targets, np.ones(shape, np.float32), segment_ids, positions)
 
 
 def _open_synthetic(config: TextData, seed: int) -> Dataset:
