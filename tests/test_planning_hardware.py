@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtrain.float8 import refuse_float8
+from jaxtrain.models.gpt import GPT
 from jaxtrain.planning.hardware import CHIPS, GPU_MEMORY_FRACTION, chip_of
 from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
 
@@ -45,6 +47,16 @@ def test_peak_flops_are_those_of_the_matrix_units(name):
 @pytest.mark.parametrize("name", ["a100", "a100-40", "h100", "h200", "b200"])
 def test_tf32_runs_at_half_the_rate(name):
     assert CHIPS[name].float32_flops == CHIPS[name].bf16_flops / 2
+
+
+@pytest.mark.parametrize("name", MATRIX_UNITS)
+def test_float8_runs_twice_as_fast_where_training_in_it_is_not_refused(name):
+    chip = CHIPS[name]
+    platform, kind = chip.kind, chip.device_kinds[0]
+    if list(refuse_float8("float8", platform, kind, GPT())):
+        assert chip.float8_flops is None
+    else:
+        assert chip.float8_flops == pytest.approx(2 * chip.bf16_flops, rel=1e-3)
 
 
 @pytest.mark.parametrize(

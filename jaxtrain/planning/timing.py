@@ -97,10 +97,12 @@ class RowFlops:
     Attributes:
       executed: with recomputation; attention scores in full.
       scores: the attention scores among them, in full.
+      float8: those with operands in float8, none of them scores.
     """
 
     executed: int
     scores: int
+    float8: int
 
 
 def row_flops(config: Config) -> RowFlops:
@@ -128,7 +130,7 @@ def _row_flops(config: Config) -> RowFlops:
         batch = with_shardings(batch, program.batch_shardings(batch))
         traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
     counted = count_flops(traced, lambda scope: "BKGTS" in scope)
-    return RowFlops(counted.matmul, counted.chosen)
+    return RowFlops(counted.matmul, counted.chosen, counted.float8)
 
 
 def executed_flops(config: Config, layout: Layout) -> float:
@@ -153,6 +155,16 @@ def peak_flops(config: Config, target: Target) -> float | None:
     return target.chip.bf16_flops if fast else target.chip.float32_flops
 
 
+def _product_seconds(config: Config, target: Target, flops: float, peak: float) -> float:
+    """Of products, some of which may be in float8, at EFFICIENCY of what the device can do."""
+    row = row_flops(config)
+    # Work done again is that of whole stages, float8's part of it as in the first pass.
+    scores = row.scores / 2 if config.attention.kernel in _SKIPPING else 0
+    float8 = flops * row.float8 / (row.executed - scores)
+    fast = target.chip.float8_flops or peak  # float8 is refused where a device has no units for it
+    return ((flops - float8) / peak + float8 / fast) / EFFICIENCY
+
+
 def least_seconds(config: Config, devices: int, target: Target) -> float:
     """What a step cannot be predicted below: its products and its bubble; 0 without a peak."""
     peak, ranks = peak_flops(config, target), config.mesh.pipe
@@ -160,7 +172,8 @@ def least_seconds(config: Config, devices: int, target: Target) -> float:
         return 0.0
     config = resolved(config, target.chip.kind)
     flops = _executed(config, row_flops(config), pipelined=ranks > 1) / devices
-    return flops / (peak * EFFICIENCY) / (1 - bubble_fraction(config, ranks))
+    seconds = _product_seconds(config, target, flops, peak)
+    return seconds / (1 - bubble_fraction(config, ranks))
 
 
 def bubble_fraction(config: Config, ranks: int) -> float:
@@ -247,7 +260,8 @@ def step_time(
     if peak is None or chip.hbm_bandwidth is None:
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
         return StepTime(None, None, None, None, flops, model, None, {}, words)
-    compute = flops / (peak * EFFICIENCY) + 2 * update_bytes / chip.hbm_bandwidth
+    products = _product_seconds(config, target, flops, peak)
+    compute = products + 2 * update_bytes / chip.hbm_bandwidth
     by_axis: dict[str, float] = {}
     hideable = exposed = 0.0
     sizes, slow = dict(layout.mesh.shape), slow_axes(config, layout, target)
@@ -281,8 +295,11 @@ def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]
     network = f"{(chip.dcn_bandwidth or 0) / 1e9:.1f} GB/s a device between hosts or slices"
     causal = "halved (the kernel skips what is masked)"
     scores = causal if config.attention.kernel in _SKIPPING else "in full (the kernel masks them)"
+    peaks = f"{peak / 1e12:.0f} TFLOP/s ({config.precision.compute})"
+    if config.precision.matmul == "float8" and chip.float8_flops is not None:
+        peaks += f" and {chip.float8_flops / 1e12:.0f} TFLOP/s (float8, weights inside layers)"
     return (
-        f"{EFFICIENCY:.0%} of {peak / 1e12:.0f} TFLOP/s ({config.precision.compute}) in products "
+        f"{EFFICIENCY:.0%} of {peaks} in products "
         f"and what is fused into them; attention scores {scores}",
         f"{rate}, {chip.links} torus direction(s) shared evenly by the mesh axes; {network}",
         "weights and gradients over data and fsdp, and permutes, hide behind computation as far as "
