@@ -10,6 +10,7 @@ from jaxtrain.attention import Attention
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES
+from jaxtrain.models import attends
 from jaxtrain.pipeline.stages import is_layer
 from jaxtrain.precision import is_matrix
 from jaxtrain.remat import Remat
@@ -62,9 +63,10 @@ def claims(bench: Bench) -> Iterator[Claim]:
     if own.exchange.method != "synchronous":
         yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
                     lambda: going_on.exchanged(bench))  # fmt: skip
-    if text:
+    if attends(own.train.model):
         yield Claim("kernel", f"attention {attend.written(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip
+    if text:
         yield Claim("execution", "recomputation, layer loop, loss chunks and kernel = none of them",
                     lambda: execution(bench))  # fmt: skip
 
