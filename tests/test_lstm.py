@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from jaxtrain.planning.compiled import lower
 from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.memory import argument_bytes
 from jaxtrain.planning.profile import layer_profile
+from jaxtrain.planning.sizes import lstm_parameters
+from jaxtrain.step import parameter_shapes
 from jaxtrain.transformer import hidden
 
 V, D, L, T = 64, 32, 2, 16
@@ -218,6 +221,15 @@ def test_sixteen_bits_stay_near_float32() -> None:
 # -- what is planned ------------------------------------------------------------------------------
 
 
+def test_it_has_the_parameters_of_the_closed_form() -> None:
+    """The medium model of arXiv 1409.2329 has "20m" in table 3 of arXiv 1508.06615."""
+    for model in (LSTM(), SIZES):
+        closed_form = lstm_parameters(V=model.vocab_size, L=model.num_layers, D=model.embed_dim)
+        shapes = jax.tree.leaves(parameter_shapes(model.build))
+        assert closed_form == sum(math.prod(leaf.shape) for leaf in shapes)
+    assert lstm_parameters(V=10000, L=2, D=650) == pytest.approx(20e6, rel=0.02)
+
+
 def test_a_step_has_the_products_of_the_closed_form_exactly() -> None:
     program = make_program(SIZES, make_layout(data=1))
     with program.layout.active():
@@ -243,10 +255,9 @@ def test_arguments_are_those_of_the_compiled_step_to_the_byte() -> None:
 def test_a_layer_keeps_its_input_four_gates_its_cell_and_its_output() -> None:
     layout = preflight.abstract_layout(config(), 8)
     found = layer_profile(config(), layout, "cpu")
-    kinds = dict(found.kept)
     assert found.stream == 4 * T * D
-    # And of each place whether it goes on: 1 byte.
-    assert found.kept_bytes == 4 * T * 7 * D + T, kinds
+    # And whether each place goes on, 1 byte, and the output before the first.
+    assert found.kept_bytes == 4 * T * 7 * D + T + 4 * D
 
 
 @pytest.mark.parametrize(

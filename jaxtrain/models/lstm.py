@@ -192,11 +192,11 @@ def _forward(
         return (new_h_BD, new_c_BD), (new_h_BD.astype(dtype), tuple(kept))
 
     after, (h_TBD, kept) = jax.lax.scan(step, state, (x_TBG, goes_on_TB1))
-    return (h_TBD, after), (weight_DG, goes_on_TB1, state, h_TBD, kept)
+    return (h_TBD, after), (weight_DG, goes_on_TB1, state[0], h_TBD, kept)
 
 
 def _backward(kept: Any, gradients: tuple[jax.Array, State]) -> tuple[Any, ...]:
-    weight_DG, goes_on_TB1, state, h_TBD, activations = kept
+    weight_DG, goes_on_TB1, first_h_BD, h_TBD, activations = kept
     d_h_TBD, d_after = gradients
     dtype = weight_DG.dtype
 
@@ -219,7 +219,7 @@ def _backward(kept: Any, gradients: tuple[jax.Array, State]) -> tuple[Any, ...]:
     d_state, d_x_TBG = jax.lax.scan(
         step, d_after, (d_h_TBD, activations, goes_on_TB1), reverse=True
     )
-    before_TBD = jnp.concatenate([state[0][None].astype(dtype), h_TBD[:-1]])
+    before_TBD = jnp.concatenate([first_h_BD[None].astype(dtype), h_TBD[:-1]])
     if goes_on_TB1 is not None:
         before_TBD = jnp.where(goes_on_TB1, before_TBD, 0)
     sharding = jax.typeof(weight_DG).sharding
