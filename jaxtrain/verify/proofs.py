@@ -117,7 +117,7 @@ def execution(bench: Bench) -> Finding:
     plain = dataclasses.replace(
         small,
         train=dataclasses.replace(small.train, accumulation=1),
-        attention=Attention(kernel="reference"),
+        attention=Attention(kernel="reference") if attends(small.train.model) else Attention(),
         remat=Remat(policy="none"),
         scan=Scan(layers_per_iteration=0),
         loss=dataclasses.replace(small.loss, chunk_size=Loss().chunk_size),
