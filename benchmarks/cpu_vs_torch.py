@@ -3,7 +3,8 @@
     python -m benchmarks.cpu_vs_torch [--rows gpt_char ...] [--rounds 15] [--also VARIANT]
 
 Both sides use 2 threads and float32. Ours is `Trainer.step` with a shipped config and the bindings
-below; PyTorch's is nanoGPT's loop (eager and torch.compile), or a channels-last ResNet.
+below; PyTorch's is nanoGPT's loop (eager and torch.compile) or its with `torch.nn.LSTM`, or a
+channels-last ResNet.
 """
 
 import argparse
@@ -42,7 +43,7 @@ class Row:
       bindings: gin bindings over it.
       batch: rows of a batch.
       length: tokens a row; None for images.
-      heads: attention heads.
+      heads: attention heads; 0 for an LSTM.
       learning_rate: of both sides.
       clip_norm: of both sides.
       tolerance: how far the losses of 10 steps may be apart, relatively.
@@ -74,22 +75,37 @@ class Row:
         return [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
 
 
+def _text(length: int, batch: int) -> tuple[str, ...]:
+    return (
+        "TextData.source = 'synthetic'", "TextData.synthetic_vocab_size = 65",
+        f"TextData.sequence_length = {length}", "TextData.separate_documents = False",
+        f"Train.global_batch_size = {batch}", "Optimizer.learning_rate = 1e-3",
+    )  # fmt: skip
+
+
 def _gpt(says: str, layers: int, dim: int, heads: int, length: int, batch: int) -> Row:
     bindings = (
         *COMMON,
         f"GPT.num_layers = {layers}", f"GPT.embed_dim = {dim}", f"GPT.num_heads = {heads}",
-        f"GPT.context_length = {length}", "GPT.vocab_size = 65", "TextData.source = 'synthetic'",
-        "TextData.synthetic_vocab_size = 65", f"TextData.sequence_length = {length}",
-        "TextData.separate_documents = False", f"Train.global_batch_size = {batch}",
-        "Optimizer.learning_rate = 1e-3",
+        f"GPT.context_length = {length}", "GPT.vocab_size = 65", *_text(length, batch),
     )  # fmt: skip
     return Row(says, "tokens", "gpt_quickstart", bindings, batch, length, heads)
+
+
+def _lstm(says: str, layers: int, dim: int, length: int, batch: int) -> Row:
+    bindings = (
+        *COMMON[:-2], "Mesh.data = 1",
+        f"LSTM.num_layers = {layers}", f"LSTM.embed_dim = {dim}", "LSTM.vocab_size = 65",
+        *_text(length, batch),
+    )  # fmt: skip
+    return Row(says, "tokens", "lstm_quickstart", bindings, batch, length)
 
 
 ROWS = {
     "gpt_char": _gpt("nanoGPT char: 4 layers x 128, T 64, batch 12", 4, 128, 4, 64, 12),
     "gpt_256": _gpt("GPT 4 layers x 256, T 256, batch 8", 4, 256, 8, 256, 8),
     "gpt_384": _gpt("GPT 6 layers x 384, T 256, batch 4", 6, 384, 6, 256, 4),
+    "lstm": _lstm("LSTM 2 layers x 256, T 64, batch 32", 2, 256, 64, 32),
     "resnet20": Row(
         "ResNet-20, 32 x 32, batch 64",
         "images",
@@ -141,7 +157,7 @@ def parameter_name(keys: tuple[Any, ...]) -> str:
 
 
 def theirs(row: Row, weights_path: str, *, compiled: bool) -> Runner:
-    """nanoGPT's step, or a channels-last ResNet's, on batches in memory."""
+    """nanoGPT's step, an LSTM's or a channels-last ResNet's, on batches in memory."""
     import torch  # noqa: PLC0415 - the other side must not have it
 
     from benchmarks import torch_models  # noqa: PLC0415
@@ -158,7 +174,7 @@ def theirs(row: Row, weights_path: str, *, compiled: bool) -> Runner:
         batches = [(x.permute(0, 3, 1, 2), y) for x, y in batches]
         optimizer = torch_models.sgd(model, row.learning_rate)
     else:
-        model = torch_models.GPT(weights, row.heads)
+        model = torch_models.GPT(weights, row.heads) if row.heads else torch_models.LSTM(weights)
         optimizer = torch_models.adamw(model, row.learning_rate)
     run = torch.compile(model) if compiled else model
 

@@ -1,4 +1,4 @@
-"""The same GPT and ResNet in plain PyTorch, as nanoGPT and torchvision write them.
+"""The same GPT, LSTM and ResNet in plain PyTorch, as nanoGPT and torchvision write them.
 
 They take our weights, so that both sides compute the same numbers. `weights` maps a parameter's
 path in our model, its names joined by dots, to its array.
@@ -82,6 +82,31 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class LSTM(nn.Module):
+    """An LSTM language model on `torch.nn.LSTM`; `forward` is the mean loss of next tokens."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        layers, dim, _ = weights["layers.recurrent"].shape
+        self.tokens = nn.Embedding(*weights["token_embedding"].shape)
+        self.cells = nn.LSTM(dim, dim, layers, batch_first=True)
+        self.output = nn.Linear(dim, len(weights["output"]), bias=False)
+        fill(self.tokens.weight, weights["token_embedding"])
+        fill(self.output.weight, weights["output"])
+        for i in range(layers):
+            fill(getattr(self.cells, f"weight_ih_l{i}"), weights["layers.input"][i].T)
+            fill(getattr(self.cells, f"weight_hh_l{i}"), weights["layers.recurrent"][i].T)
+            fill(getattr(self.cells, f"bias_ih_l{i}"), weights["layers.gates_bias"][i])
+            # Ours is one bias, so the other is zero and stays so.
+            unused = getattr(self.cells, f"bias_hh_l{i}")
+            fill(unused, 0 * weights["layers.gates_bias"][i])
+            unused.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.output(self.cells(self.tokens(tokens))[0])
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Normed(nn.Module):
     """A convolution and its batch norm."""
 
@@ -134,9 +159,10 @@ class ResNet(nn.Module):
 
 def adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """AdamW, fused, that decays matrices only."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, learning_rate, (0.9, 0.95), 1e-8, fused=True)
 

@@ -70,6 +70,11 @@ def refuse_float8(matmul: str, platform: str, device_kind: str | None, model: An
             f"Precision.matmul='float8' for {type(model).__name__}: experts' grouped products have "
             "no float8 form; use Precision.matmul='compute'"
         )
+    if hasattr(model, "empty_state"):
+        yield (
+            f"Precision.matmul='float8' for {type(model).__name__}: the product at each place of a "
+            "recurrent layer has no float8 form; use Precision.matmul='compute'"
+        )
     if platform == "cpu" or device_kind is None:
         return
     if not _HAVE_UNITS & set(device_kind.replace("-", " ").split()):

@@ -1,4 +1,4 @@
-"""Sampling from a language model with a key-value cache: one compiled prefill, one compiled loop.
+"""Sampling from a language model with a cache: one compiled prefill, one compiled loop.
 
 Letters: B batch (1), T length, V vocab, L layers, S longest sequence, K kv heads, H head_dim.
 """
@@ -182,12 +182,15 @@ def _run(
 
 
 def empty_cache(sizes: Any, batch: int, S: int, dtype: jnp.dtype) -> Cache:
-    """A cache with room for S tokens a row."""
+    """A cache with room for S tokens a row; the state of a recurrent model has room for any S."""
+    length = jnp.zeros((), jnp.int32)
+    if hasattr(sizes, "empty_state"):
+        return Cache(sizes.empty_state(batch), length)
     heads = sizes.num_kv_heads * copies_of_kv_heads(sizes.num_kv_heads)
     shape = (sizes.num_layers, batch, S, heads, sizes.head_dim)
     axes = ("layers", "inner_batch", "length", "kv_heads", "head_dim")
     zeros = shard(jnp.zeros(shape, dtype), axes)
-    return Cache(zeros, zeros, jnp.zeros((), jnp.int32))
+    return Cache((zeros, zeros), length)
 
 
 def next_logits(

@@ -192,10 +192,11 @@ def _over_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     gradient of the weight: forward and backward of an mlp then take twice the time.
     """
     inputs, result = equation.split("->")
-    if not inputs.startswith("BT") or "BT" not in result:
+    rows = inputs[:2]
+    if rows not in ("BT", "TB") or rows not in result:
         return weight_product(equation, x, weight)
-    flat = weight_product(equation.replace("BT", "R"), x.reshape(-1, *x.shape[2:]), weight)
-    place = result.index("B")
+    flat = weight_product(equation.replace(rows, "R"), x.reshape(-1, *x.shape[2:]), weight)
+    place = result.index(rows)
     return flat.reshape(*flat.shape[:place], *x.shape[:2], *flat.shape[place + 1 :])
 
 
@@ -358,15 +359,15 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of the tokens so far, for generation.
+    """What the layers remember of the tokens so far, for generation.
 
     Attributes:
-      keys_LBSKH, values_LBSKH: one row a layer; S is the longest sequence that fits.
-      length: int32 scalar, how many of the S places are filled.
+      layers: arrays with a leading layers dimension. Of attention keys and values, both
+        [L, B, S, K, H], S the longest sequence that fits; of a recurrent layer its state.
+      length: int32 scalar, how many tokens there were.
     """
 
-    keys_LBSKH: jax.Array
-    values_LBSKH: jax.Array
+    layers: tuple[jax.Array, jax.Array]
     length: jax.Array
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtrain.attention import Attention
 from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.exchange.settings import refuse as refuse_exchange
@@ -16,16 +15,13 @@ from jaxtrain.experts import refuse_capacity
 from jaxtrain.float8 import refuse_float8
 from jaxtrain.guard import refuse as refuse_guard
 from jaxtrain.kernels import refuse as refuse_kernel
-from jaxtrain.layers import Scan
-from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES, abstract_mesh, make_mesh
+from jaxtrain.models import attends
 from jaxtrain.moments import refuse_moments
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.pipeline.schedules import cut_layers
 from jaxtrain.pipeline.schedules import make_schedule as make_pipeline
-from jaxtrain.precision import Precision
 from jaxtrain.program import kernel_request
-from jaxtrain.remat import Remat
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout, is_variable, logical_axes, parts_of
 from jaxtrain.tables import RULES, MeshAxes, refuse_tensor_layout
@@ -126,12 +122,15 @@ def _mesh(config: Config, device_count: int) -> Iterator[str]:
 
 
 def _usable_axes(config: Config) -> list[str]:
-    """The mesh axes that the table gives to the batch or to a parameter of this model."""
-    logical = _logical_axes(config.train.model)
+    """The mesh axes that the table gives to the batch or to a parameter of this model.
+
+    A vocabulary alone is no reason to split: every device would compute all layers.
+    """
+    logical = _logical_axes(config.train.model) - {"vocab"}
     names = {name for axis in logical for name in parts_of(RULES[axis].parameter)}
     # The batch is split over expert too, but only for the sake of experts.
     names |= set(parts_of(RULES["batch"].activation)) - {"expert"}
-    if config.train.model.objective == "next_token":
+    if attends(config.train.model):
         names.add("context")
     return [axis for axis in MESH_AXES if axis in names]
 
@@ -349,6 +348,8 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
             f"Scan.layers_per_iteration={block} does not divide {name}.num_layers="
             f"{model.num_layers}; the nearest is {nearest} (0 unrolls all)"
         )
+    if not attends(model):
+        yield from _without_effect(config, "Attention.kernel", "Attention.context_parallel")
     request, kernel = kernel_request(config, platform), config.attention.kernel
     # What 'auto' chooses can do what is asked.
     if kernel != "auto" and request is not None:
@@ -358,19 +359,10 @@ def _text(config: Config, model: Any, data: Any, batch: Any, platform: str) -> I
 def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:
     name, channels = type(model).__name__, batch.inputs.shape[-1]
     # Settings of a loop over equal layers, of attention and of a sequence: nothing here reads them.
-    unread = {
-        "Remat.policy": Remat(),
-        "Scan.layers_per_iteration": Scan(),
-        "Attention.kernel": Attention(),
-        "Attention.context_parallel": Attention(),
-        "Loss.chunk_size": Loss(),
-        "Precision.matmul": Precision(),
-    }
-    for setting, defaults in unread.items():
-        section, field = setting.split(".")
-        value, default = getattr(getattr(config, section.lower()), field), getattr(defaults, field)
-        if value != default:
-            yield f"{setting}={value!r} does nothing for {name}; leave it at {default!r}"
+    yield from _without_effect(
+        config, "Remat.policy", "Scan.layers_per_iteration", "Attention.kernel",
+        "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
+    )  # fmt: skip
     if channels != model.channels:
         yield (
             f"{name}.channels={model.channels}, but the images of {type(data).__name__} have "
@@ -381,6 +373,17 @@ def _images(config: Config, model: Any, data: Any, batch: Any) -> Iterator[str]:
             f"{name}.num_classes={model.num_classes} is smaller than the data's "
             f"{data.num_classes} classes; set {name}.num_classes={data.num_classes}"
         )
+
+
+def _without_effect(config: Config, *unread: str) -> Iterator[str]:
+    """Settings that the model does not read and that are not at their defaults."""
+    for setting in unread:
+        section, field = setting.split(".")
+        settings = getattr(config, section.lower())
+        value, default = getattr(settings, field), getattr(type(settings)(), field)
+        if value != default:
+            name = type(config.train.model).__name__
+            yield f"{setting}={value!r} does nothing for {name}; leave it at {default!r}"
 
 
 def _schedule(config: Config) -> Iterator[str]:

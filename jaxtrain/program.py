@@ -6,6 +6,7 @@ from typing import Any
 from jaxtrain.exchange import ExchangeProgram, with_exchange
 from jaxtrain.kernels import Choice, Request, choose, platform_of
 from jaxtrain.layers import Execution
+from jaxtrain.models import attends
 from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.settings import Config
 from jaxtrain.sharding import Layout
@@ -31,7 +32,7 @@ def kernel_request(config: Config, platform: str) -> Request | None:
     """What a configuration's model asks of a kernel; None where there is no attention over text."""
     model: Any = config.train.model
     batch = config.train.data.abstract_batch(1)
-    if batch.inputs.ndim != 2 or model.objective != "next_token":
+    if batch.inputs.ndim != 2 or not attends(model):
         return None
     length = batch.inputs.shape[1]
     return Request(

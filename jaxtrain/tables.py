@@ -45,6 +45,7 @@ RULES: dict[str, Rule] = {
     # latency than its few kilobytes save.
     "vector": _WHOLE,
     "mlp": _TENSOR,
+    "gates": _WHOLE,  # every gate of a recurrent layer reads the whole state at every place
     "heads": _TENSOR,
     "kv_heads": _TENSOR,  # but see Layout.whole
     "head_dim": _WHOLE,

@@ -68,9 +68,8 @@ def hidden(
         )
         return x_BTD, (layer_cache, auxiliary)
 
-    layer_caches = None if cache is None else (cache.keys_LBSKH, cache.values_LBSKH)
+    layer_caches = None if cache is None else cache.layers
     x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, layer_caches)
     if cache is not None:
-        keys_LBSKH, values_LBSKH = caches
-        cache = Cache(keys_LBSKH, values_LBSKH, cache.length + tokens_BT.shape[1])
+        cache = Cache(caches, cache.length + tokens_BT.shape[1])
     return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)

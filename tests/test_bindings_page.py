@@ -35,7 +35,8 @@ def test_choices_units_and_defaults_are_spelled_out():
     assert row.startswith("| `Precision.loss_scale` | `'dynamic'` or float or `None` | `None` | ")
     assert "| `Train.steps` | int |  | optimizer steps of the whole run. |" in PAGE
     assert "| `Checkpoint.keep_every` | int or `None` | `None` | steps that are multiples" in PAGE
-    assert "| `Train.model` | `@GPT()`, `@Llama()`, `@Mixtral()`, `@ResNet()` |  |" in PAGE
+    models = "`@GPT()`, `@Llama()`, `@LSTM()`, `@Mixtral()`, `@ResNet()`"
+    assert f"| `Train.model` | {models} |  |" in PAGE
 
 
 def test_a_field_without_a_meaning_is_refused():

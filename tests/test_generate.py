@@ -14,6 +14,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generate import Sampling, generate, sample
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.models.lstm import LSTM
 from jaxtrain.transformer import hidden
 
 SIZES = {
@@ -27,6 +28,7 @@ SIZES = {
         mlp_dim=24,
         context_length=24,
     ),
+    "lstm": LSTM(vocab_size=32, num_layers=2, embed_dim=16, context_length=24),
 }
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = Sampling(temperature=0.0)

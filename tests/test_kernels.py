@@ -181,6 +181,7 @@ def test_auto_takes_the_fastest_that_can_and_says_why(name: str) -> None:
         ("llama_8b", ["Mesh.context = 2", "Attention.context_parallel = 'ulysses'"], "tpu", "tpu"),
         ("llama_8b", ["Attention.kernel = 'reference'"], "tpu", "reference"),
         ("resnet_digits", [], "gpu", None),
+        ("lstm_quickstart", [], "tpu", None),
     ],
 )
 def test_a_configuration_is_resolved_for_the_platform_that_it_is_for(

@@ -186,7 +186,7 @@ def test_with_cache_equals_without(name: str) -> None:
     expected, _ = hidden(name, execution, params, tokens, places(2, T), Mask())
     # More room than tokens, and rubbish in it: what is not filled must not be seen.
     shape = (sizes.num_layers, 2, T + 3, sizes.num_kv_heads, sizes.head_dim)
-    cache = Cache(jnp.full(shape, 7.0), jnp.full(shape, 7.0), jnp.int32(0))
+    cache = Cache((jnp.full(shape, 7.0), jnp.full(shape, 7.0)), jnp.int32(0))
     found, start = [], 0
     for length in (prompt, *[1] * (T - prompt)):
         here = slice(start, start + length)

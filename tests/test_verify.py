@@ -85,6 +85,7 @@ def test_a_config_is_proved_and_the_table_says_how(prove):
     [
         ("llama_8b", []),
         ("mixtral_8x7b", []),
+        ("lstm_quickstart", []),
         ("gpt2_124m", ["Sharding.zero = 2", "Mesh.fsdp = 4"]),
         (
             "llama_8b",

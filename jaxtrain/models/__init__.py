@@ -1,6 +1,6 @@
 """One architecture a file: a frozen dataclass of sizes and a module that is only mathematics."""
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -21,3 +21,8 @@ class Model(Protocol):
     def build(self, key: jax.Array) -> nnx.Module:
         """The module with freshly drawn parameters."""
         ...
+
+
+def attends(model: Any) -> bool:
+    """Whether a model's settings are of one with attention: then it has heads."""
+    return hasattr(model, "num_heads")

@@ -27,7 +27,7 @@ from jaxtrain.sharding import Layout
 from jaxtrain.step import Program, parameter_shapes, with_shardings
 
 # Named scopes of a layer; what stands in none of them belongs to the residual stream.
-KINDS = ("attention", "mlp", "experts", "router")
+KINDS = ("attention", "mlp", "experts", "router", "lstm")
 STREAM = "residual stream"
 
 

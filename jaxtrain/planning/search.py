@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.context import NOT_IN_A_RING
 from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.mesh import MESH_AXES
+from jaxtrain.models import attends
 from jaxtrain.planning.pricing import Price, price
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.timing import least_seconds
@@ -249,6 +250,8 @@ def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
     most |= {axis: min(limit, devices) for axis, limit in MOST.items()}
     if not hasattr(model, "num_layers"):
         most |= {"pipe": 1, "context": 1, "tensor": 1}
+    if not attends(model):
+        most |= {"context": 1, "tensor": 1}
     if length < LONG:
         most["context"] = 1
     if not hasattr(model, "num_experts"):

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of the transformers in closed form, from their sizes alone.
+"""Parameters and FLOPs of the language models in closed form, from their sizes alone.
 
 Letters: L layers, D embed, T sequence length, V vocab, C context, N query heads, K kv heads, H
 head_dim, F mlp, E experts, k experts a token.
@@ -52,6 +52,12 @@ def mixtral_active_parameters(
     """Those of `mixtral_parameters` that one token goes through."""
     total = mixtral_parameters(V=V, L=L, D=D, N=N, K=K, F=F, E=E, tied=tied)
     return total - L * (E - k) * 3 * D * F
+
+
+def lstm_parameters(*, V: int, L: int, D: int) -> int:
+    """All of an LSTM language model's, as wide as its embedding: two matrices of D times 4 D and a
+    bias of 4 D a layer, the table and the output matrix (arXiv 1409.2329)."""
+    return L * (8 * D**2 + 4 * D) + 2 * V * D
 
 
 def attention_flops_per_token(*, L: int, D: int, T: int, causal: bool) -> int:

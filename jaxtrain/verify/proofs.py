@@ -10,6 +10,7 @@ from jaxtrain.attention import Attention
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES
+from jaxtrain.models import attends
 from jaxtrain.pipeline.stages import is_layer
 from jaxtrain.precision import is_matrix
 from jaxtrain.remat import Remat
@@ -62,9 +63,10 @@ def claims(bench: Bench) -> Iterator[Claim]:
     if own.exchange.method != "synchronous":
         yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
                     lambda: going_on.exchanged(bench))  # fmt: skip
-    if text:
+    if attends(own.train.model):
         yield Claim("kernel", f"attention {attend.written(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip
+    if text:
         yield Claim("execution", "recomputation, layer loop, loss chunks and kernel = none of them",
                     lambda: execution(bench))  # fmt: skip
 
@@ -115,7 +117,7 @@ def execution(bench: Bench) -> Finding:
     plain = dataclasses.replace(
         small,
         train=dataclasses.replace(small.train, accumulation=1),
-        attention=Attention(kernel="reference"),
+        attention=Attention(kernel="reference") if attends(small.train.model) else Attention(),
         remat=Remat(policy="none"),
         scan=Scan(layers_per_iteration=0),
         loss=dataclasses.replace(small.loss, chunk_size=Loss().chunk_size),

@@ -11,6 +11,7 @@ from jaxtrain.data.text import TextData
 from jaxtrain.exchange import Exchange
 from jaxtrain.loss import Loss
 from jaxtrain.mesh import MESH_AXES, Mesh
+from jaxtrain.models import attends
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.settings import Config, Train
 from jaxtrain.sharding import Sharding
@@ -173,8 +174,10 @@ def _text(
     stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
     block = min(own.scan.layers_per_iteration, 2)
     layers = _layers(model.num_layers, stages, block, sizes["pipe"], virtual_stages)
-    small = {"vocab_size": VOCABULARY, "num_layers": layers, **_heads(own, sizes, most)}
-    small["embed_dim"] = HEAD_DIM * small["num_heads"]
+    small = {"vocab_size": VOCABULARY, "num_layers": layers, "embed_dim": 2 * UNIT}
+    if attends(model):
+        small |= _heads(own, sizes, most)
+        small["embed_dim"] = HEAD_DIM * small["num_heads"]
     if "mlp_dim" in fields:
         ratio = model.mlp_dim / model.embed_dim
         small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
