@@ -17,10 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.order import FEWEST_TOGETHER
-from jaxtrain.data.packing import pack
 from jaxtrain.data.pipeline import (
-    ORDER_CHUNK,
     SHUFFLE_STREAM,
     Prefetcher,
     batches,
@@ -28,7 +25,6 @@ from jaxtrain.data.pipeline import (
     process_rows,
     to_device,
 )
-from jaxtrain.data.text import TextData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,34 +74,6 @@ def test_the_order_is_that_of_grain_s_shuffled_and_repeated_range(count):
     theirs = grain.MapDataset.range(count).shuffle(seed=seed).repeat()
     order = numbers(take(batches(Numbered(count), global_batch_size=8, seed=5), 300))
     assert order == [theirs[place] for place in range(len(order))]
-
-
-def in_grain_s_order(examples, seed, first, count):
-    """The places `first` to `first + count - 1` of the stream, row by row, in one batch."""
-    mixed = int(np.random.SeedSequence((seed, SHUFFLE_STREAM)).generate_state(1)[0])
-    order = grain.MapDataset.range(len(examples)).shuffle(seed=mixed).repeat()
-    rows = [examples.example(order[place], None) for place in range(first, first + count)]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-
-
-@pytest.mark.parametrize("of", ["text", "synthetic"])
-def test_a_batch_is_its_rows_one_under_the_other_in_grain_s_order(of):
-    if of == "text":
-        rng = np.random.default_rng(0)
-        texts = [rng.integers(1, 300, n).astype(np.uint16) for n in rng.integers(1, 40, 1000)]
-        examples = pack(texts, 4, np.dtype(np.uint16))
-        assert len(examples) >= FEWEST_TOGETHER
-    else:
-        examples = TextData(source="synthetic", sequence_length=16).open(seed=4).train
-    # Up to the end of what is ordered together, past it, and from within it.
-    for start, count in ((0, 3), (ORDER_CHUNK // 8 - 2, 4)):
-        found = take(batches(examples, global_batch_size=8, seed=9, start=start), count)
-        for number, batch in enumerate(found, start):
-            expected = in_grain_s_order(examples, 9, 8 * number, 8)
-            jax.tree.map(np.testing.assert_array_equal, batch, expected)
-            assert jax.tree.map(lambda x: x.dtype, batch) == jax.tree.map(
-                lambda x: x.dtype, expected
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -366,7 +366,7 @@ def test_a_step_equals_xlas_count_of_the_unrolled_program(model, remat):
 
 
 def test_counts_add_up():
-    one = Flops(4, 3, 2, 1, ("loop",), ("call",))
+    one = Flops(4, 3, 2, 1, 5, ("loop",), ("call",))
     assert one.times(3) + one == dataclasses.replace(
         one.times(4), unknown_loops=("loop",) * 2, opaque=("call",) * 2
     )
