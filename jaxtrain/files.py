@@ -56,11 +56,14 @@ def create(file: Place, content: bytes) -> None:
 
 
 def remove_tree(folder: Place) -> None:
-    """Deletes a folder and all in it."""
+    """Deletes a folder and all in it; others may be deleting what is theirs there."""
     if isinstance(folder, BucketPath):
         folder.remove_tree()
-    else:
-        shutil.rmtree(folder)
+        return
+    while folder.exists():
+        # TensorStore takes its lock files away, perhaps between the listing and the deletion.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def cache_folder(kind: str) -> Path:

@@ -353,6 +353,21 @@ def test_an_attempt_that_was_superseded_pushes_nothing(gcs):
     assert gcs.names("box") == []
 
 
+def test_an_attempt_that_the_bucket_is_slow_to_show_is_still_ours(gcs):
+    asked = []
+
+    def not_at_first(method, _bucket, name):
+        if method == "GET" and name.endswith("attempts/1.json"):
+            asked.append(name)
+            return 404 if len(asked) == 1 else None
+        return None
+
+    gcs.refuse = not_at_first
+    held = RunLock.acquire("gs://box/run")
+    assert (held.attempt, len(asked) > 1) == (1, True)
+    held.release()
+
+
 # -- supervisor ------------------------------------------------------------------------------------
 
 COMMAND = """

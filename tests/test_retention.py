@@ -1,11 +1,15 @@
 """Which checkpoints stay, and that nothing else in their folder is touched."""
 
+import os
+from pathlib import Path
+
 import hypothesis
 import pytest
 from hypothesis import strategies
 
 from jaxtrain.checkpoint import retention
 from jaxtrain.checkpoint.manifest import seal
+from jaxtrain.files import remove_tree
 
 
 @hypothesis.given(
@@ -66,3 +70,22 @@ def test_deleting_and_putting_aside_leave_the_others(root):
 def test_a_folder_that_is_not_there_is_empty(tmp_path):
     assert retention.sealed_steps(tmp_path / "none") == []
     assert retention.leftovers(tmp_path / "none") == []
+
+
+def test_what_others_delete_meanwhile_is_gone_too(tmp_path, monkeypatch):
+    folder = tmp_path / "1.orbax-checkpoint-tmp"
+    (folder / "d").mkdir(parents=True)
+    for name in ("manifest.ocdbt.__lock", "rest"):
+        (folder / "d" / name).write_text("x")
+    unlink, theirs = os.unlink, []
+
+    def after_them(name, *, dir_fd=None):
+        if Path(name).name.endswith("__lock") and not theirs:
+            theirs.append(name)
+            unlink(name, dir_fd=dir_fd)
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", after_them)
+    remove_tree(folder)
+    assert theirs
+    assert not folder.exists()

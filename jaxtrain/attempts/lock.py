@@ -88,11 +88,15 @@ class RunLock:
         claim = Claim.of_this_process(host or socket.gethostname(), beat_seconds)
         while True:
             newest = newest_attempt(workdir)
-            _outlive(workdir, newest, claim, say or _to_stderr)
+            holder = unended(workdir, newest)
+            if holder is not None and holder.token == claim.token:
+                break  # a storage that was slow to show what we took
+            _outlive(workdir, newest, holder, claim, say or _to_stderr)
             # Exactly the number after the one that was judged: who judged an older one loses.
             if take(workdir, newest + 1, claim):
+                newest += 1
                 break
-        lock = cls(workdir, newest + 1)
+        lock = cls(workdir, newest)
         lock.check()
         lock._holder = _Holder(lock, claim, on_superseded)
         return lock
@@ -153,9 +157,10 @@ def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
     )
 
 
-def _outlive(workdir: Place, attempt: int, mine: Claim, say: Callable[[str], None]) -> None:
+def _outlive(
+    workdir: Place, attempt: int, holder: Claim | None, mine: Claim, say: Callable[[str], None]
+) -> None:
     """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""
-    holder = unended(workdir, attempt)
     if holder is None:
         return
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
