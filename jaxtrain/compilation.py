@@ -1,4 +1,4 @@
-"""Keeps compiled programs on disk, so that the next start of a run compiles nothing."""
+"""How programs are compiled: XLA's options by platform, and keeping what was compiled on disk."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,28 @@ from typing import Any
 import jax
 
 from jaxtrain.files import cache_folder
+
+# XLA's options for training and evaluation, each with what was measured in benchmarks/RESULTS.md.
+_XLA_OPTIONS: dict[str, dict[str, str]] = {
+    # XLA's own default without YNNPACK's convolutions: with XLA's, a step of ResNet-20 takes three
+    # quarters of the time. Products and reductions stay YNNPACK's.
+    "cpu": {
+        "xla_cpu_experimental_ynn_fusion_type": (
+            "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+        )
+    },
+}
+
+
+def xla_options(platform: str) -> dict[str, str]:
+    """What `jax.jit` is given as `compiler_options`; nothing that XLA_FLAGS has an opinion on.
+
+    Args:
+      platform: of the devices: "cpu", "gpu" or "tpu".
+    """
+    chosen = os.environ.get("XLA_FLAGS", "")
+    options = _XLA_OPTIONS.get(platform, {})
+    return {name: value for name, value in options.items() if f"--{name}" not in chosen}
 
 
 def keep_compiled_programs() -> Path | None:

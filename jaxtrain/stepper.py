@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.compilation import xla_options
 from jaxtrain.corruption import Corruption, compare_replicas, replayed
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
@@ -46,7 +47,12 @@ class Stepper:
             after, metrics = program.train_step(self._tree(arrays), batch)
             return jax.tree.leaves(after), metrics
 
-        self._jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
+        self._jitted = jax.jit(
+            train_step,
+            donate_argnums=0,
+            out_shardings=out,
+            compiler_options=xla_options(jax.local_devices()[0].platform),
+        )
         self.train_step: Callable[..., Any] = self._jitted
 
     @property

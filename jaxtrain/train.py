@@ -11,6 +11,7 @@ from rich.table import Table
 from jaxtrain import display, preflight, report
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.buckets import Place, place
+from jaxtrain.compilation import xla_options
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
@@ -82,7 +83,8 @@ class Trainer:
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
-        self._eval_step = jax.jit(self.program.plain.eval_step)
+        options = xla_options(platform)
+        self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=options)
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)

@@ -1,11 +1,15 @@
-"""A run's second start compiles nothing, computes the same, and is refused nowhere."""
+"""A run's second start compiles nothing and computes the same; XLA's options by platform."""
 
 import json
 import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from jaxtrain.compilation import xla_options
 
 START = """
 import collections, json, sys
@@ -89,3 +93,24 @@ def test_jax_s_settings_win_and_no_folder_is_no_failure(settings, chosen, tmp_pa
     )
     assert done.stdout.strip() == str(chosen and chosen.format(tmp_path))
     assert not (tmp_path / "unused").exists()
+
+
+def test_on_cpus_convolutions_are_xla_s_own_unless_a_flag_says_otherwise(monkeypatch):
+    def convolved(kernel, images):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            images, kernel, (1, 1), "SAME", dimension_numbers=numbers
+        ).sum()
+
+    kernel, images = jnp.ones((3, 3, 32, 32)), jnp.ones((64, 16, 16, 32))
+
+    def by_ynnpack(**options):
+        step = jax.jit(jax.grad(convolved), **options)
+        return "__ynn_fusion" in step.lower(kernel, images).compile().as_text()
+
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert by_ynnpack()
+    assert not by_ynnpack(compiler_options=xla_options("cpu"))
+    assert xla_options("tpu") == xla_options("gpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
+    assert xla_options("cpu") == {}

@@ -145,7 +145,8 @@ def _jaxprs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
 
 
 def _is_float8(product: JaxprEqn) -> bool:
-    return all(str(operand.aval.dtype).startswith("float8") for operand in product.invars[:2])
+    operands: list[Any] = [operand.aval for operand in product.invars[:2]]
+    return all(str(operand.dtype).startswith("float8") for operand in operands)
 
 
 def _dearest(branches: list[Flops]) -> Flops:
