@@ -50,7 +50,8 @@ def run_to_its_end(runs, name, struck, limit_seconds):
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.chaos) for seed in range(1, 6))],
+    # Every change: a notice to process 1 alone, upon which both save the same step and go on later.
+    [(17, 1), *(pytest.param(seed, 8, marks=pytest.mark.chaos) for seed in range(1, 6))],
 )
 def test_random_faults_leave_no_trace_in_the_result(runs, unharmed, seed, count):
     name, struck = f"struck{seed}", faults(seed, count)

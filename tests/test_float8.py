@@ -195,6 +195,7 @@ def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device():
     assert abs(found - one) < abs(one - exact)
 
 
+@pytest.mark.slow
 def test_a_model_learns_in_float8_as_in_bfloat16():
     """The same batch 40 times, from three seeds: what those differ by is what a run's noise makes
     of the loss, and float8 may make no more of it."""

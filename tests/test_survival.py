@@ -31,6 +31,7 @@ SIGNALS = [
 ]
 
 
+@pytest.mark.chaos  # five starts of two processes; CI's one signal is in test_chaos.py
 def test_a_signal_to_one_process_saves_the_same_step_in_all(runs, unharmed):
     """While compiling, in a step, evaluating and saving; the same command goes on each time."""
     workdir, before = runs.folder / "signals", -1
