@@ -10,9 +10,9 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/jaxtrain train
 
-# The test suite.
+# The test suite. Its tests start Python some hundred times: compiled modules are kept between them.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The long proofs.
 test-slow: $(VENV)/installed-dev

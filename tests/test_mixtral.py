@@ -233,6 +233,7 @@ def exchanges(text: str) -> dict[str, list[int]]:
 # -- generation and refusals ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_generation_on_an_expert_mesh_equals_one_device():
     texts = []
     for layout in (make_layout(), make_layout(3, fsdp=2, expert=2, tensor=2)):

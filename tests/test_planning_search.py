@@ -64,6 +64,7 @@ def test_bindings_can_be_pasted():
         assert refusal(pasted, parse_target(TARGET)) is None
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer():
     again = search(load_config("llama_1b", KERNEL), parse_target(TARGET))
     assert again == found()

@@ -144,6 +144,7 @@ def test_rewind_restores_an_earlier_state_and_passes_over_the_batches(tiny_confi
     jax.tree.map(np.testing.assert_array_equal, longer.state.params, other.state.params)
 
 
+@pytest.mark.slow
 def test_a_rewind_passes_checkpoints_that_are_too_new(tiny_config, tmp_path):
     """Three steps back from step 5 is step 2: the checkpoint of step 4 goes."""
     bindings = [*REWIND, "Guard.rewind_steps = 3", "Guard.skip_batches = 4"]
