@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxtrain.compilation import xla_options
 from jaxtrain.corruption import Corruption, compare_replicas, replayed
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
@@ -30,7 +29,11 @@ class Stepper:
     """
 
     def __init__(
-        self, program: Program | ExchangeProgram, state: TrainState, corruption: Corruption
+        self,
+        program: Program | ExchangeProgram,
+        state: TrainState,
+        corruption: Corruption,
+        compiler_options: dict[str, str],
     ) -> None:
         """Compiles nothing yet.
 
@@ -38,6 +41,7 @@ class Stepper:
           program: what a step is.
           state: the state before the first step; the stepper's from now on.
           corruption: how often `checked_step` looks for it.
+          compiler_options: of XLA, by name.
         """
         self._program, self._corruption = program, corruption
         self._arrays, self._structure = jax.tree.flatten(state)
@@ -51,7 +55,7 @@ class Stepper:
             train_step,
             donate_argnums=0,
             out_shardings=out,
-            compiler_options=xla_options(jax.local_devices()[0].platform),
+            compiler_options=compiler_options,
         )
         self.train_step: Callable[..., Any] = self._jitted
 

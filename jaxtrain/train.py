@@ -104,7 +104,7 @@ class Trainer:
             phases=self._attempt.phases,
         )
         state, self._next_batch = self._saved.newest(lambda: self.dataset)
-        self._stepper = Stepper(self.program, state, config.corruption)
+        self._stepper = Stepper(self.program, state, config.corruption, options)
         self.steps_done = self._attempt.step = int(state.step)
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
