@@ -281,8 +281,8 @@ def _on_each_device(
 
     No communication: a device holds the keys of all its rows, and the kv heads of its query heads.
     """
-    queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
-    if queries is None:
+    queries, keys, layout = activation_spec(QUERIES), activation_spec(KEYS), current_layout()
+    if queries is None or layout is None or layout.mesh.size == 1:
         return kernel(q_BTNH, k_BSKH, v_BSKH, mask)
     segments = jax.tree.map(lambda _: activation_spec(SEGMENTS), mask)
     run = on_each_device(kernel, (queries, keys, keys, segments), queries)

@@ -30,12 +30,17 @@ _ACTIVE: contextvars.ContextVar[bool] = contextvars.ContextVar("float8", default
 
 @contextlib.contextmanager
 def float8_products(active: bool) -> Iterator[None]:
-    """Whether `weight_product` computes in float8 in the code being traced."""
+    """Whether `weight_product` computes in float8 within."""
     token = _ACTIVE.set(active)
     try:
         yield
     finally:
         _ACTIVE.reset(token)
+
+
+def in_float8() -> bool:
+    """Whether products are computed in float8 in the code being traced."""
+    return _ACTIVE.get()
 
 
 def weight_product(

@@ -19,6 +19,7 @@ from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor
 from jaxtrain.float8 import float8_products, weight_product
+from jaxtrain.products import product
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.sharding import (
     Layout,
@@ -182,22 +183,7 @@ def contract(
             x, spec = _meet(equation, x, layout.weight(axes), out, layout)
         if layout.mesh.size > 1:
             return weight_product(equation, x, value, spec)
-    return _over_rows(equation, x, value)
-
-
-def _over_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The einsum with batch and length as one dimension, where neither is split.
-
-    With two dimensions to sum over, XLA's CPU backend copies activations transposed for the
-    gradient of the weight: forward and backward of an mlp then take twice the time.
-    """
-    inputs, result = equation.split("->")
-    rows = inputs[:2]
-    if rows not in ("BT", "TB") or rows not in result:
-        return weight_product(equation, x, weight)
-    flat = weight_product(equation.replace(rows, "R"), x.reshape(-1, *x.shape[2:]), weight)
-    place = result.index(rows)
-    return flat.reshape(*flat.shape[:place], *x.shape[:2], *flat.shape[place + 1 :])
+    return product(equation, x, value)
 
 
 def copies_of_kv_heads(num_kv_heads: int) -> int:

@@ -10,6 +10,7 @@ from jaxtrain.config import configurable
 from jaxtrain.sharding import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
+KEPT = "kept"  # the name of a kernel's results, in place of what it makes on the way to them
 
 _policies = jax.checkpoint_policies
 
@@ -49,9 +50,9 @@ def _all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> boo
     return primitive.name != "reshard" and parameters.get("name") != GATHERED
 
 
-def _dear(primitive: Any, *_: Any, **_parameters: Any) -> bool:
+def _dear(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Gathered weights are not: they have a name and are reshards."""
-    return primitive.name not in _CHEAP
+    return primitive.name not in _CHEAP or parameters.get("name") == KEPT
 
 
 def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Callable[..., Any]:

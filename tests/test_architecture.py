@@ -35,7 +35,7 @@ LAYERS = [
     ["context"],
     ["ring"],
     ["blocked_attention", "kernels"],
-    ["attention"],
+    ["attention", "products"],
     ["layers"],
     ["self_attention", "experts"],
     ["transformer"],

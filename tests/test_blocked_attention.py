@@ -44,6 +44,23 @@ def test_equals_reference(name: str, T: int, monkeypatch: pytest.MonkeyPatch) ->
     assert_equal(found, expected(name, T))
 
 
+@pytest.mark.parametrize("heads", [2, 3, 4, 8], ids="{} heads a tile".format)
+def test_tiles_of_any_size_give_the_same(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    B, T, K, G = 4, 150, 4, 2  # half a row, a part of one that does not divide, one, two
+    rng = np.random.default_rng(1)
+    shapes = [(B, T, K * G, H), (B, T, K, H), (B, T, K, H), (B, T, K * G, H)]
+    arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    ids = jnp.asarray(rng.integers(0, 3, (B, T)).cumsum(1) // 40, jnp.int32)
+    mask = Mask(window=90, segment_ids_BT=ids, segment_ids_BS=ids)
+
+    def found() -> tuple[jax.Array, ...]:
+        return value_and_grads(lambda q, k, v: blocked(q, k, v, mask), *arrays)
+
+    whole = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
+    monkeypatch.setattr(blocked_attention, "TILE", heads * G * blocked_attention.BLOCK * T)
+    assert_equal(found(), whole)
+
+
 def test_equals_torch() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
     *qkv, weights = inputs(150, 4, 2)

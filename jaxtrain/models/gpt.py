@@ -9,6 +9,7 @@ import math
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.attention import Mask
@@ -124,7 +125,8 @@ class Block(nnx.Module):
             h_BTD = shard(h_BTD, HIDDEN)
             qkv = contract("BTD,PDNH->PBTNH", h_BTD, self.qkv)
             qkv = qkv + gather(self.qkv_bias)[:, None, None].astype(h_BTD.dtype)
-            q_BTNH, k_BTNH, v_BTNH = qkv[0], qkv[1], qkv[2]
+            # Split rather than indexed: the gradients are then put together in one pass.
+            q_BTNH, k_BTNH, v_BTNH = (part[0] for part in jnp.split(qkv, 3))
             if cache is not None:
                 k_BTNH, v_BTNH = cache = extend_cache(k_BTNH, v_BTNH, cache, start)
             a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)

@@ -1,0 +1,75 @@
+"""Products on one device: the einsum's values and gradients, without copies of activations."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.attention import Mask
+from jaxtrain.blocked_attention import blocked_attention
+from jaxtrain.float8 import weight_product
+from jaxtrain.products import product
+from jaxtrain.remat import remat
+
+SIZES = dict(B=4, T=32, D=24, F=96, N=4, K=2, H=6, P=3, V=40)
+EQUATIONS = [
+    "BTD,PDNH->PBTNH", "BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTNH,NHD->BTD", "BTD,DF->BTF",
+    "BTF,FD->BTD", "BTD,VD->BTV", "TBD,DF->TBF", "BD,DV->BV",
+]  # fmt: skip
+
+
+def operands(equation: str) -> list[np.ndarray]:
+    """x, the weight, and a gradient of the result."""
+    rng = np.random.default_rng(0)
+    letters = re.split(",|->", equation)
+    return [rng.standard_normal([SIZES[x] for x in side], np.float32) for side in letters]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_values_and_gradients_are_the_einsums(equation):
+    x, weight, gradient = operands(equation)
+    result, back = jax.vjp(lambda *a: product(equation, *a), x, weight)
+    of_x, of_weight = back(jnp.asarray(gradient))
+    left, right, out = re.split(",|->", equation)
+    close = dict(rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result, np.einsum(equation, x, weight), **close)
+    np.testing.assert_allclose(of_x, np.einsum(f"{out},{right}->{left}", gradient, weight), **close)
+    np.testing.assert_allclose(of_weight, np.einsum(f"{left},{out}->{right}", x, gradient), **close)
+
+
+def copied(function, equation: str) -> list[str]:
+    """The copies of something as large as x in the program for the result and the gradients."""
+    x, weight, gradient = operands(equation)
+
+    def run(x, weight, gradient):
+        result, back = jax.vjp(lambda *a: function(equation, *a), x, weight)
+        return result, *back(gradient)
+
+    text = jax.jit(run).lower(x, weight, gradient).compile().as_text()
+    found = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    return [dims for dims in found if np.prod([int(n) for n in dims.split(",")]) >= x.size]
+
+
+@pytest.mark.parametrize("equation", ["BTNH,NHD->BTD", "BTD,DNH->BTNH", "BTD,DF->BTF"])
+def test_no_activation_is_copied(equation):
+    assert copied(product, equation) == []
+
+
+def test_an_einsum_over_heads_copies_activations():
+    # Otherwise there is no reason for `product` to have a way of its own.
+    assert copied(weight_product, "BTNH,NHD->BTD")
+
+
+def test_elementwise_remat_keeps_what_attention_gives_and_nothing_from_inside():
+    shape = (4, 128, 4, 8)
+    q = jnp.ones(shape)
+
+    def attend(q):
+        return blocked_attention(jnp.sin(q), q, q, Mask()).sum()
+
+    back = jax.vjp(remat(attend, "elementwise", prevent_cse=False), q)[1]
+    sizes = sorted(x.size for x in jax.tree.leaves(back))
+    # A number a row of scores, the result, and what went in.
+    assert sizes == [q.size // 8, q.size, q.size]
