@@ -6,6 +6,7 @@ it lands. Letters: B batch, T length, D embed, V vocab, C chunk.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxtrain.context import along_context
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
-from jaxtrain.sharding import shard
+from jaxtrain.sharding import current_layout, shard
 from jaxtrain.transformer import Transformer, hidden
 
 Sums = dict[str, jax.Array]
@@ -66,7 +67,10 @@ def cross_entropy(
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     log_partition = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
     is_target = targets[..., None] == classes
-    target_logit = jnp.where(is_target, logits, 0.0).sum(-1)
+    # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes an
+    # array of the logits' size that every chunk reads.
+    zero = 0.0 * targets[..., None].astype(jnp.float32)
+    target_logit = jnp.where(is_target, logits, zero).sum(-1)
     if label_smoothing:
         target_logit = (1 - label_smoothing) * target_logit + label_smoothing * logits.mean(-1)
     losses = log_partition - target_logit
@@ -121,7 +125,17 @@ def token_losses(
 
 
 def _over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
-    """The sum of losses(chunk of each array), chunks along dimension 1, one alive at a time."""
+    """The sum of losses(chunk of each array), chunks along dimension 1, one alive at a time.
+
+    On one device a chunk's gradients are computed beside its loss, with the logits at hand. Over a
+    mesh its logits are computed again in the backward pass: partial sums of the weight's gradient
+    are then left to the partitioner.
+
+    Args:
+      losses: of a chunk of each array, a float32 scalar.
+      size: places of a chunk.
+      arrays: hidden states [B, T, D] first; only they and what `losses` closes over have gradients.
+    """
 
     def chunked(x: jax.Array) -> jax.Array:
         # Every (T / size)-th place: runs of places would move between the devices of a sequence.
@@ -132,7 +146,46 @@ def _over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array
         # Recomputed in the backward pass, or the scan would keep every chunk's logits.
         return total + jax.checkpoint(losses, prevent_cse=False)(*chunk), None
 
-    return jax.lax.scan(add, jnp.zeros(()), tuple(chunked(x) for x in arrays))[0]
+    chunks, layout = tuple(chunked(x) for x in arrays), current_layout()
+    if layout is None or layout.mesh.size == 1:
+        of_chunk, weights = jax.closure_convert(losses, *(x[0] for x in chunks))
+        return _with_gradients(of_chunk, chunks, weights)
+    return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradients(losses: Callable[..., jax.Array], chunks: tuple, weights: list) -> jax.Array:
+    """The sum of losses(*chunk, *weights); with its gradients where they are asked for."""
+
+    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        return total + losses(*chunk, *weights), None
+
+    return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
+
+
+def _with_gradients_forward(
+    losses: Callable[..., jax.Array], chunks: tuple, weights: list
+) -> tuple[jax.Array, tuple]:
+    def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, jax.Array]:
+        h, *others = chunk
+        loss, back = jax.vjp(lambda h, weights: losses(h, *others, *weights), h, weights)
+        of_h, of_weights = back(jnp.ones(()))
+        return jax.tree.map(jnp.add, sums, (loss, of_weights)), of_h
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+    (total, of_weights), of_h = jax.lax.scan(add, zeros, chunks)
+    return total, (of_h, of_weights)
+
+
+def _with_gradients_backward(
+    losses: Callable[..., jax.Array], kept: tuple, gradient: jax.Array
+) -> tuple[tuple, list]:
+    del losses
+    of_h, of_weights = jax.tree.map(lambda x: (x * gradient).astype(x.dtype), kept)
+    return (of_h, None, None), of_weights
+
+
+_with_gradients.defvjp(_with_gradients_forward, _with_gradients_backward)
 
 
 def label(

@@ -29,8 +29,7 @@ def product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
         return weight_product(equation, x, weight)
     x_R = x.reshape(-1, *x.shape[2:])
     equation, of_rows = equation.replace(rows, "R"), result.replace(rows, "R")
-    on_cpu = platform_of(jax.sharding.get_abstract_mesh()) == "cpu"
-    y_R = (_of_matrices if on_cpu else weight_product)(equation, x_R, weight)
+    y_R = _of_matrices(equation, x_R, weight)
     place = of_rows.index("R")
     return y_R.reshape(*y_R.shape[:place], *x.shape[:2], *y_R.shape[place + 1 :])
 
@@ -38,10 +37,14 @@ def product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 def _of_matrices(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """The einsum as the product of two matrices, rows first in x.
 
-    Heads and head_dim as dimensions of their own are put in an order of the CPU compiler's choice,
-    with transposed copies of the activations before and after. A TPU's or GPU's compiler chooses
-    well, and copies a little more where it has no choice.
+    Heads and head_dim as dimensions of their own come out in an order of the compiler's choice, on
+    CPUs and GPUs with the rows last: then activations are copied transposed before and after, and
+    what is kept of all layers once more. A TPU's compiler chooses well, and copies a little more
+    where it has no choice.
     """
+    platform = platform_of(jax.sharding.get_abstract_mesh())
+    if platform == "tpu":
+        return weight_product(equation, x, weight)
     inputs, result = equation.split("->")
     left, right = inputs.split(",")
     summed = [letter for letter in left if letter in right]
@@ -52,7 +55,7 @@ def _of_matrices(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     weight_KM = weight.transpose([right.index(letter) for letter in (*summed, *made)])
     weight_KM = weight_KM.reshape(math.prod(sizes[letter] for letter in summed), -1)
     x_RK = x.reshape(x.shape[0], -1)
-    if weight_KM.shape[0] > weight_KM.shape[1] and not in_float8():
+    if platform == "cpu" and weight_KM.shape[0] > weight_KM.shape[1] and not in_float8():
         y_RM = _of_narrow(x_RK, weight_KM)
     else:
         y_RM = weight_product("RK,KM->RM", x_RK, weight_KM)
@@ -62,7 +65,7 @@ def _of_matrices(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _of_narrow(x_RK: jax.Array, weight_KM: jax.Array) -> jax.Array:
-    """x @ weight for K > M, where the gradient of the weight is slow as a [K, M] product."""
+    """x @ weight for K > M, where a CPU is slow at the weight's gradient as a [K, M] product."""
     return x_RK @ weight_KM
 
 

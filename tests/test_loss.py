@@ -14,6 +14,7 @@ from jaxtrain.layers import Execution
 from jaxtrain.loss import Loss, cross_entropy, label, next_token
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.planning.flops import count_flops
 from jaxtrain.transformer import hidden
 
 RNG = np.random.default_rng(0)
@@ -135,22 +136,28 @@ def whole():
     return gradients_on(make_layout(), Loss(z_weight=1e-3, label_smoothing=0.1))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 12])
-def test_chunked_equals_whole(whole, chunk_size):
+@pytest.mark.parametrize(("chunk_size", "devices"), [(1, 1), (4, 1), (12, 1), (4, 2)])
+def test_chunked_equals_whole(whole, chunk_size, devices):
     settings = Loss(chunk_size=chunk_size, z_weight=1e-3, label_smoothing=0.1)
-    gradients, loss = gradients_on(make_layout(), settings)
+    gradients, loss = gradients_on(make_layout(fsdp=devices), settings)
     np.testing.assert_allclose(loss, whole[1], rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), gradients, whole[0]
     )
 
 
-def all_values(jaxpr):
-    """Every value that a jaxpr computes, those of its inner jaxprs too."""
+def all_equations(jaxpr):
+    """Every equation of a jaxpr and of its inner jaxprs."""
     for equation in jaxpr.eqns:
-        yield from (variable.aval for variable in equation.outvars)
+        yield equation
         for inner in jaxprs_in_params(equation.params):
-            yield from all_values(inner)
+            yield from all_equations(inner)
+
+
+def all_values(jaxpr):
+    """Every value that they compute."""
+    for equation in all_equations(jaxpr):
+        yield from (variable.aval for variable in equation.outvars)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
@@ -163,6 +170,36 @@ def test_a_chunk_size_keeps_whole_logits_from_existing(chunk_size):
     logits = [v for v in all_values(jaxpr.jaxpr) if v.shape[-1:] == (V,)]
     largest = max(v.size for v in logits)
     assert largest == ROWS * (chunk_size or LENGTH) * V
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "devices", "products"), [(None, 1, 3), (4, 1, 3), (4, 2, 4)]
+)
+def test_logits_are_computed_once_on_one_device_and_twice_in_chunks_over_a_mesh(
+    chunk_size, devices, products
+):
+    layout = make_layout(fsdp=devices)
+    program = make_program(MODEL, layout, loss=Loss(chunk_size=chunk_size))
+    with layout.active():
+        jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state(), BATCH)
+    found = count_flops(jaxpr, lambda scope: "loss" in scope).chosen
+    assert found == products * 2 * ROWS * LENGTH * MODEL.embed_dim * MODEL.vocab_size
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_no_constant_of_the_logits_size_is_read_by_every_chunk(devices):
+    layout = make_layout(fsdp=devices)
+    program = make_program(MODEL, layout, loss=Loss(chunk_size=4))
+    with layout.active():
+        jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state(), BATCH)
+    # A loop is given the places of the vocabulary, and nothing else that ends in one.
+    given = [
+        v.aval.shape
+        for equation in all_equations(jaxpr.jaxpr)
+        if equation.primitive.name == "scan"
+        for v in equation.invars
+    ]
+    assert {shape for shape in given if shape[-1:] == (MODEL.vocab_size,)} <= {(1, 1, 104)}
 
 
 def test_a_vocabulary_sharded_eight_ways_equals_a_whole_one():

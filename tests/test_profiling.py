@@ -17,8 +17,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.hlo import parse
 from jaxtrain.profiling import Recorder
-from jaxtrain.profiling.costs import costs
-from jaxtrain.profiling.events import Run, newest_trace, shared_out
+from jaxtrain.profiling.costs import costs, readers
+from jaxtrain.profiling.events import Run, newest_trace, shared_out, until_done
 from jaxtrain.profiling.scopes import place_of
 
 BINDINGS = ["Train.steps = 8", "Train.eval_every = 4", "Attention.kernel = 'reference'"]
@@ -208,3 +208,32 @@ def test_a_slice_moves_what_it_takes_and_an_update_what_it_changes():
 def test_a_moment_is_shared_out_among_those_that_run_in_it():
     runs = [Run("a", 0e9, 4e9), Run("b", 2e9, 6e9), Run("c", 10e9, 11e9), Run("d", 3e9, 3e9)]
     assert shared_out(runs) == pytest.approx([3.0, 3.0, 1.0, 0.0])
+
+
+def test_an_operation_is_done_when_what_reads_it_begins():
+    # On two threads "a" goes on after its event; the thread that finishes it says so after "b".
+    runs = [Run("a", 0.0, 1.0), Run("b", 3.0, 8.0), Run("a", 10.0, 11.0), Run("c", 11.0, 12.0)]
+    found = until_done(runs, {"a": [9.0, 11.5]}, {"a": {"b"}, "b": set(), "c": set()})
+    assert [run.end for run in found] == [3.0, 8.0, 11.5, 12.0]
+
+
+def test_an_end_after_the_next_run_is_that_ones():
+    runs = [Run("a", 0.0, 1.0), Run("a", 10.0, 11.0)]
+    assert [run.end for run in until_done(runs, {"a": [12.0]}, {"a": ()})] == [1.0, 12.0]
+
+
+def test_readers_are_found_behind_views_and_inside_loops():
+    def loop(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].reshape(-1) * 2.0
+
+    text = jax.jit(loop).lower(jnp.ones((8, 8)), jnp.ones((3, 8, 8))).compile().as_text()
+    module = parse(text)
+    found = readers(module)
+    assert found.keys() == costs(module).keys()
+    dot = next(name for name in found if "dot" in name or "ynn" in name)
+    (reader,) = found[dot]
+    assert "tanh" in module.computations[_where(module, reader)].instructions[reader].op_name
+
+
+def _where(module, name):
+    return next(c for c, inside in module.computations.items() if name in inside.instructions)

@@ -65,6 +65,26 @@ def costs(module: Module) -> dict[str, Cost]:
     return found
 
 
+def readers(module: Module) -> dict[str, frozenset[str]]:
+    """For every operation of `costs`, those beside it that read its result or a view of it.
+
+    A result that leaves its loop or call has no readers that the text beside it shows.
+    """
+    operations = costs(module)
+    found: dict[str, set[str]] = {name: set() for name in operations}
+    for inside in module.computations.values():
+        origins: dict[str, set[str]] = {}
+        for name, one in inside.instructions.items():
+            given = [origins.get(operand, set()) for operand in one.operands]
+            if one.opcode in _FREE:
+                origins[name] = set().union(*given)
+                continue
+            origins[name] = {name}
+            for operation in set().union(*given) & found.keys():
+                found[operation].add(name)
+    return {name: frozenset(those & operations.keys()) for name, those in found.items()}
+
+
 def _of_call(module: Module, call: Instruction) -> Cost:
     (called,) = call.called
     inside = module.computations[called]

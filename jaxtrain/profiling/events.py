@@ -4,13 +4,13 @@ import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 # Before the name of an operation, when it is done: on a CPU it may go on after its event, on other
-# threads.
+# threads. The thread that finishes it may go on with what follows first, and say so much later.
 _END = "end: "
 
 
@@ -44,13 +44,15 @@ def newest_trace(folder: Path) -> Path:
     return max(files, key=lambda file: file.stat().st_mtime)
 
 
-def operation_times(trace: Path, module: str, names: Collection[str]) -> dict[str, Timed]:
+def operation_times(
+    trace: Path, module: str, readers: Mapping[str, Collection[str]]
+) -> dict[str, Timed]:
     """The time of each operation of one program.
 
     Args:
       trace: an .xplane.pb file.
       module: the program's name, such as "jit_train_step".
-      names: its operations.
+      readers: its operations, each with those that begin only when it is done.
     """
     by_device: dict[Hashable, list[Run]] = collections.defaultdict(list)
     ends: dict[str, list[float]] = collections.defaultdict(list)
@@ -62,12 +64,12 @@ def operation_times(trace: Path, module: str, names: Collection[str]) -> dict[st
                     continue
                 stats = dict(event.stats)
                 name = _operation(event.name, stats, module)
-                if name in names:
+                if name in readers:
                     run = Run(name, event.start_ns, event.start_ns + event.duration_ns)
                     by_device[plane.name, stats.get("device_ordinal")].append(run)
     found: dict[str, list[float]] = collections.defaultdict(list)
     for runs in by_device.values():
-        for run, seconds in zip(runs, shared_out(_until_done(runs, ends)), strict=True):
+        for run, seconds in zip(runs, shared_out(until_done(runs, ends, readers)), strict=True):
             found[run.name].append(seconds)
     return {name: Timed(len(times), sum(times)) for name, times in found.items()}
 
@@ -81,19 +83,35 @@ def _operation(event: str, stats: dict, module: str) -> str:
     return event.partition(" = ")[0].removeprefix("%") if " = " in event else ""
 
 
-def _until_done(runs: Sequence[Run], ends: dict[str, list[float]]) -> list[Run]:
-    """The runs up to where each was done, where the trace says it before the next one begins."""
+def until_done(
+    runs: Sequence[Run],
+    ends: Mapping[str, Collection[float]],
+    readers: Mapping[str, Collection[str]],
+) -> list[Run]:
+    """The runs up to where each was done.
+
+    Args:
+      runs: of one device.
+      ends: for each name the moments when the trace says that a run of it was done.
+      readers: for each name the names of those that begin only when it is done.
+    """
     starts: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:
         starts[run.name].append(run.start)
-    for times in (*starts.values(), *ends.values()):
-        times.sort()
+    said = {name: sorted(moments) for name, moments in ends.items()}
+    for moments in starts.values():
+        moments.sort()
+
+    def first(moments: Sequence[float], after: float) -> float:
+        place = bisect.bisect_left(moments, after)
+        return moments[place] if place < len(moments) else math.inf
 
     def done(run: Run) -> float:
-        after, later = ends.get(run.name, []), starts[run.name]
-        place, following = bisect.bisect_left(after, run.end), bisect.bisect(later, run.start)
-        limit = later[following] if following < len(later) else math.inf
-        return after[place] if place < len(after) and after[place] <= limit else run.end
+        end, again = first(said.get(run.name, []), run.end), math.nextafter(run.start, math.inf)
+        if end == math.inf or end > first(starts[run.name], again):
+            return run.end  # the trace does not say, or says it of a later run
+        read = min((first(starts[name], run.end) for name in readers[run.name]), default=end)
+        return max(run.end, min(end, read))
 
     return [dataclasses.replace(run, end=done(run)) for run in runs]
 

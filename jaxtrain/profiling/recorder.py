@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import write_atomically
 from jaxtrain.planning.hlo import parse
 from jaxtrain.profiling.ceilings import ceilings
-from jaxtrain.profiling.costs import costs
+from jaxtrain.profiling.costs import readers
 from jaxtrain.profiling.events import newest_trace, operation_times
 from jaxtrain.profiling.operations import profile
 from jaxtrain.profiling.tables import show
@@ -108,7 +108,7 @@ class Recorder:
         program = self._text.split(maxsplit=2)[1].rstrip(",")  # "HloModule jit_train_step, ..."
         found = profile(
             module,
-            operation_times(trace, program, costs(module)),
+            operation_times(trace, program, readers(module)),
             first=self._first,
             last=self._last,
             step_seconds=step_seconds,
