@@ -237,7 +237,8 @@ def step_cells(row: TrainRow, settings: Mapping[str, list[str]], seconds: float)
 def remat(tiny: bool, seconds: float) -> Iterator[Cell]:
     """What recomputing costs and saves, and what the loop over layers does."""
     row = TRAIN["llama_1b"].made_tiny() if tiny else TRAIN["llama_1b"]
-    ladder = {f"remat {p!r}": [f"Remat.policy = {p!r}"] for p in ("none", "dots", "full")}
+    policies = ("none", "elementwise", "dots", "full")
+    ladder = {f"remat {p!r}": [f"Remat.policy = {p!r}"] for p in policies}
     loops = {f"{n} layers an iteration": [f"Scan.layers_per_iteration = {n}"] for n in (2, 0)}
     return step_cells(row, {**ladder, **loops}, seconds)
 
