@@ -120,11 +120,11 @@ def token_losses(
     if settings.chunk_size is None:
         total = losses(h_BTD, batch.targets, batch.loss_mask)
     else:
-        total = _over_chunks(losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask)
+        total = over_chunks(losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask)
     return {"loss": total, "weight": batch.loss_mask.sum()}
 
 
-def _over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
+def over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
     """The sum of losses(chunk of each array), chunks along dimension 1, one alive at a time.
 
     On one device a chunk's gradients are computed beside its loss, with the logits at hand. Over a
@@ -172,17 +172,20 @@ def _with_gradients_forward(
         of_h, of_weights = back(jnp.ones(()))
         return jax.tree.map(jnp.add, sums, (loss, of_weights)), of_h
 
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+    # In float32 whatever the weights are in: the sum over chunks is no place to round.
+    zeros = jnp.zeros(()), [jnp.zeros_like(weight, jnp.float32) for weight in weights]
     (total, of_weights), of_h = jax.lax.scan(add, zeros, chunks)
-    return total, (of_h, of_weights)
+    return total, (of_h, of_weights, [jnp.zeros((), weight.dtype) for weight in weights])
 
 
 def _with_gradients_backward(
     losses: Callable[..., jax.Array], kept: tuple, gradient: jax.Array
 ) -> tuple[tuple, list]:
     del losses
-    of_h, of_weights = jax.tree.map(lambda x: (x * gradient).astype(x.dtype), kept)
-    return (of_h, None, None), of_weights
+    of_h, of_weights, likes = kept
+    scaled = [(x * gradient).astype(like.dtype) for x, like in zip(of_weights, likes, strict=True)]
+    # Targets and the loss mask have no gradient.
+    return ((of_h * gradient).astype(of_h.dtype), None, None), scaled
 
 
 _with_gradients.defvjp(_with_gradients_forward, _with_gradients_backward)

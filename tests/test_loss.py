@@ -11,7 +11,7 @@ from jaxtrain.attention import Mask
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss, cross_entropy, label, next_token
+from jaxtrain.loss import Loss, cross_entropy, label, next_token, over_chunks
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
 from jaxtrain.planning.flops import count_flops
@@ -184,6 +184,16 @@ def test_logits_are_computed_once_on_one_device_and_twice_in_chunks_over_a_mesh(
         jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state(), BATCH)
     found = count_flops(jaxpr, lambda scope: "loss" in scope).chosen
     assert found == products * 2 * ROWS * LENGTH * MODEL.embed_dim * MODEL.vocab_size
+
+
+def test_gradients_of_chunks_are_summed_in_float32():
+    h, ones = jnp.ones((1, 300, 1), jnp.bfloat16), jnp.ones((1, 300))
+
+    def total(weight):
+        return over_chunks(lambda h, *_: (h * weight).astype(jnp.float32).sum(), 1, h, ones, ones)
+
+    # In bfloat16 256 + 1 is 256.
+    assert jax.grad(total)(jnp.ones((), jnp.bfloat16)) == 300
 
 
 @pytest.mark.parametrize("devices", [1, 2])
