@@ -209,7 +209,6 @@ def _over_tiles(
     Returns:
       What the tile gives of the whole parts.
     """
-    likes = jax.eval_shape(tile, parts, segments)
     B, T, K, G = parts[0].shape[:4]
     scores = G * min(T, max(BLOCK, -(-T // MOST_BLOCKS))) * parts[1].shape[1]
     heads = max(TILE // scores, 1)
@@ -235,6 +234,7 @@ def _over_tiles(
         lambda ids: jnp.repeat(ids.reshape(-1, rows, ids.shape[1]), groups, 0), segments
     )
     outs = lax.map(one, (tuple(split(x) for x in parts), of_rows))
+    likes = jax.eval_shape(tile, parts, segments)
 
     def together(x: jax.Array, like: jax.Array) -> jax.Array:
         x = x.reshape(B // rows, groups, rows * like.shape[1], -1)
