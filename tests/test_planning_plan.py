@@ -221,7 +221,8 @@ def test_running_out_of_memory_is_explained():
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         jax.numpy.zeros((2**46,)).block_until_ready()
     assert is_out_of_memory(error.value)
-    config = load_config("gpt2_124m", ["Mesh.data = 8", "Attention.kernel = 'xla'"])
+    changes = ["Mesh.data = 8", "Attention.kernel = 'xla'", "Remat.policy = 'dots'"]
+    config = load_config("gpt2_124m", changes)
     said = explain(config, str(error.value))
     assert said.startswith("out of memory: RESOURCE_EXHAUSTED")
     assert "By closed forms a device needs" in said
