@@ -257,6 +257,7 @@ def test_a_signal_saves_exits_with_75_and_the_same_command_goes_on(tiny_config, 
     again.wait()
 
 
+@pytest.mark.slow
 def test_without_a_config_it_trains_the_quickstart_on_simulated_devices(tmp_path):
     bindings = ["Train.steps = 2", "Schedule.warmup_steps = 1", "Train.eval_batches = 1",
                 "GPT.num_layers = 1", "TextData.source = 'tiny.txt'"]  # fmt: skip

@@ -107,6 +107,7 @@ def test_a_bad_step_leaves_the_same_bits_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, many, one)
 
 
+@pytest.mark.slow
 def test_running_statistics_too_stay_as_they_were():
     model = ResNet(depth=20, num_classes=4, channels=1, width=4)
     images = Batch(

@@ -154,6 +154,7 @@ def estimate_and_compiler(config: Config, target: str) -> tuple[int, int]:
     return estimate, live
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_what_lives_is_the_compilers_to_a_quarter(tmp_path, monkeypatch):
     """A third of GPT-2 124M; the whole and larger models are among the slow proofs."""
