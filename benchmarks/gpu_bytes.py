@@ -8,7 +8,6 @@ turns. Needs the CUDA plugin (`pip install 'jaxtrain[cuda13]'`) and no device.
 """
 
 import argparse
-import re
 import time
 
 from rich.console import Console
@@ -22,7 +21,6 @@ from jaxtrain.profiling.costs import CONTAINERS, costs
 from jaxtrain.settings import load_config
 
 KINDS = ("products", "attention", "fills of loops", "the rest")
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 def bytes_moved(text: str) -> dict[str, int]:
@@ -34,10 +32,10 @@ def bytes_moved(text: str) -> dict[str, int]:
         name, runs = waiting.pop()
         for one in module.computations[name].instructions.values():
             if one.opcode in CONTAINERS:
-                turns = _TURNS.search(one.attributes) if one.opcode == "while" else None
-                waiting += [
-                    (body, runs * int(turns.group(1) if turns else 1)) for body in one.called
-                ]
+                turns = module.trip_count(one) if one.opcode == "while" else 1
+                if turns is None:
+                    raise ValueError(f"the program does not say how often {one.name} turns")
+                waiting += [(body, runs * turns) for body in one.called]
             elif one.name in of_one:
                 found[_kind(one.name, one.opcode)] += of_one[one.name].moved_bytes * runs
     return found

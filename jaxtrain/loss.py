@@ -124,8 +124,14 @@ def token_losses(
     return {"loss": total, "weight": batch.loss_mask.sum()}
 
 
-def over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
-    """The sum of losses(chunk of each array), chunks along dimension 1, one alive at a time.
+def over_chunks(
+    losses: Callable[..., jax.Array],
+    size: int,
+    h_BTD: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> jax.Array:
+    """The sum of losses(chunk of each array), chunks of places, one alive at a time.
 
     On one device a chunk's gradients are computed beside its loss, with the logits at hand. Over a
     mesh its logits are computed again in the backward pass: partial sums of the weight's gradient
@@ -134,7 +140,9 @@ def over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array)
     Args:
       losses: of a chunk of each array, a float32 scalar.
       size: places of a chunk.
-      arrays: hidden states [B, T, D] first; only they and what `losses` closes over have gradients.
+      h_BTD: finished hidden states; only they and what `losses` closes over have gradients.
+      targets_BT: as in a batch.
+      mask_BT: the loss mask.
     """
 
     def chunked(x: jax.Array) -> jax.Array:
@@ -146,7 +154,7 @@ def over_chunks(losses: Callable[..., jax.Array], size: int, *arrays: jax.Array)
         # Recomputed in the backward pass, or the scan would keep every chunk's logits.
         return total + jax.checkpoint(losses, prevent_cse=False)(*chunk), None
 
-    chunks, layout = tuple(chunked(x) for x in arrays), current_layout()
+    chunks, layout = tuple(map(chunked, (h_BTD, targets_BT, mask_BT))), current_layout()
     if layout is None or layout.mesh.size == 1:
         of_chunk, weights = jax.closure_convert(losses, *(x[0] for x in chunks))
         return _with_gradients(of_chunk, chunks, weights)

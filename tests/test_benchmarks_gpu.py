@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -15,6 +17,7 @@ pytest.importorskip("torch", reason="PyTorch is the peer of these rows")
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_torch, gpu_vs_torch  # noqa: E402 - after the path
+from benchmarks.gpu_bytes import bytes_moved  # noqa: E402
 from benchmarks.gpu_rows import CELLS, ROWS, TRAIN, Task  # noqa: E402
 from benchmarks.side_by_side import assert_equal_mathematics  # noqa: E402
 
@@ -180,3 +183,17 @@ def test_rows_have_the_published_sizes() -> None:
             tables = 1 if s["tie_embeddings"] else 2
             count = tables * V * D + L * (2 * D * D + 2 * D * kv + 3 * D * s["mlp_dim"])
         assert count == pytest.approx(expected, rel=0.01)
+
+
+def test_bytes_of_a_loop_count_as_often_as_it_turns() -> None:
+    def loop(x: jax.Array, turns: int) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x @ x, None), x, length=turns)[0]
+
+    def products(turns: int) -> int:
+        lowered = jax.jit(loop, static_argnums=1).lower(jnp.ones((256, 256)), turns)
+        # Eigen's products keep the name `dot`; the loop is not unrolled.
+        options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+        return bytes_moved(lowered.compile(compiler_options=options).as_text())["products"]
+
+    # Each reads an array twice and writes one.
+    assert products(7) == 7 * 3 * 256 * 256 * 4

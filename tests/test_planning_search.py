@@ -21,7 +21,6 @@ def found():
     return search(load_config("llama_1b", KERNEL), parse_target(TARGET))
 
 
-@pytest.mark.slow
 def test_the_ranking_is_by_time_and_everything_fits():
     seconds = [one.price.seconds for one in found().candidates]
     assert seconds == sorted(seconds)
