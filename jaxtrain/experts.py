@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.context import split
 from jaxtrain.errors import UserError
+from jaxtrain.gathering import gather
 from jaxtrain.layers import Initializer, contract, normal, param
-from jaxtrain.sharding import current_layout, gather, on_each_device, parts_of, shard
+from jaxtrain.sharding import current_layout, on_each_device, parts_of, shard
 
 TOKENS = ("batch", "length", "embed")
 UP = ("experts", "embed", "mlp")

@@ -16,7 +16,7 @@ from jaxtrain.layers import Cache, Execution, copies_of_kv_heads
 from jaxtrain.settings import TextSource, Train
 from jaxtrain.sharding import shard
 from jaxtrain.step import Program, TrainState
-from jaxtrain.transformer import hidden
+from jaxtrain.transformer import hidden, logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,5 +202,5 @@ def next_logits(
     mask = Mask(query_start=cache.length)
     h_BTD, longer, _ = hidden(model, tokens_BT, positions_BT, mask, execution, cache)
     assert longer is not None, "a cache went in"
-    logits_BV = model.logits(h_BTD[:, -1:])[:, 0]
+    logits_BV = logits(model, h_BTD[:, -1:])[:, 0]
     return shard(logits_BV, ("batch", "classes")).astype(jnp.float32), longer

@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor
-from jaxtrain.float8 import float8_products, weight_product
-from jaxtrain.products import product
+from jaxtrain.float8 import float8_products
+from jaxtrain.gathering import GradientSlice, Groups, gather
+from jaxtrain.products import as_matrix, product
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.sharding import (
     Layout,
     activation_spec,
     current_layout,
-    gather,
     is_variable,
     logical_axes,
     on_each_device,
@@ -174,16 +174,43 @@ def contract(
       out: the logical axes of the result. Needed where the contraction runs over a sharded
         dimension, since there the result can be laid out in more than one way.
     """
-    value, layout = gather(weight).astype(x.dtype), current_layout()
+    layout, value = current_layout(), weight.get_value()
+    shape = (value.weight if isinstance(value, GradientSlice) else value).shape
+    groups = _as_matrix(equation, logical_axes(weight)[-len(shape) :], layout)
+    x, value, spec = operands(equation, x, weight, out, groups)
+    return product(equation, x, value, groups, shape, spec)
+
+
+def _as_matrix(equation: str, axes: tuple[str, ...], layout: Layout | None) -> Groups | None:
+    """The groups of a weight's dimensions for `products.product`; None: as it is."""
+    if layout is None:
+        return as_matrix(equation)
+    if layout.tensor_layout != "1d" or layout.whole & set(axes):
+        return None
+    specs = layout.parameter(axes), layout.gradient(axes), layout.weight(axes)
+    return as_matrix(equation, *specs)
+
+
+def operands(
+    equation: str,
+    x: jax.Array,
+    weight: nnx.Param,
+    out: tuple[str, ...] | None = None,
+    groups: Groups | None = None,
+) -> tuple[jax.Array, jax.Array, P | None]:
+    """An activation and a weight laid out for their product, and the spec of the product.
+
+    Arguments are those of `contract` and `gather`. The weight is gathered and of x's dtype; the
+    spec is None where it follows from those of the two.
+    """
+    value, layout = gather(weight, groups).astype(x.dtype), current_layout()
     spec = None if out is None else activation_spec(out)
-    if layout is not None:
+    if layout is not None and groups is None:
         axes = logical_axes(weight)[-value.ndim :]
         value = _repeat_heads(value, axes, layout)
         if layout.tensor_layout != "1d":
             x, spec = _meet(equation, x, layout.weight(axes), out, layout)
-        if layout.mesh.size > 1:
-            return weight_product(equation, x, value, spec)
-    return product(equation, x, value)
+    return x, value, spec
 
 
 def copies_of_kv_heads(num_kv_heads: int) -> int:

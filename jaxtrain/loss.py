@@ -2,11 +2,10 @@
 
 Every objective returns SUMS over the examples of its batch, not means: microbatches and processes
 add theirs, and one division by the global count follows, so that a token weighs the same wherever
-it lands. Letters: B batch, T length, D embed, V vocab, C chunk.
+it lands. Letters: B batch, T length, D embed, V vocab, C classes.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,10 @@ from jaxtrain.config import configurable
 from jaxtrain.context import along_context
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
-from jaxtrain.layers import Execution
-from jaxtrain.sharding import current_layout, shard
-from jaxtrain.transformer import Transformer, hidden
+from jaxtrain.layers import Execution, operands
+from jaxtrain.loss_chunks import over_chunks
+from jaxtrain.sharding import shard
+from jaxtrain.transformer import LOGITS, Transformer, hidden, logits
 
 Sums = dict[str, jax.Array]
 
@@ -107,96 +107,24 @@ def token_losses(
 ) -> Sums:
     """The sums `loss` and `weight` of finished hidden states: output matrix and cross entropy."""
 
-    def losses(h_BTD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        with jax.named_scope("loss"):
-            losses_BT = cross_entropy(
-                model.logits(h_BTD),
-                targets_BT,
-                z_weight=settings.z_weight if train else 0.0,
-                label_smoothing=settings.label_smoothing if train else 0.0,
+    def losses(logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        losses_BT = cross_entropy(
+            logits_BTV,
+            targets_BT,
+            z_weight=settings.z_weight if train else 0.0,
+            label_smoothing=settings.label_smoothing if train else 0.0,
+        )
+        return losses_BT * mask_BT
+
+    with jax.named_scope("loss"):
+        if settings.chunk_size is None:
+            total = losses(logits(model, h_BTD), batch.targets, batch.loss_mask).sum()
+        else:
+            h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
+            total = over_chunks(
+                losses, settings.chunk_size, h_BTD, matrix_VD, batch.targets, batch.loss_mask
             )
-            return (losses_BT * mask_BT).sum()
-
-    if settings.chunk_size is None:
-        total = losses(h_BTD, batch.targets, batch.loss_mask)
-    else:
-        total = over_chunks(losses, settings.chunk_size, h_BTD, batch.targets, batch.loss_mask)
     return {"loss": total, "weight": batch.loss_mask.sum()}
-
-
-def over_chunks(
-    losses: Callable[..., jax.Array],
-    size: int,
-    h_BTD: jax.Array,
-    targets_BT: jax.Array,
-    mask_BT: jax.Array,
-) -> jax.Array:
-    """The sum of losses(chunk of each array), chunks of places, one alive at a time.
-
-    On one device a chunk's gradients are computed beside its loss, with the logits at hand. Over a
-    mesh its logits are computed again in the backward pass: partial sums of the weight's gradient
-    are then left to the partitioner.
-
-    Args:
-      losses: of a chunk of each array, a float32 scalar.
-      size: places of a chunk.
-      h_BTD: finished hidden states; only they and what `losses` closes over have gradients.
-      targets_BT: as in a batch.
-      mask_BT: the loss mask.
-    """
-
-    def chunked(x: jax.Array) -> jax.Array:
-        # Every (T / size)-th place: runs of places would move between the devices of a sequence.
-        B, T = x.shape[:2]
-        return jnp.moveaxis(x.reshape(B, size, T // size, *x.shape[2:]), 2, 0)
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        # Recomputed in the backward pass, or the scan would keep every chunk's logits.
-        return total + jax.checkpoint(losses, prevent_cse=False)(*chunk), None
-
-    chunks, layout = tuple(map(chunked, (h_BTD, targets_BT, mask_BT))), current_layout()
-    if layout is None or layout.mesh.size == 1:
-        of_chunk, weights = jax.closure_convert(losses, *(x[0] for x in chunks))
-        return _with_gradients(of_chunk, chunks, weights)
-    return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_gradients(losses: Callable[..., jax.Array], chunks: tuple, weights: list) -> jax.Array:
-    """The sum of losses(*chunk, *weights); with its gradients where they are asked for."""
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        return total + losses(*chunk, *weights), None
-
-    return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
-
-
-def _with_gradients_forward(
-    losses: Callable[..., jax.Array], chunks: tuple, weights: list
-) -> tuple[jax.Array, tuple]:
-    def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, jax.Array]:
-        h, *others = chunk
-        loss, back = jax.vjp(lambda h, weights: losses(h, *others, *weights), h, weights)
-        of_h, of_weights = back(jnp.ones(()))
-        return jax.tree.map(jnp.add, sums, (loss, of_weights)), of_h
-
-    # In float32 whatever the weights are in: the sum over chunks is no place to round.
-    zeros = jnp.zeros(()), [jnp.zeros_like(weight, jnp.float32) for weight in weights]
-    (total, of_weights), of_h = jax.lax.scan(add, zeros, chunks)
-    return total, (of_h, of_weights, [jnp.zeros((), weight.dtype) for weight in weights])
-
-
-def _with_gradients_backward(
-    losses: Callable[..., jax.Array], kept: tuple, gradient: jax.Array
-) -> tuple[tuple, list]:
-    del losses
-    of_h, of_weights, likes = kept
-    scaled = [(x * gradient).astype(like.dtype) for x, like in zip(of_weights, likes, strict=True)]
-    # Targets and the loss mask have no gradient.
-    return ((of_h * gradient).astype(of_h.dtype), None, None), scaled
-
-
-_with_gradients.defvjp(_with_gradients_forward, _with_gradients_backward)
 
 
 def label(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.config import configurable
-from jaxtrain.sharding import GATHERED, gathers_weights
+from jaxtrain.gathering import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
 KEPT = "kept"  # the name of a kernel's results, in place of what it makes on the way to them

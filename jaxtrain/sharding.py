@@ -8,22 +8,17 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import configurable
 from jaxtrain.errors import did_you_mean
 from jaxtrain.tables import TABLES, MeshAxes, Rule, TensorLayout
-
-# The name of weights that were gathered: remat policies gather them again in the backward pass
-# instead of keeping them, or every layer's whole weights would be alive at once.
-GATHERED = "gathered"
 
 # Logical axes that generation, which has one row, does not split.
 _OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
@@ -52,19 +47,6 @@ class Sharding:
     sequence_parallel: bool = False
     tensor_layout: TensorLayout = "1d"
     tensor_depth: int = 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GradientSlice:
-    """A replicated weight, and the fsdp slice of it that the gradient is taken with respect to.
-
-    This is ZeRO 2: the slice never enters the forward pass, it only gives the gradient a sharded
-    type, so each layer's gradient is reduced straight into its shard.
-    """
-
-    weight: jax.Array
-    slice: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +210,13 @@ def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.sharding.reshard(x, layout.activation(axes))
 
 
+def reshape(x: jax.Array, shape: Sequence[int], parts: Sequence[MeshAxes]) -> jax.Array:
+    """x with this shape, each dimension split over the mesh as its part of a spec says."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x.reshape(shape)
+    return jax.lax.reshape(x, shape, out_sharding=P(*parts))
+
+
 def current_layout() -> Layout | None:
     """The layout of the code being traced; None without a mesh."""
     return _LAYOUT.get()
@@ -301,49 +290,6 @@ def activation_spec(axes: tuple[str, ...]) -> P | None:
     """The spec that `shard` would use, for `out_sharding=`; None without a mesh."""
     layout = _LAYOUT.get()
     return None if layout is None else layout.activation(axes)
-
-
-def gathers_weights() -> bool:
-    """Whether weights are gathered over fsdp while they are used (ZeRO 3 on several devices)."""
-    layout = _LAYOUT.get()
-    return layout is not None and layout.zero == 3 and layout.mesh.shape["fsdp"] > 1
-
-
-def gather(parameter: nnx.Param) -> jax.Array:
-    """The value of a parameter in the layout it is computed with: whole along fsdp.
-
-    Called inside the loop over layers, so that one layer is gathered at a time; its transpose
-    reduces the gradient over fsdp.
-    """
-    value, layout = parameter.get_value(), _LAYOUT.get()
-    if layout is None:
-        return value
-    axes = logical_axes(parameter)
-    if isinstance(value, GradientSlice):
-        axes = axes[-value.weight.ndim :]
-        weight = jax.sharding.reshard(value.weight, layout.weight(axes))
-        return _with_sliced_gradient(layout.gradient(axes), weight, value.slice)
-    # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
-    axes = axes[-value.ndim :]
-    gathered = jax.sharding.reshard(value, layout.weight(axes))
-    if layout.parameter(axes) == layout.weight(axes):
-        return gathered
-    return checkpoint_name(gathered, GATHERED)
-
-
-def _with_sliced_gradient(spec: P, weight: jax.Array, slice_: jax.Array) -> jax.Array:
-    @jax.custom_vjp
-    def attach(weight: jax.Array, slice_: jax.Array) -> jax.Array:
-        return weight
-
-    def forward(weight: jax.Array, slice_: jax.Array) -> tuple[jax.Array, None]:
-        return weight, None
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.numpy.zeros_like(gradient), jax.sharding.reshard(gradient, spec)
-
-    attach.defvjp(forward, backward)
-    return attach(weight, slice_)
 
 
 def is_variable(x: object) -> bool:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.gathering import GradientSlice
 from jaxtrain.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
 from jaxtrain.layers import Execution, Statistic
 from jaxtrain.loss import OBJECTIVES, Loss, Sums, spread
@@ -21,7 +22,7 @@ from jaxtrain.pipeline.engine import Engine, Parts
 from jaxtrain.pipeline.schedules import Pipeline, forward_only, make_schedule
 from jaxtrain.pipeline.stages import Stages, deal
 from jaxtrain.precision import Precision, to_compute
-from jaxtrain.sharding import GradientSlice, Layout, is_variable, reshard, shardings
+from jaxtrain.sharding import Layout, is_variable, reshard, shardings
 
 
 @jax.tree_util.register_dataclass

@@ -6,9 +6,10 @@ Letters: B batch, T length, D embed, V vocab, L layers.
 from typing import Any, Protocol
 
 import jax
+from flax import nnx
 
 from jaxtrain.attention import Mask
-from jaxtrain.layers import Cache, Execution
+from jaxtrain.layers import Cache, Execution, contract
 
 # Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
 # "auxiliary" is added to the loss, the others become metrics.
@@ -45,9 +46,18 @@ class Transformer(Protocol):
         """The normed residual stream after the last layer."""
         ...
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of finished hidden states."""
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of finished hidden states."""
         ...
+
+
+# How the output matrix makes logits.
+LOGITS = "BTD,VD->BTV"
+
+
+def logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of finished hidden states."""
+    return contract(LOGITS, x_BTD, model.output_matrix())
 
 
 def hidden(

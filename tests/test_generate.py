@@ -15,7 +15,7 @@ from jaxtrain.generate import Sampling, generate, sample
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
 from jaxtrain.models.lstm import LSTM
-from jaxtrain.transformer import hidden
+from jaxtrain.transformer import hidden, logits
 
 SIZES = {
     "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),
@@ -51,7 +51,7 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     def last_logits(tokens, length):
         positions = jnp.arange(24)[None]
         h, _, _ = hidden(model, tokens[None], positions, Mask(), program.execution)
-        return model.logits(h)[0, length - 1]
+        return logits(model, h)[0, length - 1]
 
     run = jax.jit(last_logits)
     with program.layout.active():

@@ -30,7 +30,7 @@ from jaxtrain.planning.memory import argument_bytes
 from jaxtrain.planning.profile import layer_profile
 from jaxtrain.planning.sizes import lstm_parameters
 from jaxtrain.step import parameter_shapes
-from jaxtrain.transformer import hidden
+from jaxtrain.transformer import hidden, logits
 
 V, D, L, T = 64, 32, 2, 16
 SIZES = LSTM(vocab_size=V, num_layers=L, embed_dim=D, context_length=24)
@@ -55,9 +55,9 @@ def logits_and_gradients(params, tokens, targets, weights, segment_ids):  # noqa
         model = nnx.merge(split()[0], params)
         mask = Mask(segment_ids_BT=segment_ids, segment_ids_BS=segment_ids)
         h_BTD, _, _ = hidden(model, tokens, places(*tokens.shape), mask, Execution())
-        logits = model.logits(h_BTD)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return (weights * losses).sum(), logits
+        found = logits(model, h_BTD)
+        losses = optax.softmax_cross_entropy_with_integer_labels(found, targets)
+        return (weights * losses).sum(), found
 
     return jax.grad(loss, has_aux=True)(params)[::-1]
 
@@ -85,14 +85,16 @@ def test_logits_and_gradients_equal_torch() -> None:
     for leaf in theirs.values():
         leaf.requires_grad_()
     x = torch.nn.functional.embedding(torch.tensor(tokens, dtype=torch.long), theirs["table"])
-    logits = cells(x)[0] @ theirs["output"].T
+    theirs_V = cells(x)[0] @ theirs["output"].T
     losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), torch.tensor(targets, dtype=torch.long).flatten(), reduction="none"
+        theirs_V.flatten(0, 1),
+        torch.tensor(targets, dtype=torch.long).flatten(),
+        reduction="none",
     )
     (torch.tensor(weights).flatten() * losses).sum().backward()
     found, gradients = logits_and_gradients(params, tokens, targets, weights, None)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    expected = logits.detach().numpy()
+    expected = theirs_V.detach().numpy()
     assert expected.std() > 0.1
     close(found, expected)
     close(gradients["token_embedding"].get_value(), theirs["table"].grad.numpy())
@@ -132,11 +134,11 @@ def test_a_state_carried_token_by_token_equals_the_whole_text() -> None:
     def after(tokens, cache):  # noqa: ANN001, ANN202
         return next_logits(nnx.merge(structure, params), tokens, cache, Execution())
 
-    logits, cache = after(tokens[:, :prompt], Cache(SIZES.empty_state(2), jnp.int32(0)))
-    found = [logits]
+    last, cache = after(tokens[:, :prompt], Cache(SIZES.empty_state(2), jnp.int32(0)))
+    found = [last]
     for place in range(prompt, 9):
-        logits, cache = after(tokens[:, place : place + 1], cache)
-        found.append(logits)
+        last, cache = after(tokens[:, place : place + 1], cache)
+        found.append(last)
     assert int(cache.length) == 9
     np.testing.assert_allclose(
         np.stack(found, axis=1), expected[:, prompt - 1 :], rtol=1e-5, atol=1e-5

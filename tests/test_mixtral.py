@@ -23,7 +23,7 @@ from jaxtrain.layers import Execution
 from jaxtrain.models.mixtral import Mixtral
 from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.sharding import is_variable
-from jaxtrain.transformer import hidden
+from jaxtrain.transformer import hidden, logits
 
 E = 4
 PEER = Mixtral(
@@ -102,20 +102,20 @@ def test_logits_and_losses_equal_transformers(changes: dict[str, Any]) -> None:
     def ours(params, tokens):  # noqa: ANN001, ANN202
         model = nnx.merge(structure, params)
         h_BTD, _, auxiliary = hidden(model, tokens, places(1, C), Mask(), Execution())
-        return model.logits(h_BTD), auxiliary
+        return logits(model, h_BTD), auxiliary
 
     tokens = some_tokens(1, C)
-    logits, auxiliary = ours(params, tokens)
+    found, auxiliary = ours(params, tokens)
     labels = torch.tensor(tokens, dtype=torch.long)
     with torch.no_grad():
         theirs = model(labels, labels=labels)
     assert theirs.logits.std() > 0.5
-    np.testing.assert_allclose(logits, theirs.logits.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, theirs.logits.numpy(), rtol=1e-4, atol=1e-4)
     if sizes.num_layers == 1:
         balance = theirs.aux_loss.item()
         assert balance > 1.05 * sizes.experts_per_token  # an even load would give k
         assert auxiliary["router_balance_loss"] / C == pytest.approx(balance, rel=1e-4)
-        nats = -jax.nn.log_softmax(logits[0, :-1])[jnp.arange(C - 1), tokens[0, 1:]].mean()
+        nats = -jax.nn.log_softmax(found[0, :-1])[jnp.arange(C - 1), tokens[0, 1:]].mean()
         loss = float(nats + auxiliary["auxiliary"] / C)
         assert loss == pytest.approx(theirs.loss.item(), abs=1e-4)
         z = torch.logsumexp(theirs.router_logits[0].float(), -1).square().sum().item()

@@ -27,7 +27,8 @@ def hidden(name, execution, params, tokens, positions, mask, cache=None):  # noq
 def logits(name, params, tokens, positions, segment_ids):  # noqa: ANN001, ANN201
     mask = Mask(segment_ids_BT=segment_ids, segment_ids_BS=segment_ids)
     model = nnx.merge(split(name)[0], params)
-    return model.logits(transformer.hidden(model, tokens, positions, mask, Execution())[0])
+    h_BTD = transformer.hidden(model, tokens, positions, mask, Execution())[0]
+    return transformer.logits(model, h_BTD)
 
 
 # -- the same as transformers ---------------------------------------------------------------------

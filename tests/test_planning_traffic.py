@@ -91,6 +91,7 @@ OWN = {
         ),
         {WHOLE},
     ),
+    "fsdp, tied, chunks": (config_of(tied(LLAMA), {"fsdp": 8}, loss=Loss(chunk_size=32)), set()),
     "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
     "ulysses, full": (
         config_of(

@@ -1,4 +1,4 @@
-"""Products on one device: the einsum's values and gradients, without copies of activations."""
+"""Products with weights: the einsum's values and gradients, without copies of activations."""
 
 import re
 
@@ -6,18 +6,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import make_layout
+from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.blocked_attention import blocked_attention
 from jaxtrain.float8 import weight_product
-from jaxtrain.products import product
+from jaxtrain.layers import contract
 from jaxtrain.remat import remat
+from jaxtrain.sharding import Layout, shard
 
 SIZES = dict(B=4, T=32, D=24, F=96, N=4, K=2, H=6, P=3, V=40)
 EQUATIONS = [
     "BTD,PDNH->PBTNH", "BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTNH,NHD->BTD", "BTD,DF->BTF",
     "BTF,FD->BTD", "BTD,VD->BTV", "TBD,DF->TBF", "BD,DV->BV",
 ]  # fmt: skip
+
+
+MEANING = dict(
+    B="batch", T="length", D="embed", F="mlp", N="heads", K="kv_heads", H="head_dim", P="qkv",
+    V="vocab",
+)  # fmt: skip
 
 
 def operands(equation: str) -> list[np.ndarray]:
@@ -27,11 +36,35 @@ def operands(equation: str) -> list[np.ndarray]:
     return [rng.standard_normal([SIZES[x] for x in side], np.float32) for side in letters]
 
 
-@pytest.mark.parametrize("equation", EQUATIONS)
-def test_values_and_gradients_are_the_einsums(equation):
+def named(letters: str) -> tuple[str, ...]:
+    return tuple(MEANING[letter] for letter in letters)
+
+
+def product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The product of a model's parameter of this value, laid out as a model would."""
+    left, right, out = re.split(",|->", equation)
+    parameter = nnx.Param(weight, axes=named(right))
+    spec = tuple({"length": "residual_length"}.get(name, name) for name in named(out))
+    summed = set(left) & set(right) & set("NF")
+    return contract(equation, x, parameter, spec if summed else None)
+
+
+def on_a_mesh(equation: str, layout: Layout) -> tuple:
+    """The jitted product with its gradients, and what goes in, laid out."""
+    left, right, out = re.split(",|->", equation)
+
+    def run(x, weight, gradient):
+        x = shard(x, named(left))
+        result, back = jax.vjp(lambda *a: product(equation, *a), x, weight)
+        return result, *back(jax.sharding.reshard(gradient, jax.typeof(result).sharding.spec))
+
     x, weight, gradient = operands(equation)
-    result, back = jax.vjp(lambda *a: product(equation, *a), x, weight)
-    of_x, of_weight = back(jnp.asarray(gradient))
+    weight = jax.device_put(weight, layout.named(layout.parameter(named(right))))
+    return jax.jit(run), (x, weight, gradient)
+
+
+def check(equation: str, result, of_x, of_weight) -> None:
+    x, weight, gradient = operands(equation)
     left, right, out = re.split(",|->", equation)
     close = dict(rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(result, np.einsum(equation, x, weight), **close)
@@ -50,6 +83,31 @@ def copied(function, equation: str) -> list[str]:
     text = jax.jit(run).lower(x, weight, gradient).compile().as_text()
     found = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
     return [dims for dims in found if np.prod([int(n) for n in dims.split(",")]) >= x.size]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_values_and_gradients_are_the_einsums(equation):
+    x, weight, gradient = operands(equation)
+    result, back = jax.vjp(lambda *a: product(equation, *a), x, weight)
+    check(equation, result, *back(jnp.asarray(gradient)))
+
+
+MESHES = {
+    "fsdp": dict(fsdp=4),
+    "zero 1": dict(zero=1, fsdp=2),
+    "tensor": dict(fsdp=2, tensor=2, data=2),
+    "sequence": dict(fsdp=2, tensor=2, sequence_parallel=True),
+    "context": dict(fsdp=2, context=2),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS[:7])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_so_they_are_over_a_mesh(equation, mesh):
+    layout = make_layout(**MESHES[mesh])
+    with layout.active():
+        run, arguments = on_a_mesh(equation, layout)
+        check(equation, *run(*arguments))
 
 
 @pytest.mark.parametrize("equation", ["BTNH,NHD->BTD", "BTD,DNH->BTNH", "BTD,DF->BTF"])

@@ -8,8 +8,9 @@ from conftest import make_layout
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.gathering import gather
 from jaxtrain.mesh import MESH_AXES
-from jaxtrain.sharding import gather, logical_axes, parts_of, shard, shardings
+from jaxtrain.sharding import logical_axes, parts_of, shard, shardings
 from jaxtrain.tables import TABLES
 
 MATRIX = ("embed", "mlp")

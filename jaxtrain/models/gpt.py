@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_multiple
+from jaxtrain.gathering import gather
 from jaxtrain.layers import (
     Execution,
     add_bias,
@@ -27,7 +28,7 @@ from jaxtrain.layers import (
     param,
     stack,
 )
-from jaxtrain.sharding import gather, shard
+from jaxtrain.sharding import shard
 from jaxtrain.transformer import Auxiliary
 
 RESIDUAL = ("batch", "residual_length", "embed")
@@ -182,6 +183,6 @@ class GPTModel(nnx.Module):
         x_BTD = layer_norm(x_BTD, self.norm_scale, self.norm_bias, epsilon=self.norm_eps)
         return shard(x_BTD, HIDDEN)
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of hidden states, with the token embedding as the output matrix."""
-        return contract("BTD,VD->BTV", x_BTD, self.token_embedding)
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states: the token embedding."""
+        return self.token_embedding

@@ -18,8 +18,9 @@ from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
+from jaxtrain.gathering import gather
 from jaxtrain.layers import Execution, add_bias, contract, embed, normal, param, stack
-from jaxtrain.sharding import gather, shard
+from jaxtrain.sharding import shard
 from jaxtrain.transformer import Auxiliary
 
 HIDDEN = ("batch", "length", "embed")
@@ -134,9 +135,9 @@ class LSTMModel(nnx.Module):
         """The outputs of the last layer."""
         return shard(x_BTD, HIDDEN)
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of hidden states."""
-        return contract("BTD,VD->BTV", x_BTD, self.output)
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states."""
+        return self.output
 
 
 def _remembering(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

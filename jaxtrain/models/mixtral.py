@@ -18,7 +18,6 @@ from jaxtrain.experts import Experts
 from jaxtrain.layers import (
     Execution,
     constant,
-    contract,
     embed,
     normal,
     param,
@@ -230,7 +229,6 @@ class MixtralModel(nnx.Module):
         x_BTD = rms_norm(x_BTD, self.norm_scale, epsilon=self.sizes.norm_eps)
         return shard(x_BTD, HIDDEN)
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of hidden states."""
-        output = self.token_embedding if self.sizes.tie_embeddings else self.output
-        return contract("BTD,VD->BTV", x_BTD, output)
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states."""
+        return self.token_embedding if self.sizes.tie_embeddings else self.output

@@ -15,8 +15,9 @@ from flax import nnx
 
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
+from jaxtrain.gathering import gather
 from jaxtrain.layers import Statistic, add_bias, constant, contract, normal, param
-from jaxtrain.sharding import gather, shard
+from jaxtrain.sharding import shard
 
 IMAGES = ("batch", "height", "width", "channels_in")
 KERNEL = ("height", "width", "channels_in", "channels")

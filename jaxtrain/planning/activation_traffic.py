@@ -168,15 +168,12 @@ class _Activations:
         facts, chunks = self.facts, self.facts.chunks
         tokens = facts.B * facts.T // chunks
         times = facts.passes * chunks
-        again = 1 if chunks == 1 else 2  # a chunk's logits are computed again
         yield Expected(
-            "all-reduce", "tensor", again * times, tokens * facts.value_bytes,
-            "loss: greatest logit", "B T",
-        )  # fmt: skip
+            "all-reduce", "tensor", times, tokens * facts.value_bytes, "loss: greatest logit", "B T"
+        )
         yield Expected(
-            "all-reduce", "tensor", (1 + again) * times, 4 * tokens,
-            "loss: sums over the vocabulary", "2 B T",
-        )  # fmt: skip
+            "all-reduce", "tensor", 2 * times, 4 * tokens, "loss: sums over the vocabulary", "2 B T"
+        )
 
     # -- context ----------------------------------------------------------------------------------
 

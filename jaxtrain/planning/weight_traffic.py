@@ -84,8 +84,7 @@ class _Weight:
             # Stage 0 looks its rows up again where it recomputes.
             lookups = 2 if facts.config.pipeline.backward == "recompute" else 1
             return lookups * (name != "output") + (name == "output" or tied)
-        # One gather serves lookup and logits; a chunk's logits are computed again, gather and all.
-        return 1 + facts.chunks * self.is_output if facts.chunks > 1 else 1
+        return 1  # one gather serves lookup and logits
 
     @property
     def is_gathered_again(self) -> bool:
@@ -118,10 +117,7 @@ class _Weight:
         facts = self.facts
         axes = self.reduced_over()
         times = facts.passes * self.layers
-        if self.is_output and facts.chunks > 1:
-            # Each chunk's part is reduced; so is that of the lookup, where it is the same table.
-            times *= facts.chunks + (self.name == "token_embedding")
-        elif self.is_output and self.name == "token_embedding" and facts.size("pipe") > 1:
+        if self.is_output and self.name == "token_embedding" and facts.size("pipe") > 1:
             times *= 2  # the first stage's part and the last one's
         size = self.elements * facts.gradient_bytes(self.weight)
         if self.copies:  # only of what the device computes with

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxtrain.context import along_context
 from jaxtrain.data.batch import Batch
@@ -58,9 +59,9 @@ class Shifted:
         """The model's."""
         return self.model.finish(x_BTD)
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
+    def output_matrix(self) -> nnx.Param:
         """The model's."""
-        return self.model.logits(x_BTD)
+        return self.model.output_matrix()
 
 
 class Documents:
