@@ -18,6 +18,14 @@ Losses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _TOKENS = ("batch", "length")
 
 
+def _scale(dtype: jnp.dtype) -> float:
+    """What gradients are multiplied by until the loss's own, with its scale, is known.
+
+    Those of logits are probabilities, and float16 has its full precision from 6e-5 on only.
+    """
+    return 256.0 if dtype == jnp.float16 else 1.0
+
+
 def over_chunks(
     losses: Losses,
     size: int,
@@ -76,7 +84,7 @@ def _forward(
         h_BCD, *others = chunk
         logits_BCV, of_h = jax.vjp(lambda h_BCD: _logits(h_BCD, matrix_VD), h_BCD)
         loss_BC, of_logits = jax.vjp(lambda logits_BCV: losses(logits_BCV, *others), logits_BCV)
-        (g_BCV,) = of_logits(jnp.ones_like(loss_BC))
+        (g_BCV,) = of_logits(jnp.full_like(loss_BC, _scale(matrix_VD.dtype)))
         of_matrix = _of_matrix(g_BCV, h_BCD)
         return jax.tree.map(jnp.add, sums, (loss_BC, of_matrix)), of_h(g_BCV)[0]
 
@@ -90,6 +98,7 @@ def _forward(
 def _backward(losses: Losses, kept: tuple, gradient: jax.Array) -> tuple:
     del losses
     of_h, of_matrix, like, others = kept
+    gradient /= _scale(like.dtype)
     # Rounded before devices exchange it, as the gradients of all weights are.
     of_matrix = (of_matrix * gradient).astype(like.dtype)
     of_matrix = lax.reduce(of_matrix, jnp.zeros((), like.dtype), lax.add, (0, 1))

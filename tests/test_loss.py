@@ -196,6 +196,21 @@ def test_gradients_of_chunks_are_summed_in_float32():
     assert jax.grad(total)(jnp.ones((1, 1), jnp.bfloat16)) == 300
 
 
+def test_small_probabilities_keep_their_precision_in_float16():
+    V, scale = 1_100_000, 2.0**14
+    h, targets = jnp.ones((1, 1, 1), jnp.float16), jnp.zeros((1, 1), jnp.int32)
+
+    def total(matrix_VD):
+        return scale * over_chunks(losses, 1, h, matrix_VD, targets, targets)
+
+    def losses(logits, targets, _):
+        return cross_entropy(logits, targets)
+
+    gradient = jax.grad(total)(jnp.zeros((V, 1), jnp.float16))
+    # 1 / V alone would be 15.25 of the smallest steps between float16 numbers.
+    np.testing.assert_allclose(gradient[1:], scale / V, rtol=1e-3)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_no_constant_of_the_logits_size_is_read_by_every_chunk(devices):
     layout = make_layout(fsdp=devices)
