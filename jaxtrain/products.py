@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.float8 import in_float8, weight_product
 from jaxtrain.gathering import Groups
 from jaxtrain.kernels import platform_of
-from jaxtrain.sharding import reshape
+from jaxtrain.sharding import current_layout, reshape
 
 
 def as_matrix(equation: str, *specs: P) -> Groups | None:
@@ -108,10 +108,12 @@ def _joins_rows(left: str, result: str, parts: list[dict]) -> bool:
     rows = left[:2]
     if rows not in ("BT", "TB") or rows not in result:
         return False
-    mesh = jax.sharding.get_abstract_mesh()
-    if _platform() == "tpu" and mesh.size > 1:
-        return False
-    return all(of.get(rows[1]) is None for of in parts)
+    layout = current_layout()
+    if layout is None or layout.mesh.size == 1:
+        return True
+    # With sequence parallelism the gradient is scattered along the length: there has to be one.
+    fits = _platform() != "tpu" and not layout.sequence_parallel
+    return fits and all(of.get(rows[1]) is None for of in parts)
 
 
 def _einsum(equation: str, x: jax.Array, weight: jax.Array, spec: P | None) -> jax.Array:

@@ -91,6 +91,13 @@ OWN = {
         ),
         {WHOLE},
     ),
+    "sequence parallel, chunks": (
+        config_of(
+            LLAMA8, {"tensor": 8}, sharding=Sharding(sequence_parallel=True),
+            loss=Loss(chunk_size=32),
+        ),
+        set(),
+    ),
     "fsdp, tied, chunks": (config_of(tied(LLAMA), {"fsdp": 8}, loss=Loss(chunk_size=32)), set()),
     "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
     "ulysses, full": (

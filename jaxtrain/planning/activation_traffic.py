@@ -153,11 +153,7 @@ class _Activations:
         split = self.splits_stream
         kind = "reduce-scatter" if split else "all-reduce"
         yield Expected(kind, "tensor", lookups, whole, "embedding", "B T D")
-        chunks = facts.chunks
-        yield Expected(
-            kind if chunks == 1 else "all-reduce", "tensor", passes * chunks, whole // chunks,
-            "loss: gradient of the stream", "B T D",
-        )  # fmt: skip
+        yield Expected(kind, "tensor", passes, whole, "loss: gradient of the stream", "B T D")
         if split:
             yield Expected("all-gather", "tensor", passes, whole // k, "embedding", "B T D")
             yield Expected("all-gather", "tensor", passes, whole // k, "loss: stream", "B T D")

@@ -261,8 +261,11 @@ class _Step:
 
     def _tables(self) -> dict[str, int]:
         """The output matrix gathered, and its gradient before and after it is summed."""
+        before = self._table
+        if self.config.loss.chunk_size is not None:
+            before = before // self._compute * 4  # summed over the chunks in float32
         name = "collective buffers: embedding and output matrix"
-        return {name: self._table * (3 if self._gathers else 2)}
+        return {name: self._table * (1 + self._gathers) + before}
 
     def _logits(self) -> int:
         length = self.config.train.data.abstract_batch(1).inputs.shape[1]
