@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import make_layout
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.attention import Mask
 from jaxtrain.blocked_attention import blocked_attention
@@ -80,9 +81,13 @@ def copied(function, equation: str) -> list[str]:
         result, back = jax.vjp(lambda *a: function(equation, *a), x, weight)
         return result, *back(gradient)
 
-    text = jax.jit(run).lower(x, weight, gradient).compile().as_text()
+    return copies(jax.jit(run).lower(x, weight, gradient).compile().as_text(), x.size)
+
+
+def copies(text: str, size: int) -> list[str]:
+    """The shapes of copies with at least so many numbers, in a compiled program."""
     found = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-    return [dims for dims in found if np.prod([int(n) for n in dims.split(",")]) >= x.size]
+    return [dims for dims in found if np.prod([int(n) for n in dims.split(",")]) >= size]
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
@@ -118,6 +123,18 @@ def test_no_activation_is_copied(equation):
 def test_an_einsum_over_heads_copies_activations():
     # Otherwise there is no reason for `product` to have a way of its own.
     assert copied(weight_product, "BTNH,NHD->BTD")
+
+
+@pytest.mark.parametrize("equation", ["BTNH,NHD->BTD", "BTD,DNH->BTNH", "BTD,DF->BTF"])
+def test_no_activation_is_copied_on_the_devices_of_a_mesh(equation):
+    layout = make_layout(fsdp=2)
+    with layout.active():
+        run, (x, weight, gradient) = on_a_mesh(equation, layout)
+        inputs = [jax.device_put(a, layout.named(P("fsdp"))) for a in (x, gradient)]
+        text = run.lower(inputs[0], weight, inputs[1]).compile().as_text()
+    # Activations have rows, 2 x 32 on a device; weights, which are shared out, are not that long.
+    copied = [dims.split(",") for dims in copies(text, 0)]
+    assert [dims for dims in copied if {"32", "64"} & set(dims)] == []
 
 
 def test_elementwise_remat_keeps_what_attention_gives_and_nothing_from_inside():
