@@ -17,6 +17,7 @@ from jaxtrain.config import configurable
 from jaxtrain.context import along_context
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
+from jaxtrain.kernels import platform_of
 from jaxtrain.layers import Execution, operands
 from jaxtrain.loss_chunks import over_chunks
 from jaxtrain.sharding import shard
@@ -61,22 +62,46 @@ def cross_entropy(
     """
     axes = ("batch", "length", "vocab") if logits.ndim == 3 else ("batch", "classes")
     logits = logits.astype(jnp.float32)
-    # logsumexp - sum(where(iota == target)): a gather along a sharded vocabulary would make XLA
-    # collect the logits, this form reduces locally and then over the tensor axis.
     classes = shard(jnp.arange(logits.shape[-1]), axes[-1:])
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     log_partition = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
-    is_target = targets[..., None] == classes
-    # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes an
-    # array of the logits' size that every chunk reads.
-    zero = 0.0 * targets[..., None].astype(jnp.float32)
-    target_logit = jnp.where(is_target, logits, zero).sum(-1)
+    target_logit = _at(targets, logits, classes)
     if label_smoothing:
         target_logit = (1 - label_smoothing) * target_logit + label_smoothing * logits.mean(-1)
     losses = log_partition - target_logit
     if z_weight:
         losses += z_weight * jnp.square(log_partition)
     return losses
+
+
+def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """logits[..., target], float32 of the targets' shape.
+
+    Args:
+      targets: int32 [...].
+      logits: float32 [..., V].
+      classes: 0 to V - 1, split as the logits are.
+    """
+
+    def where_target(x: jax.Array) -> jax.Array:
+        # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes
+        # an array of the logits' size that every chunk reads.
+        zero = 0.0 * targets[..., None].astype(jnp.float32)
+        return jnp.where(targets[..., None] == classes, x, zero)
+
+    platform = platform_of(jax.sharding.get_abstract_mesh())
+    if platform == "tpu" or jax.typeof(classes).sharding.spec[0] is not None:
+        # A gather along a sharded vocabulary would make XLA collect the logits; this is summed by
+        # each device and then over the tensor axis.
+        return where_target(logits).sum(-1)
+
+    @jax.custom_vjp
+    def at(logits: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+    # The gradient not as a scatter into zeros, but fused into what else the logits' gradient is.
+    at.defvjp(lambda logits: (at(logits), None), lambda _, g: (where_target(g[..., None]),))
+    return at(logits)
 
 
 def next_token(

@@ -205,6 +205,16 @@ def test_a_slice_moves_what_it_takes_and_an_update_what_it_changes():
     assert 3 * stack[0].nbytes <= moved <= 8 * stack[0].nbytes
 
 
+def test_what_is_picked_out_of_numbers_in_another_dtype_is_all_that_is_read():
+    def pick(x, places):
+        return jnp.take_along_axis(x.astype(jnp.float32), places[:, None], -1)
+
+    x, places = np.ones((64, 4096), jnp.bfloat16), np.zeros(64, np.int32)
+    text = jax.jit(pick).lower(x, places).compile().as_text()
+    moved = sum(cost.moved_bytes for cost in costs(parse(text)).values())
+    assert moved < x.nbytes / 20
+
+
 def test_a_moment_is_shared_out_among_those_that_run_in_it():
     runs = [Run("a", 0e9, 4e9), Run("b", 2e9, 6e9), Run("c", 10e9, 11e9), Run("d", 3e9, 3e9)]
     assert shared_out(runs) == pytest.approx([3.0, 3.0, 1.0, 0.0])

@@ -216,9 +216,9 @@ def _read(module: Module, body: Computation) -> Iterator[int]:
 def _through_names(
     users: dict[str, list[Instruction]], of: Instruction
 ) -> Iterator[tuple[str, Instruction]]:
-    """Who uses a value under which name: a bitcast is another one for the same bytes."""
+    """Who uses a value under which name: the same bytes, or the same numbers in another dtype."""
     for user in users.get(of.name, ()):
-        if user.opcode == "bitcast":
+        if user.opcode in ("bitcast", "convert"):
             yield from _through_names(users, user)
         else:
             yield of.name, user
