@@ -13,6 +13,7 @@ from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, s
 from jaxtrain import transformer
 from jaxtrain.attention import Mask
 from jaxtrain.layers import Cache, Execution
+from jaxtrain.models import gpt
 from jaxtrain.precision import to_compute
 from jaxtrain.sharding import is_variable
 
@@ -199,6 +200,29 @@ def test_with_cache_equals_without(name: str) -> None:
         start += length
     assert int(cache.length) == T
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-5, atol=1e-5)
+
+
+# -- activations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2e-6), ("bfloat16", 2.0**-8)])
+def test_gelu_and_its_gradient_equal_torchs(
+    monkeypatch: pytest.MonkeyPatch, platform: str, dtype: str, rounding: float
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(gpt, "platform_of", lambda mesh: platform)
+    x = jnp.linspace(-12, 12, 4801).astype(dtype)
+    y, back = jax.vjp(gpt.gelu, x)
+    (gradient,) = back(jnp.ones_like(x))
+    assert y.dtype == gradient.dtype == dtype
+    theirs = torch.tensor(np.asarray(x, np.float64), requires_grad=True)
+    torch.nn.functional.gelu(theirs, approximate="tanh").sum().backward()
+    expected = torch.nn.functional.gelu(theirs, approximate="tanh").detach()
+    # XLA's tanh on CPUs ends 1.3e-6 short of 1, which x is multiplied by.
+    close = functools.partial(np.testing.assert_allclose, rtol=rounding, atol=1e-5)
+    close(np.asarray(y, np.float64), expected)
+    close(np.asarray(gradient, np.float64), theirs.grad)
 
 
 # -- in 16 bits ----------------------------------------------------------------------------------

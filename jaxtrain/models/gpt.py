@@ -16,6 +16,7 @@ from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_multiple
 from jaxtrain.gathering import gather
+from jaxtrain.kernels import platform_of
 from jaxtrain.layers import (
     Execution,
     add_bias,
@@ -95,6 +96,19 @@ class GPT:
         return 6 * self.matmul_parameters() + attention
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
+
+    Off CPUs (1 + tanh u) / 2 is sigmoid(2u). XLA's compiler for GPUs does not compute a tanh twice:
+    the backward pass, which does this again, would write it out and read it back.
+    """
+    x32 = x.astype(jnp.float32)
+    if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
+        return jax.nn.gelu(x32, approximate=True).astype(x.dtype)
+    u = math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32**3)
+    return (x32 * jax.nn.sigmoid(2 * u)).astype(x.dtype)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -137,7 +151,7 @@ class Block(nnx.Module):
                 x_BTD, self.mlp_norm_scale, self.mlp_norm_bias, epsilon=self.norm_eps
             )
             h_BTD = shard(h_BTD, HIDDEN)
-            h_BTF = jax.nn.gelu(add_bias(contract("BTD,DF->BTF", h_BTD, self.up), self.up_bias))
+            h_BTF = gelu(add_bias(contract("BTD,DF->BTF", h_BTD, self.up), self.up_bias))
             x_BTD += add_bias(contract("BTF,FD->BTD", h_BTF, self.down, RESIDUAL), self.down_bias)
         return x_BTD, cache
 
