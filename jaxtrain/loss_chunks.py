@@ -5,14 +5,15 @@ batch, k along the sequence, t along the vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.sharding import current_layout, reshape
+from jaxtrain.sharding import current_layout, on_each_device, parts_of, reshape
 from jaxtrain.tables import MeshAxes
 
 Losses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -59,39 +60,50 @@ def over_chunks(
 
 
 def _forward(
-    losses: Losses, size: int, h_BTD: jax.Array, matrix_VD: jax.Array, *others: jax.Array
+    losses: Losses,
+    size: int,
+    h_BTD: jax.Array,
+    matrix_VD: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
 ) -> tuple[jax.Array, tuple]:
-    def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, jax.Array]:
-        h_BCD, *others = chunk
+    def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
+        h_BCD, targets_BC, mask_BC = chunk
         logits_BCV = _logits(h_BCD, matrix_VD)
-        loss_BC, of_logits = jax.vjp(lambda logits_BCV: losses(logits_BCV, *others), logits_BCV)
-        (g_BCV,) = of_logits(jnp.full_like(loss_BC, _scale(matrix_VD.dtype)))
+        loss_BC, back = jax.vjp(lambda x, mask: losses(x, targets_BC, mask), logits_BCV, mask_BC)
+        g_BCV, of_mask = back(jnp.full_like(loss_BC, _scale(matrix_VD.dtype)))
         of_matrix = _of_matrix(g_BCV, h_BCD)
-        return jax.tree.map(jnp.add, sums, (loss_BC, of_matrix)), _of_h(g_BCV, matrix_VD)
+        sums = jax.tree.map(jnp.add, sums, (loss_BC, of_matrix))
+        return sums, (_of_h(g_BCV, matrix_VD), of_mask)
 
-    chunks = tuple(_chunked(x, size) for x in (h_BTD, *others))
+    chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
     like = jax.eval_shape(lambda h: _of_matrix(_logits(h[0], matrix_VD), h[0]), chunks[0])
     # Losses of a device's own tokens too, summed at the end: a sum a chunk would be an exchange.
     zeros = _zeros(chunks[-1][0]), _zeros(like)
-    (total_BC, of_matrix), of_h = lax.scan(add, zeros, chunks)
-    return total_BC.sum(), (of_h, of_matrix, jnp.zeros((), matrix_VD.dtype))
+    (total_BC, of_matrix), (of_h, of_mask) = lax.scan(add, zeros, chunks)
+    return total_BC.sum(), (of_h, of_matrix, of_mask, jnp.zeros((), matrix_VD.dtype))
 
 
 def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tuple:
     del losses, size
-    of_h, of_matrix, like = kept
+    of_h, of_matrix, of_mask, like = kept
     gradient /= _scale(like.dtype)
-    S, t, B, C, D = of_h.shape
-    _, vocab, batch, length, _ = jax.typeof(of_h).sharding.spec
-    of_h = reshape(of_h.transpose(1, 2, 3, 0, 4), (t, B, C * S, D), (vocab, batch, length, None))
 
-    def added_up(parts: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-        # Rounded before devices exchange it, as the gradients of all weights are.
-        parts = (parts * gradient).astype(like.dtype)
-        return lax.reduce(parts, jnp.zeros((), like.dtype), lax.add, axes)
+    def joined(x: jax.Array, axis: int) -> jax.Array:
+        """Chunks, the first dimension, put back behind the places at `axis`."""
+        x = jnp.moveaxis(x, 0, axis)
+        shape, parts = x.shape, jax.typeof(x).sharding.spec
+        places = shape[axis - 1] * shape[axis]
+        return reshape(
+            x,
+            (*shape[: axis - 1], places, *shape[axis + 1 :]),
+            (*parts[:axis], *parts[axis + 1 :]),
+        )
 
-    # Targets and the loss mask have no gradient.
-    return added_up(of_h, (0,)), added_up(of_matrix, (0, 1)), None, None
+    # Rounded before devices exchange them, as the gradients of all weights are.
+    of_h = _added_up((joined(of_h, 3) * gradient).astype(like.dtype), 1)
+    of_matrix = _added_up((of_matrix * gradient).astype(like.dtype), 2)
+    return of_h, of_matrix, None, (joined(of_mask, 2) * gradient).astype(of_mask.dtype)
 
 
 over_chunks.defvjp(_forward, _backward)
@@ -106,14 +118,33 @@ def _chunked(x: jax.Array, size: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(B, size, T // size, *x.shape[2:]), 2, 0)
 
 
+def _added_up(x: jax.Array, count: int) -> jax.Array:
+    """The sum over the first dimensions, of which every device has one place."""
+    spec = jax.typeof(x).sharding.spec
+    axes = tuple(name for part in spec[:count] for name in parts_of(part))
+    if not axes:
+        return x.reshape(x.shape[count:])
+
+    # Not as a sum that is left to the partitioner: in bfloat16 XLA's CPU compiler fails at that.
+    def add(x: jax.Array) -> jax.Array:
+        return lax.psum(x.reshape(x.shape[count:]), axes)
+
+    return on_each_device(add, (spec,), P(*spec[count:]))(x)
+
+
 def _logits(h_BCD: jax.Array, matrix_VD: jax.Array) -> jax.Array:
     return jnp.einsum("BCD,VD->BCV", h_BCD, matrix_VD)
 
 
 def _zeros(like: Any) -> jax.Array:
     """Float32 zeros of an array's shape, laid out like it."""
-    sharding = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(like).sharding
-    return jnp.zeros(like.shape, jnp.float32, out_sharding=sharding)
+    spec = jax.typeof(like).sharding.spec
+    return jnp.zeros(like.shape, jnp.float32, out_sharding=_laid_out(spec))
+
+
+def _laid_out(parts: Sequence[MeshAxes]) -> P | None:
+    """The spec of these parts; None without a mesh."""
+    return None if jax.sharding.get_abstract_mesh().empty else P(*parts)
 
 
 def _of_h(g_BCV: jax.Array, matrix_VD: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxtrain.loss_chunks import over_chunks
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
 from jaxtrain.planning.flops import count_flops
+from jaxtrain.precision import Precision
 from jaxtrain.transformer import hidden, logits
 
 RNG = np.random.default_rng(0)
@@ -123,8 +124,8 @@ def test_next_token_sums_losses_and_weights_over_unmasked_targets():
     assert statistics is None
 
 
-def gradients_on(layout, settings: Loss, model=MODEL):
-    program = make_program(model, layout, loss=settings)
+def gradients_on(layout, settings: Loss, model=MODEL, **changes):
+    program = make_program(model, layout, loss=settings, **changes)
     state = program.create(0)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with layout.active():
@@ -145,6 +146,16 @@ def test_chunked_equals_whole(whole, chunk_size, devices):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), gradients, whole[0]
     )
+
+
+def test_chunks_over_a_mesh_are_near_float32_in_bfloat16(whole):
+    settings = Loss(chunk_size=4, z_weight=1e-3, label_smoothing=0.1)
+    layout = make_layout(fsdp=2, tensor=2, context=2)
+    gradients, loss = gradients_on(layout, settings, precision=Precision(compute="bfloat16"))
+    np.testing.assert_allclose(loss, whole[1], rtol=1e-3)
+    leaves = zip(*map(jax.tree.leaves, (gradients, whole[0])), strict=True)
+    apart = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in leaves if b.any()]
+    assert max(apart) < 0.05
 
 
 def all_equations(jaxpr):
@@ -196,12 +207,27 @@ def test_gradients_of_chunks_are_summed_in_float32():
     assert jax.grad(total)(jnp.ones((1, 1), jnp.bfloat16)) == 300
 
 
+def test_the_gradient_of_the_loss_mask_is_each_tokens_loss():
+    rng = np.random.default_rng(0)
+    h, matrix = (rng.standard_normal(shape, np.float32) for shape in [(2, 6, 8), (10, 8)])
+    targets = rng.integers(10, size=(2, 6), dtype=np.int32)
+
+    def total(mask_BT):
+        def losses(logits, targets, mask):
+            return cross_entropy(logits, targets) * mask
+
+        return over_chunks(losses, 2, jnp.asarray(h), jnp.asarray(matrix), targets, mask_BT)
+
+    found = jax.grad(total)(jnp.full((2, 6), 0.5))
+    np.testing.assert_allclose(found, cross_entropy(h @ matrix.T, targets), rtol=1e-5)
+
+
 def test_small_probabilities_keep_their_precision_in_float16():
     V, scale = 1_100_000, 2.0**14
     h, targets = jnp.ones((1, 1, 1), jnp.float16), jnp.zeros((1, 1), jnp.int32)
 
     def total(matrix_VD):
-        return scale * over_chunks(losses, 1, h, matrix_VD, targets, targets)
+        return scale * over_chunks(losses, 1, h, matrix_VD, targets, jnp.ones((1, 1)))
 
     def losses(logits, targets, _):
         return cross_entropy(logits, targets)
