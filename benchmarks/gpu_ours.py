@@ -30,6 +30,7 @@ from jaxtrain.attention import Mask, attention
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.loss import cross_entropy
+from jaxtrain.loss_chunks import over_chunks
 from jaxtrain.metrics import peak_flops
 from jaxtrain.settings import load_config
 from jaxtrain.train import Trainer
@@ -194,16 +195,14 @@ def loss_head(tiny: bool, seconds: float) -> Iterator[Cell]:
         for chunks in (1, 4, 16):
 
             def loss(h: Any, table: Any, targets: Any, chunks: int = chunks) -> Any:
-                def part(total: Any, xs: Any) -> Any:
-                    logits = jnp.einsum("BTD,VD->BTV", xs[0], table)
-                    return total + cross_entropy(logits, xs[1]).sum(), None
+                if chunks == 1:
+                    return cross_entropy(jnp.einsum("BTD,VD->BTV", h, table), targets).mean()
 
-                def split(x: Any) -> Any:
-                    return jnp.moveaxis(x.reshape(B, chunks, T // chunks, *x.shape[2:]), 1, 0)
+                def losses(logits: Any, targets: Any, mask: Any) -> Any:
+                    return mask * cross_entropy(logits, targets)
 
-                step = part if chunks == 1 else jax.checkpoint(part, prevent_cse=False)
-                total, _ = jax.lax.scan(step, jnp.zeros(()), (split(h), split(targets)))
-                return total / (B * T)
+                mask = jnp.ones((B, T))
+                return over_chunks(losses, T // chunks, h, table, targets, mask) / (B * T)
 
             yield cell(f"vocabulary {V}", f"{chunks} chunks" if chunks > 1 else "whole", seconds,
                        jax.value_and_grad(loss, (0, 1)), h, table, targets,

@@ -82,26 +82,35 @@ def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
       logits: float32 [..., V].
       classes: 0 to V - 1, split as the logits are.
     """
-
-    def where_target(x: jax.Array) -> jax.Array:
-        # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes
-        # an array of the logits' size that every chunk reads.
-        zero = 0.0 * targets[..., None].astype(jnp.float32)
-        return jnp.where(targets[..., None] == classes, x, zero)
-
     platform = platform_of(jax.sharding.get_abstract_mesh())
     if platform == "tpu" or jax.typeof(classes).sharding.spec[0] is not None:
         # A gather along a sharded vocabulary would make XLA collect the logits; this is summed by
         # each device and then over the tensor axis.
-        return where_target(logits).sum(-1)
+        return _where_target(targets, logits, classes).sum(-1)
+    return _picked(targets, logits, classes)
 
-    @jax.custom_vjp
-    def at(logits: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
-    # The gradient not as a scatter into zeros, but fused into what else the logits' gradient is.
-    at.defvjp(lambda logits: (at(logits), None), lambda _, g: (where_target(g[..., None]),))
-    return at(logits)
+def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.Array:
+    """x at the targets' places, 0 elsewhere."""
+    # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes an
+    # array of the logits' size that every chunk reads.
+    zero = 0.0 * targets[..., None].astype(jnp.float32)
+    return jnp.where(targets[..., None] == classes, x, zero)
+
+
+@jax.custom_vjp
+def _picked(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """As `_at`; its gradient is no scatter into zeros, but fused into the rest of the logits'."""
+    del classes
+    return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+
+def _picked_backward(kept: tuple, gradient: jax.Array) -> tuple:
+    targets, classes = kept
+    return None, _where_target(targets, gradient[..., None], classes), None
+
+
+_picked.defvjp(lambda t, logits, c: (_picked(t, logits, c), (t, c)), _picked_backward)
 
 
 def next_token(
