@@ -193,7 +193,7 @@ def _triton(
 ) -> jax.Array:
     """Pallas's flash attention for GPUs; `interpret` runs its code without one, for tests."""
     run = functools.partial(_triton_on_one_device, interpret=interpret)
-    return _on_each_device(run, q_BTNH, k_BSKH, v_BSKH, mask)
+    return _on_each_device(run, q_BTNH, k_BSKH, v_BSKH, mask, of_one_too=interpret)
 
 
 def _triton_on_one_device(
@@ -223,7 +223,7 @@ def _tpu(
 ) -> jax.Array:
     """Splash attention; `interpret` runs the kernel's code without a TPU, for tests."""
     run = functools.partial(_tpu_on_one_device, interpret=interpret)
-    return _on_each_device(run, q_BTNH, k_BSKH, v_BSKH, mask)
+    return _on_each_device(run, q_BTNH, k_BSKH, v_BSKH, mask, of_one_too=interpret)
 
 
 def _tpu_on_one_device(
@@ -276,13 +276,17 @@ def _on_each_device(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     mask: Mask,
+    *,
+    of_one_too: bool = False,
 ) -> jax.Array:
     """Runs a kernel that knows no sharding on each device's rows and heads.
 
     No communication: a device holds the keys of all its rows, and the kv heads of its query heads.
+    `of_one_too`: by `shard_map` on a mesh of one device too, which Pallas's interpreter needs.
     """
     queries, keys, layout = activation_spec(QUERIES), activation_spec(KEYS), current_layout()
-    if queries is None or layout is None or layout.mesh.size == 1:
+    alone = layout is None or (layout.mesh.size == 1 and not of_one_too)
+    if queries is None or alone:
         return kernel(q_BTNH, k_BSKH, v_BSKH, mask)
     segments = jax.tree.map(lambda _: activation_spec(SEGMENTS), mask)
     run = on_each_device(kernel, (queries, keys, keys, segments), queries)

@@ -146,13 +146,14 @@ def test_triton_kernel_equals_reference(name: str) -> None:
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "xla", "triton", "tpu"])
-def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", ["reference", "xla", "blocked", "triton", "tpu"])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 1}], ids=["4", "1"])
+def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str, sizes: dict) -> None:
     T = 128 if kernel in ("triton", "tpu") else 20
     arrays = inputs(T, 4, 2)
     mask = make_mask("documents" if kernel == "triton" else "everything", T)
     expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
-    layout = make_layout(fsdp=2, tensor=2)
+    layout = make_layout(**sizes)
     run = functools.partial(attention, kernel=kernel)
     if kernel in ("triton", "tpu"):
         run = functools.partial(getattr(attention_module, f"_{kernel}"), interpret=True)
