@@ -50,7 +50,7 @@ def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]
             return accumulation * ticks.get(sent.group(), 0)
         if "/stage/" not in op_name:
             return None
-        once = re.search(r"embedding|loss|transpose\(jvp\(\)\)/reduce_sum", op_name)
+        once = re.search(r"embedding|loss|transpose\(jvp\(norm\)\)/reduce_sum", op_name)
         return facts.passes * (1 if once else chunks)
 
     return count
