@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -123,18 +124,22 @@ class ExchangeProgram(abc.ABC):
         """
 
         def on_shapes(*arguments: Any) -> Any:
-            return jax.vmap(run, in_axes, out_axes, spmd_axis_name="data")(*arguments)
+            # Of the plain kernel: what others do inside cannot be batched over an explicit axis.
+            plain = dataclasses.replace(self.plain.execution, kernel="reference")
+            of_one = functools.partial(run, dataclasses.replace(self.plain, execution=plain))
+            return jax.vmap(of_one, in_axes, out_axes, spmd_axis_name="data")(*arguments)
 
-        def run(*arguments: Any) -> Any:
+        def run(program: Program, *arguments: Any) -> Any:
             with self.layout.inside("data") as layout:
-                program = dataclasses.replace(self.plain, layout=layout)
+                program = dataclasses.replace(program, layout=layout)
                 arguments = jax.tree.map(_without_replica, arguments, is_leaf=is_variable)
                 results = function(program, *arguments)
                 return jax.tree.map(_with_replica, results, is_leaf=is_variable)
 
         def one(*arguments: Any) -> Any:
             arguments = _where(in_axes, lambda x: jnp.squeeze(x, 0), arguments)
-            return _where(out_axes, lambda x: jnp.expand_dims(x, 0), run(*arguments))
+            results = run(self.plain, *arguments)
+            return _where(out_axes, lambda x: jnp.expand_dims(x, 0), results)
 
         def all_replicas(*arguments: Any) -> Any:
             # A vmap of them says how the results are laid out; what runs is one replica's program.
