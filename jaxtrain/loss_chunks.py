@@ -59,14 +59,9 @@ def over_chunks(
     return lax.scan(add, _zeros(chunks[-1][0]), chunks)[0].sum()
 
 
-def _forward(
-    losses: Losses,
-    size: int,
-    h_BTD: jax.Array,
-    matrix_VD: jax.Array,
-    targets_BT: jax.Array,
-    mask_BT: jax.Array,
-) -> tuple[jax.Array, tuple]:
+def _forward(losses: Losses, size: int, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+    h_BTD, matrix_VD, *others = arrays
+
     def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
         h_BCD, targets_BC, mask_BC = chunk
         logits_BCV = _logits(h_BCD, matrix_VD)
@@ -76,7 +71,7 @@ def _forward(
         sums = jax.tree.map(jnp.add, sums, (loss_BC, of_matrix))
         return sums, (_of_h(g_BCV, matrix_VD), of_mask)
 
-    chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
+    chunks = tuple(_chunked(x, size) for x in (h_BTD, *others))
     like = jax.eval_shape(lambda h: _of_matrix(_logits(h[0], matrix_VD), h[0]), chunks[0])
     # Losses of a device's own tokens too, summed at the end: a sum a chunk would be an exchange.
     zeros = _zeros(chunks[-1][0]), _zeros(like)
