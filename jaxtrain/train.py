@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain import display, preflight, report
+from jaxtrain.allocation import keep_memory
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.buckets import Place, place
 from jaxtrain.compilation import xla_options
@@ -83,6 +84,8 @@ class Trainer:
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
+        if platform == "cpu":
+            keep_memory()
         options = xla_options(platform)
         self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=options)
         self._is_compiled = False

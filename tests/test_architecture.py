@@ -13,6 +13,7 @@ MAX_LINES = 400
 
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
+    ["allocation"],
     ["errors", "tables", "options", "buckets", "files", "staging", "compilation", "plot"],
     ["attempts.signals", "attempts.maintenance", "attempts.phases"],
     ["attempts.records", "attempts.lifeline"],
@@ -31,7 +32,7 @@ LAYERS = [
         "planning.targets",
     ],
     ["mesh"],
-    ["sharding", "precision", "float8"],
+    ["sharding", "precision", "float8", "batch_norm"],
     ["gathering"],
     ["remat"],
     ["context"],
