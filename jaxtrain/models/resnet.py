@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.batch_norm import batch_norm, normalised
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError
 from jaxtrain.gathering import gather
@@ -199,20 +200,19 @@ class NormedConvolution(nnx.Module):
             [(self.padding, self.padding)] * 2,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        x32 = x_BHWC.astype(jnp.float32)
         mean, variance = statistics["mean"], statistics["variance"]
-        mean_C, variance_C = mean.get_value(), variance.get_value()
-        if train:
-            mean_C = x32.mean((0, 1, 2))
-            # Two passes: mean(x^2) - mean(x)^2 cancels where the mean is large.
-            variance_C = jnp.square(x32 - mean_C).mean((0, 1, 2))
-            count = x32.size // x32.shape[-1]
-            mean = self._moved(mean, mean_C)
+        scale_C, bias_C = gather(self.scale), gather(self.bias)
+        if not train:
+            of_runs = mean.get_value(), variance.get_value()
+            x_BHWC = normalised(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
+            return x_BHWC, {"mean": mean, "variance": variance}
+        x_BHWC, mean_C, variance_C = batch_norm(x_BHWC, scale_C, bias_C, self.epsilon)
+        count = x_BHWC.size // x_BHWC.shape[-1]
+        return x_BHWC, {
+            "mean": self._moved(mean, mean_C),
             # The running variance is the unbiased estimate, the one that normalises is not.
-            variance = self._moved(variance, variance_C * (count / max(count - 1, 1)))
-        factor_C = jax.lax.rsqrt(variance_C + self.epsilon) * gather(self.scale)
-        x32 = (x32 - mean_C) * factor_C + gather(self.bias)
-        return x32.astype(x_BHWC.dtype), {"mean": mean, "variance": variance}
+            "variance": self._moved(variance, variance_C * (count / max(count - 1, 1))),
+        }
 
     def _moved(self, running: nnx.Variable, batch_C: jax.Array) -> nnx.Variable:
         return running.replace((1 - self.momentum) * running.get_value() + self.momentum * batch_C)

@@ -1,0 +1,77 @@
+"""Batch normalisation over the global batch, with the gradient that needs two sums.
+
+Letters: B batch, H height, W width, C channels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+_OVER = (0, 1, 2)
+Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def batch_norm(
+    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias (arXiv 1502.03167), in float32.
+
+    Args:
+      x_BHWC: activations; their mean and variance over a sharded batch are those of all devices.
+      scale_C: gamma of the paper.
+      bias_C: beta of the paper, of gamma's dtype.
+      epsilon: added to the variance.
+
+    Returns:
+      the normalised activations in x's dtype, mean [C] and biased variance [C] in float32.
+    """
+    x32 = x_BHWC.astype(jnp.float32)
+    mean_C = x32.mean(_OVER)
+    # Two passes: mean(x^2) - mean(x)^2 cancels where the mean is large.
+    variance_C = jnp.square(x32 - mean_C).mean(_OVER)
+    return normalised(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
+
+
+def normalised(
+    x_BHWC: jax.Array,
+    mean_C: jax.Array,
+    variance_C: jax.Array,
+    scale_C: jax.Array,
+    bias_C: jax.Array,
+    epsilon: float,
+) -> jax.Array:
+    """x normalised by a given mean and variance, in x's dtype."""
+    factor_C = jax.lax.rsqrt(variance_C + epsilon) * scale_C
+    y_BHWC = (x_BHWC.astype(jnp.float32) - mean_C) * factor_C + bias_C
+    return y_BHWC.astype(x_BHWC.dtype)
+
+
+def _forward(
+    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array, epsilon: float
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Kept]:
+    y_BHWC, mean_C, variance_C = batch_norm(x_BHWC, scale_C, bias_C, epsilon)
+    return (y_BHWC, mean_C, variance_C), (x_BHWC, scale_C, mean_C, variance_C)
+
+
+def _backward(
+    epsilon: float, kept: Kept, gradients: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """JAX's own sums twice more over the activations: what is zero, or `bias`'s times a factor."""
+    x_BHWC, scale_C, mean_C, variance_C = kept
+    of_y, of_mean_C, of_variance_C = gradients
+    centred, of_y = x_BHWC.astype(jnp.float32) - mean_C, of_y.astype(jnp.float32)
+    of_bias_C, along_x_C = of_y.sum(_OVER), (of_y * centred).sum(_OVER)
+    inverse_C = jax.lax.rsqrt(variance_C + epsilon)
+    count = of_y.size // of_y.shape[-1]
+    factor_C = inverse_C * scale_C
+    offset_C = (of_mean_C - factor_C * of_bias_C) / count
+    slope_C = (2 * of_variance_C - factor_C * inverse_C**2 * along_x_C) / count
+    of_x = of_y * factor_C + centred * slope_C + offset_C
+    of_scale_C = inverse_C * along_x_C
+    dtype = scale_C.dtype
+    return of_x.astype(x_BHWC.dtype), of_scale_C.astype(dtype), of_bias_C.astype(dtype)
+
+
+batch_norm.defvjp(_forward, _backward)
