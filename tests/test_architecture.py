@@ -38,7 +38,7 @@ LAYERS = [
     ["context"],
     ["ring"],
     ["blocked_attention", "kernels"],
-    ["attention", "products"],
+    ["attention", "products", "convolution"],
     ["layers"],
     ["self_attention", "experts"],
     ["transformer"],

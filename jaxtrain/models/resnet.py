@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxtrain.batch_norm import batch_norm, normalised
 from jaxtrain.config import configurable
+from jaxtrain.convolution import convolution
 from jaxtrain.errors import UserError
 from jaxtrain.gathering import gather
 from jaxtrain.layers import Statistic, add_bias, constant, contract, normal, param
@@ -162,8 +163,8 @@ class ResNet:
         for block in self.blocks():
             if block.shortcut is not None:
                 total += run(block.shortcut, height, width)[0]
-            for convolution in block.convolutions:
-                multiply_adds, height, width = run(convolution, height, width)
+            for plan in block.convolutions:
+                multiply_adds, height, width = run(plan, height, width)
                 total += multiply_adds
         return 3.0 * 2.0 * (total + self.features * self.num_classes)
 
@@ -185,21 +186,14 @@ class NormedConvolution(nnx.Module):
         self.bias = param(key, (C,), ("vector",), constant(0.0))
         self.mean = Statistic(jnp.zeros((C,), jnp.float32), axes=("vector",))
         self.variance = Statistic(jnp.ones((C,), jnp.float32), axes=("vector",))
-        self.stride, self.padding = plan.stride, plan.size // 2
+        self.stride = plan.stride
         self.momentum, self.epsilon = sizes.norm_momentum, sizes.norm_eps
 
     def __call__(
         self, x_BHWC: jax.Array, statistics: Any, *, train: bool
     ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
         kernel = gather(self.kernel)
-        x_BHWC = jax.lax.conv_general_dilated(
-            x_BHWC.astype(kernel.dtype),
-            kernel,
-            (self.stride, self.stride),
-            # Written out: "SAME" pads a strided convolution on one side only, PyTorch on both.
-            [(self.padding, self.padding)] * 2,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        x_BHWC = convolution(x_BHWC.astype(kernel.dtype), kernel, self.stride)
         mean, variance = statistics["mean"], statistics["variance"]
         scale_C, bias_C = gather(self.scale), gather(self.bias)
         if not train:
@@ -238,9 +232,9 @@ class Block(nnx.Module):
         self, x_BHWC: jax.Array, statistics: Any, *, train: bool
     ) -> tuple[jax.Array, dict[str, Any]]:
         h_BHWC, new = x_BHWC, {"convolutions": {}}
-        for i, convolution in enumerate(self.convolutions):
+        for i, normed in enumerate(self.convolutions):
             h_BHWC = jax.nn.relu(h_BHWC) if i else h_BHWC
-            h_BHWC, new["convolutions"][i] = convolution(
+            h_BHWC, new["convolutions"][i] = normed(
                 h_BHWC, statistics["convolutions"][i], train=train
             )
         if self.shortcut is not None:

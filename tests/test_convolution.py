@@ -1,0 +1,71 @@
+"""Convolutions equal JAX's own and their gradients, in tiles of images or not."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxtrain import convolution as module
+from jaxtrain.convolution import convolution
+
+FAR = 5 * 2**20
+
+
+def inputs(images: int, size: int = 3, channels: int = 8, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(images, 10, 9, channels)).astype(dtype)
+    kernel = rng.normal(size=(size, size, channels, 6)).astype(dtype)
+    return x, kernel
+
+
+def expected(x, kernel, stride):
+    padding = [(kernel.shape[0] // 2,) * 2] * 2
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+@pytest.mark.parametrize(
+    ("images", "size", "stride", "tile_bytes", "in_tile"),
+    [
+        (8, 3, 1, module._TILE_BYTES, 8),
+        (8, 3, 1, 4 * 9 * 90 * 8 * 4, 4),
+        (6, 5, 1, 4 * 25 * 90 * 8 * 5, 3),  # of 6 images tiles of 3, not 5
+        (7, 3, 1, 4 * 9 * 90 * 8 * 6, 1),
+        (8, 3, 1, 4 * 9 * 90 * 8 - 1, 0),  # not one image fits
+        (8, 1, 1, FAR, 0),
+        (8, 3, 2, FAR, 8),  # strided: JAX's own, whatever fits
+    ],
+)
+def test_values_and_gradients_equal_jax(monkeypatch, images, size, stride, tile_bytes, in_tile):
+    monkeypatch.setattr(module, "_TILE_BYTES", tile_bytes)
+    x, kernel = inputs(images, size)
+    assert module._images_of_a_tile(x, kernel) == in_tile
+    tiled = in_tile > 0 and stride == 1
+    run = jax.vjp(lambda x, kernel: convolution(x, kernel, stride), x, kernel)
+    plain = jax.vjp(lambda x, kernel: expected(x, kernel, stride), x, kernel)
+    np.testing.assert_array_equal(run[0], plain[0])
+    gradient = np.random.default_rng(1).normal(size=run[0].shape).astype(np.float32)
+    assert ("scan" in str(jax.make_jaxpr(run[1])(gradient))) == tiled
+    for ours, theirs in zip(run[1](gradient), plain[1](gradient), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-6 * np.linalg.norm(theirs)
+
+
+def test_no_activation_is_turned_for_the_kernel_s_gradient():
+    x, kernel = inputs(16, channels=16)
+
+    def turned(convolve):
+        step = jax.jit(jax.grad(lambda x, kernel: (convolve(x, kernel, 1) ** 2).sum(), (0, 1)))
+        text = step.lower(x, kernel).compile().as_text()
+        copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+        return [shape for shape in copies if np.prod([int(n) for n in shape.split(",")]) >= x.size]
+
+    assert turned(expected)
+    assert not turned(convolution)
+
+
+def test_other_precisions_are_jax_s_own():
+    x, kernel = inputs(8, dtype=jax.numpy.bfloat16)
+    assert module._images_of_a_tile(x, kernel) == 0
