@@ -1,4 +1,4 @@
-"""Convolutions over images, their kernels' gradients in the form that CPUs do well.
+"""Convolutions and pooling over images, their gradients in the forms that compilers do well.
 
 Letters: B batch, H height, W width, C channels in, D channels out, S size of the kernel.
 """
@@ -86,3 +86,59 @@ def _kernel_gradient(x_BHWC: jax.Array, gradient_BHWD: jax.Array, kernel: jax.Ar
 
 
 _with_tiles.defvjp(lambda x, kernel: (_convolved(x, kernel), (x, kernel)), _backward)
+
+
+# -- pooling --------------------------------------------------------------------------------------
+
+
+def max_pool(x_BHWC: jax.Array) -> jax.Array:
+    """The largest of 3x3 pixels at stride 2, padded by one pixel on every side.
+
+    Its gradient goes to the first pixel that is the largest, as PyTorch's does.
+    """
+    if platform_of(jax.sharding.get_abstract_mesh()) == "tpu":  # has an instruction for both ways
+        return _pooled(x_BHWC)
+    return _pooled_by_index(x_BHWC)
+
+
+def _pooled(x_BHWC: jax.Array) -> jax.Array:
+    border = ((0, 0), (1, 1), (1, 1), (0, 0))
+    return lax.reduce_window(x_BHWC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), border)
+
+
+@jax.custom_vjp
+def _pooled_by_index(x_BHWC: jax.Array) -> jax.Array:
+    """As `_pooled`; JAX's gradient scatters into the image, on GPUs by atomic additions."""
+    return _pooled(x_BHWC)
+
+
+def _pooled_forward(x_BHWC: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The result, and for each of its pixels which of the nine it was; an empty x for its shape."""
+    padded = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
+    H, W = x_BHWC.shape[1:3]
+    nine = [padded[:, i : i + H : 2, j : j + W : 2] for i in range(3) for j in range(3)]
+    largest, index = nine[0], jnp.zeros(nine[0].shape, jnp.uint8)
+    for k, pixel in enumerate(nine[1:], 1):
+        index = jnp.where(pixel > largest, jnp.uint8(k), index)
+        largest = jnp.maximum(largest, pixel)
+    return largest, (index, x_BHWC[:, :, :, :0])
+
+
+def _pooled_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array]:
+    """The nine places, each spread over the image: one pass over it."""
+    index, like = kept
+    H, W = like.shape[1:3]
+
+    def spread(k: int) -> jax.Array:
+        def edges(offset: int, size: int, pooled: int) -> tuple[int, int, int]:
+            before = offset - 1
+            return before, size - before - (2 * pooled - 1), 1
+
+        here = jnp.where(index == k, gradient.astype(jnp.float32), 0.0)
+        rows, columns = edges(k // 3, H, index.shape[1]), edges(k % 3, W, index.shape[2])
+        return lax.pad(here, jnp.float32(0), ((0, 0, 0), rows, columns, (0, 0, 0)))
+
+    return (sum((spread(k) for k in range(1, 9)), spread(0)).astype(gradient.dtype),)
+
+
+_pooled_by_index.defvjp(_pooled_forward, _pooled_backward)

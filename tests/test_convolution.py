@@ -1,4 +1,4 @@
-"""Convolutions equal JAX's own and their gradients, in tiles of images or not."""
+"""Convolutions equal JAX's own, pooling PyTorch's, and so do their gradients."""
 
 import re
 
@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from jaxtrain import convolution as module
-from jaxtrain.convolution import convolution
+from jaxtrain.convolution import convolution, max_pool
 
 FAR = 5 * 2**20
 
@@ -69,3 +69,30 @@ def test_no_activation_is_turned_for_the_kernel_s_gradient():
 def test_other_precisions_are_jax_s_own():
     x, kernel = inputs(8, dtype=jax.numpy.bfloat16)
     assert module._images_of_a_tile(x, kernel) == 0
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 7), (1, 2)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_max_pool_and_its_gradient_equal_torch(size, ties):
+    """With ties the gradient goes to the first of the largest pixels."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, *size, 3)).astype(np.float32)
+    x = np.round(x) if ties else x
+    theirs = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+    pooled = torch.nn.functional.max_pool2d(theirs, 3, 2, padding=1)
+    gradient = rng.normal(size=pooled.shape).astype(np.float32)
+    pooled.backward(torch.tensor(gradient))
+
+    y, pull = jax.vjp(max_pool, x)
+    np.testing.assert_array_equal(y, pooled.detach().numpy().transpose(0, 2, 3, 1))
+    (of_x,) = pull(gradient.transpose(0, 2, 3, 1))
+    np.testing.assert_allclose(of_x, theirs.grad.numpy().transpose(0, 2, 3, 1), atol=1e-6)
+
+
+def test_max_pool_hands_on_what_is_no_number():
+    x = np.ones((1, 6, 6, 1), np.float32)
+    x[0, 2, 2] = np.nan
+    forward = jax.vjp(max_pool, x)[0]
+    np.testing.assert_array_equal(np.isnan(forward), np.isnan(max_pool(x)))
+    assert np.isnan(forward).sum() == 1

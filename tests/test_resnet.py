@@ -174,10 +174,11 @@ class Shallow(ResNet):
 
     def blocks(self):
         plans = super().blocks()
-        return [plans[0], plans[3]]
+        return [plans[0], next(plan for plan in plans if plan.shortcut)]
 
 
 SMALL = Shallow(depth=20, num_classes=10, channels=1, width=8)
+POOLED = Shallow(depth=18, num_classes=10, channels=1, width=8)
 
 
 def image_batch(rows: int) -> Batch:
@@ -191,9 +192,9 @@ def image_batch(rows: int) -> Batch:
     )
 
 
-def step_on(layout, accumulation: int = 1):
+def step_on(layout, accumulation: int = 1, sizes: ResNet = SMALL):
     """Gradients, metrics and new statistics of a first step."""
-    program = make_program(SMALL, layout, accumulation=accumulation)
+    program = make_program(sizes, layout, accumulation=accumulation)
     batch = image_batch(16)
     state = program.create(0)
     placed = jax.device_put(batch, program.batch_shardings(batch))
@@ -213,8 +214,17 @@ def one_device():
     ids=["data8", "fsdp8", "hsdp_zero2"],
 )
 def test_losses_gradients_and_statistics_are_of_the_global_batch(one_device, layout):
-    gradients, metrics, statistics = step_on(make_layout(**layout))
-    expected_gradients, expected_metrics, expected_statistics = one_device
+    compare(step_on(make_layout(**layout)), one_device)
+
+
+def test_so_they_are_with_a_pooled_stem():
+    one_device = step_on(make_layout(), sizes=POOLED)
+    compare(step_on(make_layout(data=2, fsdp=4), sizes=POOLED), one_device)
+
+
+def compare(found, expected):
+    gradients, metrics, statistics = found
+    expected_gradients, expected_metrics, expected_statistics = expected
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
     # The largest gradient is about 1: this is a relative error of the network, not of a leaf.

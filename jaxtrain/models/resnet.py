@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtrain.batch_norm import batch_norm, normalised
 from jaxtrain.config import configurable
-from jaxtrain.convolution import convolution
+from jaxtrain.convolution import convolution, max_pool
 from jaxtrain.errors import UserError
 from jaxtrain.gathering import gather
 from jaxtrain.layers import Statistic, add_bias, constant, contract, normal, param
@@ -272,7 +272,7 @@ class ResNetModel(nnx.Module):
             x_BHWC, new["stem"] = self.stem(x_BHWC, statistics["stem"], train=train)
             x_BHWC = jax.nn.relu(x_BHWC)
             if self.pooled_stem:
-                x_BHWC = _max_pool(x_BHWC)
+                x_BHWC = max_pool(x_BHWC)
         for i, block in enumerate(self.blocks):
             with jax.named_scope(f"block_{i}"):
                 x_BHWC, new["blocks"][i] = block(x_BHWC, statistics["blocks"][i], train=train)
@@ -280,15 +280,3 @@ class ResNetModel(nnx.Module):
             x_BC = x_BHWC.astype(jnp.float32).mean((1, 2)).astype(x_BHWC.dtype)
             logits_BC = add_bias(contract("BD,DC->BC", x_BC, self.head), self.head_bias)
         return logits_BC, nnx.State(new)
-
-
-def _max_pool(x_BHWC: jax.Array) -> jax.Array:
-    """The largest of 3x3 pixels at stride 2, padded by one pixel on every side."""
-    return jax.lax.reduce_window(
-        x_BHWC,
-        -jnp.inf,
-        jax.lax.max,
-        (1, 3, 3, 1),
-        (1, 2, 2, 1),
-        ((0, 0), (1, 1), (1, 1), (0, 0)),
-    )
