@@ -24,17 +24,22 @@ _KEPT = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD
 _WARNING, _ERROR = "1", 2  # of XLA's log
 
 
-def keep_memory() -> bool:
-    """Has this process keep what its programs free; for processes whose programs run on CPUs.
+def keep_memory(platform: str) -> bool:
+    """Has this process keep what its programs free, where they run on CPUs.
 
     Whoever set glibc's `MALLOC_*` or `GLIBC_TUNABLES` has chosen, and the memory is left alone. Two
     complaints about programs of several blocks are dropped: XLA's log of every array above
     BLOCK_BYTES, and with it its other warnings, unless `TF_CPP_MIN_LOG_LEVEL` is set to another
     level than JAX's own; and JAX's that such a program cannot be kept on disk.
 
+    Args:
+      platform: of the devices: "cpu", "gpu" or "tpu".
+
     Returns:
       whether the memory is kept: not without glibc.
     """
+    if platform != "cpu":
+        return False
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", _WARNING) == _WARNING:
         jaxlib_utils.absl_set_min_log_level(_ERROR)
     unwritten = "Error writing persistent compilation cache entry.*Multiple temp buffer"

@@ -20,21 +20,28 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
         "xla_cpu_experimental_ynn_fusion_type": (
             "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         ),
-        # Temporaries in blocks small enough to stay the process's: steps take 0.71 to 0.86 of the
-        # time with `keep_memory`, which see.
-        "xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES),
     },
 }
 
 
-def xla_options(platform: str) -> dict[str, str]:
+# The same for a train step that a run takes so often that compiling it at each start is worth it.
+# Temporaries in blocks that the process keeps: a step of 60 to 400 ms takes 0.70 to 0.89 of the
+# time (see `allocation`), and 2 to 5 s are compiled at a start that the cache would have saved.
+_OF_LONG_RUNS = {"cpu": {"xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES)}}
+_LONG_RUN = 500
+
+
+def xla_options(platform: str, steps: int = 0) -> dict[str, str]:
     """What `jax.jit` is given as `compiler_options`; nothing that XLA_FLAGS has an opinion on.
 
     Args:
       platform: of the devices: "cpu", "gpu" or "tpu".
+      steps: of the whole run, so that each of its starts has the same program; for a train step.
     """
     chosen = os.environ.get("XLA_FLAGS", "")
     options = _XLA_OPTIONS.get(platform, {})
+    if steps >= _LONG_RUN:
+        options = options | _OF_LONG_RUNS.get(platform, {})
     return {name: value for name, value in options.items() if f"--{name}" not in chosen}
 
 

@@ -84,10 +84,9 @@ class Trainer:
         self.layout = preflight.layout(config)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
-        if platform == "cpu":
-            keep_memory()
-        options = xla_options(platform)
-        self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=options)
+        keep_memory(platform)
+        evaluate = self.program.plain.eval_step
+        self._eval_step = jax.jit(evaluate, compiler_options=xla_options(platform))
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
@@ -107,6 +106,7 @@ class Trainer:
             phases=self._attempt.phases,
         )
         state, self._next_batch = self._saved.newest(lambda: self.dataset)
+        options = xla_options(platform, config.train.steps)
         self._stepper = Stepper(self.program, state, config.corruption, options)
         self.steps_done = self._attempt.step = int(state.step)
         self._attempt.has_begun = True

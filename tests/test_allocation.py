@@ -6,14 +6,16 @@ import subprocess
 import sys
 
 import pytest
+from jax.experimental.serialize_executable import serialize
 
+from jaxtrain import Trainer, load_config
 from jaxtrain.compilation import xla_options
 
 # Eight blocks such as XLA asks for, six times, on a thread as XLA's are.
 BLOCKS = """
 import ctypes, json, resource, threading
 from jaxtrain.allocation import keep_memory
-kept, size, found = keep_memory(), 16 * 2**20, []
+kept, size, found = keep_memory("cpu"), 16 * 2**20, []
 library = ctypes.CDLL(None)
 library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
 library.free.argtypes = [ctypes.c_void_p]
@@ -43,7 +45,7 @@ from jaxtrain.allocation import keep_memory
 from jaxtrain.compilation import xla_options
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 count, size, runs = map(int, sys.argv[1:])
-keep_memory()
+keep_memory("cpu")
 
 def run(x):
     products = [(x + i) @ x.T for i in range(count)]
@@ -51,7 +53,7 @@ def run(x):
     return sum(jnp.sin(product * total).sum() for product in products)
 
 x = jnp.ones((size, 64)) / size
-compiled = jax.jit(run, compiler_options=xla_options("cpu")).lower(x).compile()
+compiled = jax.jit(run, compiler_options=xla_options("cpu", 1000)).lower(x).compile()
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -111,6 +113,21 @@ def test_nothing_is_said_of_large_arrays_and_of_programs_that_no_cache_takes(tmp
 def test_a_flag_of_the_user_s_has_the_size_of_blocks(monkeypatch):
     name = "xla_multiheap_size_constraint_per_heap"
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert name in xla_options("cpu")
+    assert name in xla_options("cpu", 1000)
+    assert name not in xla_options("gpu", 1000)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=-1")
-    assert name not in xla_options("cpu")
+    assert name not in xla_options("cpu", 1000)
+
+
+def test_a_short_run_keeps_its_program_on_disk_and_a_long_one_its_memory(monkeypatch):
+    """A step of 58 MB of temporaries a device: XLA writes down programs of one block only."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+    def written(steps: int):
+        bindings = [f"Train.steps = {steps}", "Train.global_batch_size = 64"]
+        lowered = Trainer(load_config("gpt_quickstart", bindings=bindings)).lower()
+        return serialize(lowered.compile())
+
+    assert written(499)
+    with pytest.raises(Exception, match="Multiple temp buffer"):
+        written(500)

@@ -214,15 +214,15 @@ def one_device():
     ids=["data8", "fsdp8", "hsdp_zero2"],
 )
 def test_losses_gradients_and_statistics_are_of_the_global_batch(one_device, layout):
-    compare(step_on(make_layout(**layout)), one_device)
+    assert_same(step_on(make_layout(**layout)), one_device)
 
 
 def test_so_they_are_with_a_pooled_stem():
     one_device = step_on(make_layout(), sizes=POOLED)
-    compare(step_on(make_layout(data=2, fsdp=4), sizes=POOLED), one_device)
+    assert_same(step_on(make_layout(data=2, fsdp=4), sizes=POOLED), one_device)
 
 
-def compare(found, expected):
+def assert_same(found, expected):
     gradients, metrics, statistics = found
     expected_gradients, expected_metrics, expected_statistics = expected
     for name, value in expected_metrics.items():
