@@ -170,7 +170,9 @@ def test_bad_records_are_left_out_up_to_the_limit(tiny_config):
     allowed = Trainer(load_config(tiny_config, ["Train.bad_records = 2"]))
     indices = touch(allowed, [1, 3], unreadable)
     allowed.train()
-    assert [record.index for record in allowed.bad_records.found] == indices
+    # Threads make batches side by side: which of two meets its bad example first is not said.
+    assert {record.index for record in allowed.bad_records.found} == set(indices)
+    assert len(allowed.bad_records.found) == 2
     refused = Trainer(load_config(tiny_config, ["Train.bad_records = 1"]))
     touch(refused, [1, 3], unreadable)
     with pytest.raises(BadRecordError, match="the disk has a hole.*Train.bad_records = 1 allows 1"):
