@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
             "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         ),
     },
+    # Weights are gathered while products run. libtpu does so by itself on v5e and TPU7x; on v4, v5p
+    # and v6e the program would wait for every gather, and take more memory.
+    "tpu": {
+        "xla_enable_async_all_gather": "true",
+        "xla_tpu_enable_async_collective_fusion": "true",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    },
 }
 
 
@@ -32,17 +40,20 @@ _LONG_RUN = 500
 
 
 def xla_options(platform: str, steps: int = 0) -> dict[str, str]:
-    """What `jax.jit` is given as `compiler_options`; nothing that XLA_FLAGS has an opinion on.
+    """What `jax.jit` is given as `compiler_options`; nothing that the environment says itself.
+
+    XLA_FLAGS and, for TPUs, LIBTPU_INIT_ARGS win.
 
     Args:
       platform: of the devices: "cpu", "gpu" or "tpu".
       steps: of the whole run, so that each of its starts has the same program; for a train step.
     """
-    chosen = os.environ.get("XLA_FLAGS", "")
+    chosen = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     options = _XLA_OPTIONS.get(platform, {})
     if steps >= _LONG_RUN:
         options = options | _OF_LONG_RUNS.get(platform, {})
-    return {name: value for name, value in options.items() if f"--{name}" not in chosen}
+    said = set(re.findall(r"--(\w+)", chosen))
+    return {name: value for name, value in options.items() if name not in said}
 
 
 def keep_compiled_programs() -> Path | None:

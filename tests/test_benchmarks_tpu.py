@@ -1,0 +1,111 @@
+"""What the TPU benchmark reads out of a compiled program: cycles, loops, collectives that wait."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("libtpu", reason="the TPU compiler")
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.tpu_cycles import PEAK, Step, expected  # noqa: E402 - after the path
+from jaxtrain.compilation import xla_options  # noqa: E402
+from jaxtrain.planning.targets import parse_target, target_devices  # noqa: E402
+
+WIDTH = 1024
+
+
+def looped(turns: int) -> Step:
+    """Of `turns` products of [WIDTH, WIDTH] and an addition to what each gives."""
+    device = target_devices(parse_target("v5e:2x2"))[0]
+    shape = jax.ShapeDtypeStruct(
+        (WIDTH, WIDTH), jnp.bfloat16, sharding=SingleDeviceSharding(device)
+    )
+
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x @ x + x, None), x, length=turns)[0]
+
+    return expected(jax.jit(loop).lower(shape).compile().as_text())
+
+
+def test_products_of_a_loop_count_as_often_as_it_turns() -> None:
+    few, many = looped(5), looped(9)
+    one = 2 * WIDTH**3
+    assert (few.flops, many.flops) == (5 * one, 9 * one)
+    assert many.products * 5 == few.products * 9
+    # No faster than the matrix units, and of their order.
+    assert 1 < few.products * PEAK["v5e"] / few.flops < 2
+    assert (few.waits, few.kernels) == (0, 0)
+
+
+@pytest.mark.parametrize("name", PEAK)
+def test_a_large_product_takes_about_what_the_data_sheets_promise(name: str) -> None:
+    """The clock that the published peak and the matrix units' size make."""
+    target = parse_target(f"{name}:2x2" if name in ("v5e", "v6e") else f"{name}:2x2x1")
+    device = target_devices(target)[0]
+    shape = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    text = jax.jit(jnp.matmul).lower(shape, shape).compile().as_text()
+    step = expected(text)
+    assert step.flops == 2 * 4096**3
+    assert 0.8 < step.flops / step.products / PEAK[name] <= 1
+    assert target.chip.bf16_flops is not None
+    assert target.chip.bf16_flops / PEAK[name] == pytest.approx(
+        {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "7x": 2.2e9}[name], rel=0.005
+    )
+
+
+def test_a_collective_with_nothing_beside_it_is_waited_for() -> None:
+    devices = np.array(target_devices(parse_target("v5p:2x2x1")))
+    mesh = Mesh(devices, ("data",))
+    rows = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def summed(x: jax.Array) -> jax.Array:
+        def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jax.lax.psum(x, "data") * 0.5, None
+
+        return jax.lax.scan(turn, x, length=3)[0]
+
+    run = jax.shard_map(summed, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    step = expected(jax.jit(run).lower(rows).compile().as_text())
+    assert step.waits == 3
+    assert step.waits_bytes == 3 * (64 // 4) * 512 * 4
+    assert step.flops == step.products == 0
+    assert step.rest > 0
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1"])
+def test_our_options_gather_weights_while_products_run(name: str) -> None:
+    """A layer of two weights, both gathered: the second one's while the first one is multiplied."""
+    devices = np.array(target_devices(parse_target(name)))
+    mesh = Mesh(devices.ravel(), ("fsdp",), axis_types=(AxisType.Explicit,))
+    layers, embed, mlp, rows = 6, 1024, 2048, 2048 * devices.size
+
+    def forward(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            up, down = (jax.sharding.reshard(weight, P(None, None)) for weight in weights)
+            return jnp.maximum(x @ up, 0) @ down, None
+
+        return jax.lax.scan(layer, x, (up, down))[0]
+
+    def shape(sizes: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(forward).lower(
+            shape((rows, embed), P("fsdp", None)),
+            shape((layers, embed, mlp), P(None, "fsdp", None)),
+            shape((layers, mlp, embed), P(None, "fsdp", None)),
+        )
+    without, ours = (expected(lowered.compile(o).as_text()) for o in ({}, xla_options("tpu")))
+    # Of each layer's first weight nothing is left to hide behind.
+    assert ours.waits == layers
+    assert ours.waits_bytes == layers * embed * mlp * 2
+    # v5e's compiler does it unasked: the count is of something that there is to see.
+    assert without.waits == layers * (1 if name.startswith("v5e") else 2)
+    assert ours.flops == without.flops == layers * 2 * 2 * (rows // devices.size) * embed * mlp
