@@ -20,10 +20,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxtrain.compilation import xla_options
 from jaxtrain.errors import UserError
 from jaxtrain.planning.compiled import lower, planned_layout
 from jaxtrain.planning.hlo import Instruction, Module, parse
-from jaxtrain.planning.targets import Target, compiler_options, parse_target
+from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.profiling.costs import CONTAINERS, costs
 from jaxtrain.settings import load_config
 
@@ -130,12 +131,12 @@ def _columns(lowered: jax.stages.Lowered, options: Any, target: Target) -> list[
 
 
 def main() -> None:
-    """Compiles every target, setting and set of flags, and prints a table."""
+    """Compiles every target and setting with libtpu's own options and ours, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--row", choices=list(_ROWS_A_CHIP), default="llama_1b")
     parser.add_argument("--target", action="append", help="a TPU slice; may be repeated")
     parser.add_argument("--also", action="append", default=[], help="bindings joined by ';'")
-    parser.add_argument("--flags", action="append", default=[], help="XLA's, joined by ','")
+    parser.add_argument("--flags", action="append", default=[], help="over ours, joined by ','")
     options = parser.parse_args()
     table = Table(
         "", "Mcycles", "products", "of peak", "the rest", "kernels", "waits", "GB waited for",
@@ -148,10 +149,14 @@ def main() -> None:
             more = [one for one in bindings.split(";") if one.strip()]
             config = load_config(options.row, [*planned(options.row, target), *more])
             lowered = lower(config, planned_layout(config, target))
-            for flags in ["", *options.flags]:
-                chosen = dict(one.split("=") for one in flags.split(",") if one)
-                label = " ".join(part for part in (target.name, bindings, flags) if part)
-                table.add_row(label, *_columns(lowered, compiler_options(target) | chosen, target))
+            kind = target.chip.device_kinds[0]
+            sets = {"libtpu's own": {}, "ours": xla_options("tpu")}
+            sets["ours, long run"] = xla_options("tpu", 10**9, kind)
+            for flags in options.flags:
+                sets[flags] = sets["ours"] | dict(one.split("=") for one in flags.split(","))
+            for name, chosen in sets.items():
+                label = " ".join(part for part in (target.name, bindings, name) if part)
+                table.add_row(label, *_columns(lowered, chosen, target))
     Console(width=160).print(table)
 
 

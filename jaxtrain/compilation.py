@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
 import re
@@ -32,14 +33,25 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
 }
 
 
-# The same for a train step that a run takes so often that compiling it at each start is worth it.
-# Temporaries in blocks that the process keeps: a step of 60 to 400 ms takes 0.70 to 0.89 of the
-# time (see `allocation`), and 2 to 5 s are compiled at a start that the cache would have saved.
-_OF_LONG_RUNS = {"cpu": {"xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES)}}
-_LONG_RUN = 500
+# The same for a train step that a run takes so often that its compilation may cost more: of runs
+# of `_LONG_RUN` steps and more.
+_OF_LONG_RUNS: dict[str, dict[str, str]] = {
+    # Temporaries in blocks that the process keeps: a step of 60 to 400 ms takes 0.70 to 0.89 of
+    # the time (see `allocation`), and 2 to 5 s are compiled at a start that the cache would save.
+    "cpu": {"xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES)},
+    # How much of the vector memory a product's tiles may fill: 16 or 32 MiB otherwise. By
+    # libtpu's own expectation a step takes 4 to 14 % fewer cycles; it compiles for 2 to 5 times
+    # as long. Nothing changes on v4.
+    "tpu": {"xla_tpu_scoped_vmem_limit_kib": str(64 * 1024)},
+}
+_LONG_RUN = {"cpu": 500, "tpu": 10_000}
+# By `jax.Device.device_kind`, where a chip wants another value: v6e's units are four times as big.
+_OF_CHIPS = dict.fromkeys(
+    ("TPU v6 lite", "TPU v6e"), {"xla_tpu_scoped_vmem_limit_kib": str(96 * 1024)}
+)
 
 
-def xla_options(platform: str, steps: int = 0) -> dict[str, str]:
+def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]:
     """What `jax.jit` is given as `compiler_options`; nothing that the environment says itself.
 
     XLA_FLAGS and, for TPUs, LIBTPU_INIT_ARGS win.
@@ -47,11 +59,12 @@ def xla_options(platform: str, steps: int = 0) -> dict[str, str]:
     Args:
       platform: of the devices: "cpu", "gpu" or "tpu".
       steps: of the whole run, so that each of its starts has the same program; for a train step.
+      kind: `jax.Device.device_kind`; for a train step.
     """
     chosen = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     options = _XLA_OPTIONS.get(platform, {})
-    if steps >= _LONG_RUN:
-        options = options | _OF_LONG_RUNS.get(platform, {})
+    if steps >= _LONG_RUN.get(platform, math.inf):
+        options = options | _OF_LONG_RUNS[platform] | _OF_CHIPS.get(kind, {})
     said = set(re.findall(r"--(\w+)", chosen))
     return {name: value for name, value in options.items() if name not in said}
 

@@ -106,7 +106,7 @@ class Trainer:
             phases=self._attempt.phases,
         )
         state, self._next_batch = self._saved.newest(lambda: self.dataset)
-        options = xla_options(platform, config.train.steps)
+        options = xla_options(platform, config.train.steps, kind)
         self._stepper = Stepper(self.program, state, config.corruption, options)
         self.steps_done = self._attempt.step = int(state.step)
         self._attempt.has_begun = True

@@ -109,3 +109,19 @@ def test_our_options_gather_weights_while_products_run(name: str) -> None:
     # v5e's compiler does it unasked: the count is of something that there is to see.
     assert without.waits == layers * (1 if name.startswith("v5e") else 2)
     assert ours.flops == without.flops == layers * 2 * 2 * (rows // devices.size) * embed * mlp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_our_options_of_long_runs_keep_the_matrix_units_busier(name: str) -> None:
+    target = parse_target(name)
+    device, kind = target_devices(target)[0], target.chip.device_kinds[0]
+    sharding = SingleDeviceSharding(device)
+    shape = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=sharding)
+    lowered = jax.jit(jnp.matmul).lower(shape, shape)
+    short, long = (
+        expected(lowered.compile(xla_options("tpu", steps, kind)).as_text())
+        for steps in (9_999, 10_000)
+    )
+    assert long.flops == short.flops
+    assert long.products < 0.97 * short.products

@@ -124,3 +124,15 @@ def test_a_flag_of_libtpu_s_own_wins_over_ours(monkeypatch):
     # Of the name itself: another one begins with it.
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}_fuse_all_gather=false --xla_other=1")
     assert xla_options("tpu").keys() == ours.keys() - {f"{fusion}_fuse_all_gather"}
+
+
+def test_a_tpu_s_tiles_are_larger_in_runs_that_are_worth_compiling_longer_for():
+    name = "xla_tpu_scoped_vmem_limit_kib"
+    short, long, trillium = (
+        xla_options("tpu", steps, kind)
+        for steps, kind in ((9_999, "TPU v5"), (10_000, "TPU v5"), (10_000, "TPU v6 lite"))
+    )
+    assert name not in short
+    assert int(trillium[name]) > int(long[name]) > 32 * 1024  # KiB: the most of libtpu's own
+    assert short.items() <= long.items()
+    assert name not in xla_options("cpu", 10_000)
