@@ -5,15 +5,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain.config import configurable
 from jaxtrain.gathering import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
 KEPT = "kept"  # the name of a kernel's results, in place of what it makes on the way to them
-# The name of the result of a product with a weight, in place of int32 sums that it is scaled from.
-PRODUCT = "product"
+PRODUCT = "product"  # the name of a product with a weight, in place of the sums it is scaled from
 
 _policies = jax.checkpoint_policies
 
@@ -58,13 +56,6 @@ def _dear(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return primitive.name not in _CHEAP or parameters.get("name") in (KEPT, PRODUCT)
 
 
-def _product_with_weight(primitive: Any, *operands: Any, **parameters: Any) -> bool:
-    if parameters.get("preferred_element_type") == jnp.int32:
-        return False
-    is_dot = _policies.dots_with_no_batch_dims_saveable(primitive, *operands, **parameters)
-    return is_dot or parameters.get("name") == PRODUCT
-
-
 def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Callable[..., Any]:
     """The function `layer`, recomputed in the backward pass as the policy says.
 
@@ -78,7 +69,9 @@ def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Calla
     saved = {
         "none": _all_but_gathered_weights,
         "elementwise": _dear,
-        "dots": _product_with_weight,
+        "dots": _policies.save_from_both_policies(
+            _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(PRODUCT)
+        ),
         "full": _policies.nothing_saveable,
         "offload": _policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -14,8 +14,8 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
 ROUNDINGS = 8  # of each product's operands and result, forward and backward
 # The error of a product of 8 bits relative to its norm, with a factor of 2 to spare; those of the
 # two operands are independent. float8: rounding to 2 bits behind the leading one (e5m2) errs by
-# 0.053 of a number in the root mean square over an octave, to 3 bits (e4m3) by half of that. int8: a
-# step is 1/127 of a row's largest number, rounding errs by 1/sqrt(12) of a step in the root mean
+# 0.053 of a number in the root mean square over an octave, to 3 bits (e4m3) by half of that. int8:
+# a step is 1/127 of a row's largest number, rounding errs by 1/sqrt(12) of a step in the root mean
 # square, and the largest of 2^12 normal numbers is sqrt(2 ln 2^12) = 4.1 of theirs.
 NARROW = {
     "float8": 2 * math.hypot(0.053, 0.0265),
