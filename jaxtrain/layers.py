@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
 from jaxtrain.errors import UserError, nearest_divisor
-from jaxtrain.float8 import float8_products
 from jaxtrain.gathering import GradientSlice, Groups, gather
+from jaxtrain.narrow import products_in
 from jaxtrain.products import as_matrix, product
 from jaxtrain.remat import RESIDUAL, remat
 from jaxtrain.sharding import (
@@ -97,7 +97,7 @@ class Execution:
             )
 
         def named(layer: Any, x: jax.Array, extra: Any) -> Any:
-            with float8_products(self.matmul == "float8"):
+            with products_in(self.matmul):
                 return layer_fn(layer, checkpoint_name(x, RESIDUAL), extra)
 
         # Without a loop around it only prevent_cse keeps XLA from undoing the recomputation.

@@ -26,14 +26,16 @@ class Precision:
         steps).
       matmul: 'float8' computes the products with the weights inside a transformer's layers, forward
         and backward, in float8 (e4m3, gradients e5m2), each tensor scaled by its own largest
-        element and the sums in float32; the embedding, the head, attention's scores and the norms
-        stay as they are. For devices with float8 units; a CPU emulates them, slowly, for tests.
+        element and the sums in float32. 'int8' computes the same products, but for the weights'
+        gradients, in int8 with int32 sums, each row scaled by its own largest element. The
+        embedding, the head, attention's scores and the norms stay as they are. For devices with
+        units for them; a CPU computes the same numbers, slowly, for tests.
     """
 
     params: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     loss_scale: Literal["dynamic"] | float | None = None
-    matmul: Literal["compute", "float8"] = "compute"
+    matmul: Literal["compute", "float8", "int8"] = "compute"
 
     def __post_init__(self) -> None:
         if self.compute == "float16" and self.loss_scale is None:

@@ -12,12 +12,12 @@ from jaxtrain.context import refuse_context
 from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.exchange.settings import refuse as refuse_exchange
 from jaxtrain.experts import refuse_capacity
-from jaxtrain.float8 import refuse_float8
 from jaxtrain.guard import refuse as refuse_guard
 from jaxtrain.kernels import refuse as refuse_kernel
 from jaxtrain.mesh import MESH_AXES, abstract_mesh, make_mesh
 from jaxtrain.models import attends
 from jaxtrain.moments import refuse_moments
+from jaxtrain.narrow import refuse_matmul
 from jaxtrain.optimizer import make_schedule
 from jaxtrain.pipeline.schedules import cut_layers
 from jaxtrain.pipeline.schedules import make_schedule as make_pipeline
@@ -56,7 +56,7 @@ def check(
         found += _experts(config, layout)
         found += _stages(config, layout)
         found += _replicas(config, layout)
-    found += refuse_float8(config.precision.matmul, platform, kind, config.train.model)
+    found += refuse_matmul(config.precision.matmul, platform, kind, config.train.model)
     found += _model_and_data(config, platform, reads_data)
     found += _schedule(config)
     if found:

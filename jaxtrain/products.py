@@ -9,9 +9,10 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.float8 import in_float8, weight_product
+from jaxtrain.contraction import sides
 from jaxtrain.gathering import Groups
 from jaxtrain.kernels import platform_of
+from jaxtrain.narrow import in_8_bits, weight_product
 from jaxtrain.sharding import current_layout, reshape
 
 
@@ -32,7 +33,7 @@ def as_matrix(equation: str, *specs: P) -> Groups | None:
     """
     if _platform() == "tpu":
         return None
-    left, right, result = _sides(equation)
+    left, right, result = sides(equation)
     if len(right) == 2:
         return None
     split = {i for spec in specs for i, part in enumerate(spec) if part is not None}
@@ -67,7 +68,7 @@ def product(
       shape: the weight's before it became a matrix.
       spec: of the result, where it does not follow from those of x and the weight.
     """
-    left, right, result = _sides(equation)
+    left, right, result = sides(equation)
     kept = "".join(letter for letter in left if letter not in right)
     parts = dict(zip(left, jax.typeof(x).sharding.spec, strict=True))
     wanted = {} if spec is None else dict(zip(result, spec, strict=True))
@@ -117,22 +118,17 @@ def _joins_rows(left: str, result: str, parts: list[dict]) -> bool:
 
 
 def _einsum(equation: str, x: jax.Array, weight: jax.Array, spec: P | None) -> jax.Array:
-    left, right, result = _sides(equation)
+    left, right, result = sides(equation)
     alone = jax.sharding.get_abstract_mesh().size <= 1
     is_matrix = len(left) == len(right) == 2 and left[1] == right[0]
     narrow = is_matrix and weight.shape[0] > weight.shape[1]
-    if narrow and alone and _platform() == "cpu" and not in_float8():
+    if narrow and alone and _platform() == "cpu" and not in_8_bits():
         return _of_narrow(x, weight)
     return weight_product(equation, x, weight, spec)
 
 
 def _platform() -> str:
     return platform_of(jax.sharding.get_abstract_mesh())
-
-
-def _sides(equation: str) -> list[str]:
-    """The letters of x, of the weight and of the result."""
-    return equation.replace("->", ",").split(",")
 
 
 @jax.custom_vjp

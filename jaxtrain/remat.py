@@ -11,6 +11,7 @@ from jaxtrain.gathering import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
 KEPT = "kept"  # the name of a kernel's results, in place of what it makes on the way to them
+PRODUCT = "product"  # the name of a product with a weight, in place of the sums it is scaled from
 
 _policies = jax.checkpoint_policies
 
@@ -52,7 +53,7 @@ def _all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> boo
 
 def _dear(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Gathered weights are not: they have a name and are reshards."""
-    return primitive.name not in _CHEAP or parameters.get("name") == KEPT
+    return primitive.name not in _CHEAP or parameters.get("name") in (KEPT, PRODUCT)
 
 
 def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Callable[..., Any]:
@@ -68,7 +69,9 @@ def remat(layer: Callable[..., Any], policy: str, *, prevent_cse: bool) -> Calla
     saved = {
         "none": _all_but_gathered_weights,
         "elementwise": _dear,
-        "dots": _policies.dots_with_no_batch_dims_saveable,
+        "dots": _policies.save_from_both_policies(
+            _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(PRODUCT)
+        ),
         "full": _policies.nothing_saveable,
         "offload": _policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -1,7 +1,6 @@
 """Float8 products: each within the format's error, the same on every mesh, and learning alike."""
 
 import collections
-import dataclasses
 import re
 
 import jax
@@ -13,16 +12,15 @@ from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from jaxtrain import preflight
 from jaxtrain.errors import UserError
-from jaxtrain.float8 import E4M3, E5M2, float8_products, quantize, weight_product
+from jaxtrain.float8 import E4M3, E5M2, quantize
 from jaxtrain.layers import Execution, contract
 from jaxtrain.mesh import Mesh, make_mesh
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
+from jaxtrain.narrow import products_in, weight_product
 from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
 from jaxtrain.precision import Precision
-from jaxtrain.settings import load_config
 from jaxtrain.sharding import Layout, Sharding
 from jaxtrain.step import with_shardings
 
@@ -62,7 +60,7 @@ def test_an_array_is_scaled_to_its_format_and_rounded_to_nearest(dtype):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen_in_the_product(value):
     x = jnp.ones((4, 8)).at[1, 2].set(value)
-    with float8_products(True):
+    with products_in("float8"):
         assert jnp.isnan(weight_product("RD,DF->RF", x, jnp.ones((8, 4)))).any()
 
 
@@ -87,7 +85,7 @@ def test_product_and_gradients_are_within_the_error_of_their_operands(equation):
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in EQUATIONS[equation])
     inputs, result = equation.split("->")
     left, right = inputs.split(",")
-    with float8_products(True):
+    with products_in("float8"):
         y, transpose = jax.vjp(lambda x, w: weight_product(equation, x, w), x, w)
     g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
     dx, dw = transpose(g)
@@ -119,7 +117,7 @@ def test_a_product_on_a_mesh_is_that_of_one_device(sizes):
     }
 
     def both(x, up, down):
-        with float8_products(True):
+        with products_in("float8"):
             for param, (equation, _, out) in zip((up, down), weights.values(), strict=True):
                 x = contract(equation, x, param, out)
         return (x * jnp.cos(jnp.arange(x.size).reshape(x.shape))).sum()
@@ -170,107 +168,6 @@ def test_the_products_of_the_layers_are_float8_and_no_others():
     }
     # The head: logits, and the gradients of both its operands.
     assert sum(n for kinds, n in found.items() if kinds[:2] == ("bfloat16", "bfloat16")) >= 3
-
-
-def first_loss(execution, layout, **changes):
-    program = make_program(MODEL, layout, execution=execution)
-    program = dataclasses.replace(program, **changes)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with layout.active():
-        grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
-    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
-    return float(metrics["loss"])
-
-
-@pytest.mark.slow
-def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device():
-    """To less than what float8 itself does to the loss: a sum in another order may turn the
-    rounding of few elements, all others are the same."""
-    plain = dataclasses.replace(FLOAT8, matmul="compute")
-    exact, one = (first_loss(execution, make_layout(fsdp=1)) for execution in (plain, FLOAT8))
-    layout = make_layout(pipe=2, fsdp=2, tensor=2, sequence_parallel=True)
-    pipeline = dataclasses.replace(make_program(MODEL, layout).pipeline, microbatches=1)
-    found = first_loss(FLOAT8, layout, pipeline=pipeline)
-    assert one != exact
-    assert abs(found - one) < abs(one - exact)
-
-
-@pytest.mark.slow
-def test_a_model_learns_in_float8_as_in_bfloat16():
-    """The same batch 40 times, from three seeds: what those differ by is what a run's noise makes
-    of the loss, and float8 may make no more of it."""
-
-    def losses(matmul):
-        layout = make_layout(fsdp=1)
-        settings = Precision(compute="bfloat16", matmul=matmul)
-        execution = dataclasses.replace(FLOAT8, matmul=matmul)
-        program = make_program(MODEL, layout, precision=settings, execution=execution)
-        step = program.jit_train_step()
-        batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-        found = []
-        with layout.active():
-            for seed in range(3):
-                state, curve = program.create(seed), []
-                for _ in range(40):
-                    state, metrics = step(state, batch)
-                    curve.append(metrics["loss"])
-                found.append(curve)
-        return np.array(jax.device_get(found))
-
-    plain, float8 = losses("compute"), losses("float8")
-    assert (plain[:, -1] < plain[:, 0] / 2).all()  # there was something to learn
-    spread = np.ptp(plain, axis=0).max()
-    assert (float8 != plain).any()
-    assert np.abs(float8 - plain).max() < spread, (float8[:, -1], plain[:, -1])
-
-
-# -- what is refused -------------------------------------------------------------------------------
-
-UNITS = (
-    "which has no float8 units that jaxtrain knows of (H100, H200, B200, L40 and TPU7x have); use "
-    "Precision.matmul='compute'"
-)
-
-
-@pytest.mark.parametrize(
-    ("config", "target", "sentence"),
-    [
-        ("llama_8b", "a100:8x8", f"Precision.matmul='float8' on 'NVIDIA A100-SXM4-80GB', {UNITS}"),
-        ("llama_8b", "v5p:4x4x4", f"Precision.matmul='float8' on 'TPU v5', {UNITS}"),
-        ("llama_8b", "h100:8x8", None),
-        ("llama_8b", "b200:8x8", None),
-        (
-            "mixtral_8x7b",
-            "h200:8x8",
-            "Precision.matmul='float8' for Mixtral: experts' grouped products have no float8 form; "
-            "use Precision.matmul='compute'",
-        ),
-        (
-            "resnet50_imagenet",
-            "h200:1x8",
-            "Precision.matmul='float8' does nothing for ResNet; leave it at 'compute'",
-        ),
-    ],
-)
-def test_where_float8_is_not_to_be_had_it_is_refused(config, target, sentence):
-    machine = parse_target(target)
-    config = load_config(config, ["Precision.matmul = 'float8'"])
-
-    def check():
-        preflight.check(
-            config,
-            device_count=machine.devices,
-            platform=machine.chip.kind,
-            kind=machine.chip.device_kinds[0],
-            reads_data=False,
-        )
-
-    if sentence is None:
-        check()
-        return
-    with pytest.raises(UserError) as refusal:
-        check()
-    assert str(refusal.value) == sentence
 
 
 def test_float16_is_too_narrow_for_the_sums():

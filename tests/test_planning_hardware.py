@@ -5,9 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from jaxtrain.float8 import refuse_float8
 from jaxtrain.models.gpt import GPT
+from jaxtrain.narrow import refuse_matmul
 from jaxtrain.planning.hardware import CHIPS, GPU_MEMORY_FRACTION, chip_of
 from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
 
@@ -50,13 +51,32 @@ def test_tf32_runs_at_half_the_rate(name):
 
 
 @pytest.mark.parametrize("name", MATRIX_UNITS)
-def test_float8_runs_twice_as_fast_where_training_in_it_is_not_refused(name):
+@pytest.mark.parametrize("matmul", ["float8", "int8"])
+def test_8_bits_run_twice_as_fast_where_training_in_them_is_not_refused(name, matmul):
     chip = CHIPS[name]
-    platform, kind = chip.kind, chip.device_kinds[0]
-    if list(refuse_float8("float8", platform, kind, GPT())):
-        assert chip.float8_flops is None
+    flops = getattr(chip, f"{matmul}_flops")
+    if list(refuse_matmul(matmul, chip.kind, chip.device_kinds[0], GPT())):
+        assert flops is None
     else:
-        assert chip.float8_flops == pytest.approx(2 * chip.bf16_flops, rel=1e-3)
+        assert flops == pytest.approx(2 * chip.bf16_flops, rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("v4", "TPU_V4"),
+        ("v5e", "TPU_V5E"),
+        ("v5p", "TPU_V5P"),
+        ("v6e", "TPU_V6E"),
+        ("7x", "TPU_7X"),
+    ],
+)
+def test_int8_figures_of_tpus_are_those_that_jax_has(name, version):
+    """Pallas has a table of its own, of one core each, 0 where there is no figure."""
+    chip = pltpu.ChipVersion[version]
+    cores = 2 if name in ("v4", "v5p") else 1  # of one device
+    info = pltpu.get_tpu_info_for_chip(chip, 1)
+    assert cores * info.int8_ops_per_second == pytest.approx(CHIPS[name].int8_flops or 0, rel=3e-3)
 
 
 @pytest.mark.parametrize(

@@ -67,20 +67,31 @@ def test_recomputation_and_masks_that_kernels_skip():
     assert plain - skipping == 6 * layers * T * width * T * ROWS / 8
 
 
-def test_products_in_float8_are_those_inside_the_layers_and_take_half_the_time():
-    in_float8 = Precision(compute="bfloat16", matmul="float8")
-    row = row_flops(config({"fsdp": 8}, precision=in_float8))
-    inside = 6 * T * TINY_GPT.num_layers * 12 * TINY_GPT.embed_dim**2
-    assert (row.executed, row.float8) == (closed_form_row(), inside)
-    assert row_flops(config({"fsdp": 8})).float8 == 0
-    gpus = parse_target("h100:1x8")
+@pytest.mark.parametrize(
+    ("matmul", "products", "target", "peaks", "assumption"),
+    [
+        ("float8", 3, "h100:1x8", (989e12, 1979e12), "1979 TFLOP/s (float8, weights inside"),
+        # The gradients of the weights are computed in bfloat16.
+        ("int8", 2, "v5e:2x4", (197e12, 393e12), "393 TFLOP/s (int8, weights, not their gradients"),
+    ],
+)
+def test_products_of_8_bits_are_those_inside_the_layers_and_take_half_the_time(
+    matmul, products, target, peaks, assumption
+):
+    narrow = Precision(compute="bfloat16", matmul=matmul)
+    row = row_flops(config({"fsdp": 8}, precision=narrow))
+    inside = 2 * products * T * TINY_GPT.num_layers * 12 * TINY_GPT.embed_dim**2
+    assert (row.executed, row.narrow) == (closed_form_row(), inside)
+    assert row_flops(config({"fsdp": 8})).narrow == 0
     took = []
-    for precision in (BFLOAT16, in_float8):
+    for precision in (BFLOAT16, narrow):
         one = config({"fsdp": 8}, precision=precision, attention=Attention(kernel="reference"))
-        took.append(step_time(one, abstract_layout(one, 8), gpus, [], update_bytes=0).compute)
-    # 989 and 1979 TFLOP/s: what is inside the layers takes 989 / 1979 of its time.
-    saved = inside * ROWS / 8 * (1 / 989e12 - 1 / 1979e12) / EFFICIENCY
-    assert took[0] - took[1] == pytest.approx(saved, rel=1e-9)
+        took.append(
+            step_time(one, abstract_layout(one, 8), parse_target(target), [], update_bytes=0)
+        )
+    saved = inside * ROWS / 8 * (1 / peaks[0] - 1 / peaks[1]) / EFFICIENCY
+    assert took[0].compute - took[1].compute == pytest.approx(saved, rel=1e-9)
+    assert assumption in took[1].assumptions[0]
 
 
 # -- links -----------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def deep(model):
 
 LLAMA, LLAMA8 = MODELS["llama"], MODELS["llama8"]
 FULL = Remat(policy="full")
+INT8 = Precision(compute="bfloat16", matmul="int8")
 ULYSSES = Attention(kernel="reference", context_parallel="ulysses")
 
 # The configuration, and the forms that the compiler chooses.
@@ -97,6 +98,13 @@ OWN = {
             loss=Loss(chunk_size=32),
         ),
         set(),
+    ),
+    "int8 products, sequence parallel": (
+        config_of(
+            LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=Sharding(sequence_parallel=True),
+            precision=INT8,
+        ),
+        {WHOLE},
     ),
     "fsdp, tied, chunks": (config_of(tied(LLAMA), {"fsdp": 8}, loss=Loss(chunk_size=32)), set()),
     "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
@@ -173,6 +181,27 @@ SLOW = {
     ),
     "3d": (
         config_of(LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="3d")),
+        {WHOLE},
+    ),
+    "int8 products, 2d": (
+        config_of(
+            LLAMA8, {"tensor": 4, "data": 2}, sharding=Sharding(tensor_layout="2d"),
+            precision=INT8,
+        ),
+        {WHOLE, "reduced whole over data+row, then sliced"},
+    ),
+    "int8 products, 3d, full": (
+        config_of(
+            LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="3d"), precision=INT8,
+            remat=FULL,
+        ),
+        {WHOLE},
+    ),
+    "int8 products, pipe x tensor": (
+        config_of(
+            deep(LLAMA), {"pipe": 4, "tensor": 2}, rows=16, pipeline=Pipeline(microbatches=4),
+            precision=INT8,
+        ),
         {WHOLE},
     ),
     "local sgd": (

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.attention import Mask
 from jaxtrain.blocked_attention import blocked_attention
-from jaxtrain.float8 import weight_product
 from jaxtrain.layers import contract
+from jaxtrain.narrow import weight_product
 from jaxtrain.remat import remat
 from jaxtrain.sharding import Layout, shard
 

@@ -96,6 +96,7 @@ def test_a_config_is_proved_and_the_table_says_how(prove):
         ("llama_8b", ["Attention.kernel = 'tpu'", "Llama.sliding_window = 1024"]),
         ("gpt_quickstart", ["Mesh.context = 4", "Precision.compute = 'bfloat16'"]),
         ("gpt_quickstart", ["Mesh.tensor = 4", "Sharding.tensor_layout = '2d'"]),
+        ("llama_8b", ["Precision.matmul = 'int8'", "Mesh.tensor = 8"]),
         (
             "gpt_quickstart",
             ["Mesh.data = 4", "Exchange.method = 'diloco'", "Exchange.period = 2"],

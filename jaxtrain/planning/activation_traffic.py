@@ -25,6 +25,8 @@ def activation_traffic(facts: Facts) -> Iterator[Expected]:
         yield from traffic.loss()
         if facts.layout.tensor_layout != "1d":
             yield from traffic.norms()
+        if facts.config.precision.matmul == "int8":
+            yield from traffic.rows()
     if facts.size("context") > 1:
         ring = facts.config.attention.context_parallel == "ring"
         yield from traffic.ring() if ring else traffic.ulysses()
@@ -135,6 +137,39 @@ class _Activations:
                     "all-gather", "tensor", self.runs, tokens * width // q,
                     f"{name}: into the block", "L B T F / q^3",
                 )  # fmt: skip
+
+    def rows(self) -> Iterator[Expected]:
+        """The largest numbers of rows that are split, by which int8 products are scaled: of every
+        token, and of every channel of the weight."""
+        facts, cube = self.facts, self.facts.layout.tensor_layout == "3d"
+        q, D, seen = facts.size("tensor") if cube else 1, self.model.embed_dim, set()
+        tokens = facts.B * q * facts.T
+        for weight in facts.weights:
+            split = {"heads", "kv_heads", "mlp"} & set(weight.axes)
+            if not split or not weight.is_layer or not weight.is_matrix:
+                continue
+            out = weight.axes[-1] == "embed"
+            block = "mlp" if "mlp" in split else "attention"
+            again = facts.recomputes and not (out and block == "mlp")  # as in `blocks`
+            forward, backward = (self.forwards + again) * self.runs, self.runs
+            width = math.prod(weight.shape) // D
+            if "kv_heads" in split:
+                width = self.heads()[1] * facts.size("tensor") * self.model.head_dim
+            sums = [("row" if cube else "tensor", forward if out else backward, D, out)]
+            if cube:
+                sums.append(("tensor", backward if out else forward, width, not out))
+            for axis, count, channels, is_forward in sums:
+                # Products of one activation find its largest numbers once.
+                if not is_forward or out or block not in seen:
+                    yield Expected(
+                        "all-reduce", axis, count, tokens * facts.value_bytes,
+                        "int8: largest of each token", "B T a product",
+                    )  # fmt: skip
+                yield Expected(
+                    "all-reduce", axis, count, channels // q * facts.value_bytes,
+                    "int8: largest of each channel", "D a product",
+                )  # fmt: skip
+            seen |= set() if out else {block}
 
     def norms(self) -> Iterator[Expected]:
         """A norm of a stream that is split along embed: its sums of a token, both ways."""

@@ -40,7 +40,7 @@ class Flops:
         dearest branch, so at most this.
       matmul_least: the same with the cheapest branches; equal to `matmul` where all cost the same.
       chosen: the part of `matmul` whose scope the caller's predicate picked.
-      float8: the part of `matmul` whose operands are all of float8.
+      narrow: the part of `matmul` whose operands are all of 8 bits, float8 or int8.
       elementwise: roughly, of everything else: one for each element that an arithmetic operation
         makes, or that a reduction reads, whatever the operation.
       unknown_loops: scopes of `while` loops that compute and do not say how often: counted once.
@@ -50,7 +50,7 @@ class Flops:
     matmul: int = 0
     matmul_least: int = 0
     chosen: int = 0
-    float8: int = 0
+    narrow: int = 0
     elementwise: int = 0
     unknown_loops: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Flops:
             self.matmul + other.matmul,
             self.matmul_least + other.matmul_least,
             self.chosen + other.chosen,
-            self.float8 + other.float8,
+            self.narrow + other.narrow,
             self.elementwise + other.elementwise,
             self.unknown_loops + other.unknown_loops,
             self.opaque + other.opaque,
@@ -78,7 +78,7 @@ class Flops:
             matmul=self.matmul * count,
             matmul_least=self.matmul_least * count,
             chosen=self.chosen * count,
-            float8=self.float8 * count,
+            narrow=self.narrow * count,
             elementwise=self.elementwise * count,
         )
 
@@ -115,7 +115,7 @@ def _equation(equation: JaxprEqn, outer: str, choose: Callable[[str], bool]) -> 
     if name in _PRODUCTS:
         flops = _PRODUCTS[name](equation)
         chosen = flops if choose(scope) else 0
-        return Flops(flops, flops, chosen, flops if _is_float8(equation) else 0)
+        return Flops(flops, flops, chosen, flops if _is_narrow(equation) else 0)
     if any(part in name for part in _OPAQUE):
         return Flops(opaque=(name,))
     bodies = [_walk(body, scope, choose) for body in _jaxprs(parameters)]
@@ -144,9 +144,9 @@ def _jaxprs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
                 yield part
 
 
-def _is_float8(product: JaxprEqn) -> bool:
+def _is_narrow(product: JaxprEqn) -> bool:
     operands: list[Any] = [operand.aval for operand in product.invars[:2]]
-    return all(str(operand.dtype).startswith("float8") for operand in operands)
+    return all(operand.dtype.itemsize == 1 for operand in operands)
 
 
 def _dearest(branches: list[Flops]) -> Flops:
@@ -154,7 +154,7 @@ def _dearest(branches: list[Flops]) -> Flops:
         max(branch.matmul for branch in branches),
         min(branch.matmul_least for branch in branches),
         max(branch.chosen for branch in branches),
-        max(branch.float8 for branch in branches),
+        max(branch.narrow for branch in branches),
         max(branch.elementwise for branch in branches),
         sum((branch.unknown_loops for branch in branches), ()),
         sum((branch.opaque for branch in branches), ()),

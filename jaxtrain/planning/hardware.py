@@ -22,6 +22,8 @@ class Chip:
       float32_flops: peak FLOP/s of float32 matrix products as JAX does them by default: one pass of
         bfloat16 on TPUs, TF32 on GPUs.
       float8_flops: peak FLOP/s of dense float8 matrix products; None without units for them.
+      int8_flops: peak operations/s of dense int8 matrix products; None where they are not known to
+        be faster than those of bfloat16.
       hbm_bytes: memory that the programs on one device may fill, in bytes.
       hbm_bandwidth: bytes/s between the device and its memory.
       link_bandwidth: bytes/s that a device sends to one neighbour in one direction: an ICI link, or
@@ -36,6 +38,7 @@ class Chip:
     bf16_flops: float | None
     float32_flops: float | None
     float8_flops: float | None
+    int8_flops: float | None
     hbm_bytes: int | None
     hbm_bandwidth: float | None
     link_bandwidth: float | None
@@ -45,6 +48,8 @@ class Chip:
 
 # Sources of the TPUs, all "per chip":
 # - bf16_flops, float8_flops, hbm_bandwidth: cloud.google.com/tpu/docs, page of each version.
+# - int8_flops: these pages of v5e and v6e; for v5p docs.jax.dev/en/latest/pallas/tpu/hardware.html,
+#   which has no int8 figure of v4 (whose page gives 275 TFLOPs for "bf16 or int8") and TPU7x.
 # - hbm_bytes: what libtpu 0.0.42's compiler says a program that is too large exceeds ("exceeds
 #   available HBM (15.75G)"): a chip's memory less what the runtime keeps.
 # - link_bandwidth: jax-ml.github.io/scaling-book/tpus, "ICI BW/link (one-way)". The figure of TPU7x
@@ -55,9 +60,9 @@ class Chip:
 # share its figures: half of its compute, memory and links each.
 #
 # Sources of the GPUs, which are the SXM boards:
-# - bf16_flops, float32_flops (TF32), float8_flops, hbm_bandwidth, link_bandwidth: NVIDIA's data
-#   sheets of A100, H100, H200 and HGX/DGX B200. FLOPs given "with sparsity" are halved, and so is
-#   NVLink's bandwidth, which counts both directions.
+# - bf16_flops, float32_flops (TF32), float8_flops, int8_flops, hbm_bandwidth, link_bandwidth:
+#   NVIDIA's data sheets of A100, H100, H200 and HGX/DGX B200. FLOPs given "with sparsity" are
+#   halved, and so is NVLink's bandwidth, which counts both directions.
 # - hbm_bytes: GPU_MEMORY_FRACTION of the memory CUDA reports (xla/backends/gpu/target_config/specs
 #   of openxla/xla; for H200 the "total capacity of 139.80 GiB" that PyTorch reports).
 # - dcn_bandwidth: data sheets of DGX A100 (eight 200 Gb/s adapters for eight GPUs), DGX H100, H200
@@ -67,36 +72,42 @@ _ALL = (
     Chip(
         name="v4", kind="tpu", device_kinds=("TPU v4",),
         bf16_flops=275e12, float32_flops=275e12, float8_flops=None,
+        int8_flops=None,
         hbm_bytes=int(30.75 * _GIB), hbm_bandwidth=1200e9,
         link_bandwidth=4.5e10, links=3, dcn_bandwidth=6.25e9,
     ),
     Chip(
         name="v5e", kind="tpu", device_kinds=("TPU v5 lite", "TPU v5e"),
         bf16_flops=197e12, float32_flops=197e12, float8_flops=None,
+        int8_flops=393e12,
         hbm_bytes=int(15.75 * _GIB), hbm_bandwidth=819e9,
         link_bandwidth=4.5e10, links=2, dcn_bandwidth=3.125e9,
     ),
     Chip(
         name="v5p", kind="tpu", device_kinds=("TPU v5", "TPU v5p"),
         bf16_flops=459e12, float32_flops=459e12, float8_flops=None,
+        int8_flops=918e12,
         hbm_bytes=int(95.74 * _GIB), hbm_bandwidth=2765e9,
         link_bandwidth=9e10, links=3, dcn_bandwidth=6.25e9,
     ),
     Chip(
         name="v6e", kind="tpu", device_kinds=("TPU v6 lite", "TPU v6e"),
         bf16_flops=918e12, float32_flops=918e12, float8_flops=None,
+        int8_flops=1836e12,
         hbm_bytes=int(31.25 * _GIB), hbm_bandwidth=1638e9,
         link_bandwidth=9e10, links=2, dcn_bandwidth=12.5e9,
     ),
     Chip(
         name="7x", kind="tpu", device_kinds=("TPU7x",),
         bf16_flops=2307e12 / 2, float32_flops=2307e12 / 2, float8_flops=4614e12 / 2,
+        int8_flops=None,
         hbm_bytes=int(94.75 * _GIB), hbm_bandwidth=7380e9 / 2,
         link_bandwidth=9e10 / 2, links=3, dcn_bandwidth=12.5e9 / 2,
     ),
     Chip(
         name="a100", kind="gpu", device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
+        int8_flops=624e12,
         hbm_bytes=int(85_100_068_864 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
     ),
@@ -104,30 +115,35 @@ _ALL = (
         name="a100-40", kind="gpu",
         device_kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
+        int8_flops=624e12,
         hbm_bytes=int(42_331_013_120 * GPU_MEMORY_FRACTION), hbm_bandwidth=1555e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
     ),
     Chip(
         name="h100", kind="gpu", device_kinds=("NVIDIA H100 80GB HBM3",),
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
+        int8_flops=1979e12,
         hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=3350e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
     ),
     Chip(
         name="h200", kind="gpu", device_kinds=("NVIDIA H200",),
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
+        int8_flops=1979e12,
         hbm_bytes=int(139.80 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=4800e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
     ),
     Chip(
         name="b200", kind="gpu", device_kinds=("NVIDIA B200",),
         bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
+        int8_flops=4500e12,
         hbm_bytes=int(191_514_411_008 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=50e9,
     ),
     Chip(
         name="cpu", kind="cpu", device_kinds=("cpu",),
         bf16_flops=None, float32_flops=None, float8_flops=None,
+        int8_flops=None,
         hbm_bytes=None, hbm_bandwidth=None,
         link_bandwidth=None, links=1, dcn_bandwidth=None,
     ),

@@ -14,10 +14,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
-from jaxtrain.float8 import float8_products
 from jaxtrain.kernels import TILE
 from jaxtrain.loss import document_mask, spread
 from jaxtrain.mesh import Mesh
+from jaxtrain.narrow import products_in
 from jaxtrain.precision import to_compute
 from jaxtrain.preflight import abstract_layout
 from jaxtrain.program import make_program, resolved
@@ -163,7 +163,7 @@ def _residuals(
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
                 named = checkpoint_name(x, RESIDUAL)
-                with float8_products(execution.matmul == "float8"):
+                with products_in(execution.matmul):
                     y, _, auxiliary = model.run_layer(layer, named, positions, mask, execution)
                 return y, auxiliary
 

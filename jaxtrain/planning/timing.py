@@ -97,12 +97,12 @@ class RowFlops:
     Attributes:
       executed: with recomputation; attention scores in full.
       scores: the attention scores among them, in full.
-      float8: those with operands in float8, none of them scores.
+      narrow: those with operands of 8 bits, none of them scores.
     """
 
     executed: int
     scores: int
-    float8: int
+    narrow: int
 
 
 def row_flops(config: Config) -> RowFlops:
@@ -130,7 +130,7 @@ def _row_flops(config: Config) -> RowFlops:
         batch = with_shardings(batch, program.batch_shardings(batch))
         traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
     counted = count_flops(traced, lambda scope: "BKGTS" in scope)
-    return RowFlops(counted.matmul, counted.chosen, counted.float8)
+    return RowFlops(counted.matmul, counted.chosen, counted.narrow)
 
 
 def executed_flops(config: Config, layout: Layout) -> float:
@@ -155,14 +155,20 @@ def peak_flops(config: Config, target: Target) -> float | None:
     return target.chip.bf16_flops if fast else target.chip.float32_flops
 
 
+def _narrow_peak(config: Config, target: Target) -> float | None:
+    """FLOP/s of one device in products with operands of 8 bits; None where there are none."""
+    chip = target.chip
+    return {"float8": chip.float8_flops, "int8": chip.int8_flops}.get(config.precision.matmul)
+
+
 def _product_seconds(config: Config, target: Target, flops: float, peak: float) -> float:
-    """Of products, some of which may be in float8, at EFFICIENCY of what the device can do."""
+    """Of products, some of which may be of 8 bits, at EFFICIENCY of what the device can do."""
     row = row_flops(config)
-    # Work done again is that of whole stages, float8's part of it as in the first pass.
+    # Work done again is that of whole stages, of which as much is of 8 bits as of a step.
     scores = row.scores / 2 if config.attention.kernel in _SKIPPING else 0
-    float8 = flops * row.float8 / (row.executed - scores)
-    fast = target.chip.float8_flops or peak  # float8 is refused where a device has no units for it
-    return ((flops - float8) / peak + float8 / fast) / EFFICIENCY
+    narrow = flops * row.narrow / (row.executed - scores)
+    fast = _narrow_peak(config, target) or peak  # refused where a device has no such peak
+    return ((flops - narrow) / peak + narrow / fast) / EFFICIENCY
 
 
 def least_seconds(config: Config, devices: int, target: Target) -> float:
@@ -296,8 +302,11 @@ def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]
     causal = "halved (the kernel skips what is masked)"
     scores = causal if config.attention.kernel in _SKIPPING else "in full (the kernel masks them)"
     peaks = f"{peak / 1e12:.0f} TFLOP/s ({config.precision.compute})"
-    if config.precision.matmul == "float8" and chip.float8_flops is not None:
-        peaks += f" and {chip.float8_flops / 1e12:.0f} TFLOP/s (float8, weights inside layers)"
+    narrow = _narrow_peak(config, target)
+    if narrow is not None:
+        which = {"float8": "weights", "int8": "weights, not their gradients,"}
+        matmul = config.precision.matmul
+        peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
     return (
         f"{EFFICIENCY:.0%} of {peaks} in products "
         f"and what is fused into them; attention scores {scores}",

@@ -1,6 +1,7 @@
 """What a proof measured: differences of numbers, arrays and bits, and their limits."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,15 @@ EQUAL = 1e-5
 # The largest relative error of rounding to a dtype.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
 ROUNDINGS = 8  # of each product's operands and result, forward and backward
-# Of a float8 product, relative to its norm, with a factor of 2 to spare. Rounding to 2 bits behind
-# the leading one (e5m2) errs by 0.053 of a number in the root mean square over an octave, to 3 bits
-# (e4m3) by half of that; the errors of the two operands are independent.
-FLOAT8 = 2 * (0.053**2 + 0.0265**2) ** 0.5
+# The error of a product of 8 bits relative to its norm, with a factor of 2 to spare; those of the
+# two operands are independent. float8: rounding to 2 bits behind the leading one (e5m2) errs by
+# 0.053 of a number in the root mean square over an octave, to 3 bits (e4m3) by half of that. int8:
+# a step is 1/127 of a row's largest number, rounding errs by 1/sqrt(12) of a step in the root mean
+# square, and the largest of 2^12 normal numbers is sqrt(2 ln 2^12) = 4.1 of theirs.
+NARROW = {
+    "float8": 2 * math.hypot(0.053, 0.0265),
+    "int8": 2 * math.hypot(1, 1) * math.sqrt(2 * math.log(2**12)) / 127 / math.sqrt(12),
+}
 # Arrays whose gradients are small beside the others' are compared on this fraction of the largest:
 # some are zero but for rounding, such as those of a bias that softmax cancels.
 FLOOR = 1e-3
@@ -133,11 +139,16 @@ def relative_norm(found: Arrays, expected: Arrays) -> float:
     return float(np.nan_to_num(np.sqrt(difference / size), nan=np.inf))
 
 
-def band(dtype: str, products: int) -> float:
-    """How far a gradient in 16 bits, or of float8 products, may be from the float32 one's norm.
+def band(dtype: str, matmul: str, products: int) -> float:
+    """How far a gradient may be from the float32 one's norm.
 
     Errors of rounding after so many products on the way, which are independent of each other, add
     up like a random walk.
+
+    Args:
+      dtype: what is computed in, or kept in; float32 rounds nothing.
+      matmul: Precision.matmul.
+      products: on the way.
     """
-    of_one = FLOAT8 if dtype == "float8" else ROUNDINGS * ROUNDING[dtype]
+    of_one = math.hypot(ROUNDINGS * ROUNDING.get(dtype, 0.0), NARROW.get(matmul, 0.0))
     return of_one * products**0.5

@@ -43,7 +43,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
         yield Claim("mesh", f"{name} = one device", lambda mesh=mesh: on_mesh(bench, mesh))
     if own.precision != small.precision:
         words = f"params {own.precision.params}, compute {own.precision.compute}"
-        words += ", float8 products" * (own.precision.matmul == "float8")
+        words += f", {own.precision.matmul} products" * (own.precision.matmul != "compute")
         yield Claim("precision", f"{words} near float32, on {mesh_name(bench.meshes[0])}",
                     lambda: own_precision(bench))  # fmt: skip
     if text:
@@ -140,8 +140,7 @@ def own_precision(bench: Bench) -> Finding:
     loss = relative(found.loss, expected.loss)
     norm = relative_norm(found.gradients, expected.gradients)
     lowest = own.precision.compute if own.precision.compute in ROUNDING else own.precision.params
-    lowest = "float8" if own.precision.matmul == "float8" else lowest
-    limit = band(lowest, _matrices(bench.one_device.created.params))
+    limit = band(lowest, own.precision.matmul, _matrices(bench.one_device.created.params))
     return Finding(max(loss, norm), limit, f"loss {loss:.1e}, gradients {norm:.1e} of norm")
 
 

@@ -1,0 +1,149 @@
+"""Products of 8 bits in a model: a pipeline's loss, learning alike, and where they are refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+
+from jaxtrain import preflight
+from jaxtrain.errors import UserError
+from jaxtrain.layers import Execution
+from jaxtrain.models.gpt import GPT
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.precision import Precision
+from jaxtrain.settings import load_config
+
+MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)
+BATCH = text_batch(rows=8, length=16, vocab_size=32)
+PLAIN = Execution(kernel="reference")
+FORMATS = ["float8", "int8"]
+
+
+def first_loss(matmul, layout, **changes):
+    program = dataclasses.replace(
+        make_program(MODEL, layout, execution=dataclasses.replace(PLAIN, matmul=matmul)), **changes
+    )
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    with layout.active():
+        grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+    return float(metrics["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul", FORMATS)
+def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device(matmul):
+    """To less than what the format itself does to the loss: a sum in another order may turn the
+    rounding of few elements, all others are the same."""
+    exact, one = (first_loss(kind, make_layout(fsdp=1)) for kind in ("compute", matmul))
+    layout = make_layout(pipe=2, fsdp=2, tensor=2, sequence_parallel=True)
+    pipeline = dataclasses.replace(make_program(MODEL, layout).pipeline, microbatches=1)
+    found = first_loss(matmul, layout, pipeline=pipeline)
+    assert one != exact
+    assert abs(found - one) < abs(one - exact)
+
+
+def losses(matmul) -> np.ndarray:
+    """Of the same batch 40 times, from three seeds."""
+    layout = make_layout(fsdp=1)
+    settings = Precision(compute="bfloat16", matmul=matmul)
+    execution = dataclasses.replace(PLAIN, matmul=matmul)
+    program = make_program(MODEL, layout, precision=settings, execution=execution)
+    step = program.jit_train_step()
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    found = []
+    with layout.active():
+        for seed in range(3):
+            state, curve = program.create(seed), []
+            for _ in range(40):
+                state, metrics = step(state, batch)
+                curve.append(metrics["loss"])
+            found.append(curve)
+    return np.array(jax.device_get(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul", FORMATS)
+def test_a_model_learns_as_in_bfloat16(matmul):
+    """What three seeds differ by is what a run's noise makes of the loss, and rounding to 8 bits
+    may make no more of it."""
+    plain, narrow = losses("compute"), losses(matmul)
+    assert (plain[:, -1] < plain[:, 0] / 2).all()  # there was something to learn
+    spread = np.ptp(plain, axis=0).max()
+    assert (narrow != plain).any()
+    assert np.abs(narrow - plain).max() < spread, (narrow[:, -1], plain[:, -1])
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+FLOAT8 = (
+    "which has no float8 units that jaxtrain knows of (H100, H200, B200, L40 and TPU7x have); use "
+    "Precision.matmul='compute'"
+)
+INT8 = (
+    "which is not known to multiply int8 faster than bfloat16 (v5e, v5p, v6e, a100, a100-40, h100, "
+    "h200, b200 are); use Precision.matmul='compute'"
+)
+
+
+@pytest.mark.parametrize(
+    ("matmul", "config", "target", "sentence"),
+    [
+        ("float8", "llama_8b", "a100:8x8", f"on 'NVIDIA A100-SXM4-80GB', {FLOAT8}"),
+        ("float8", "llama_8b", "v5p:4x4x4", f"on 'TPU v5', {FLOAT8}"),
+        ("float8", "llama_8b", "h100:8x8", None),
+        ("float8", "llama_8b", "b200:8x8", None),
+        ("int8", "llama_8b", "v4:4x4x4", f"on 'TPU v4', {INT8}"),
+        ("int8", "llama_8b", "7x:2x4x4", f"on 'TPU7x', {INT8}"),
+        ("int8", "llama_8b", "a100:8x8", None),
+        ("int8", "llama_8b", "v5p:4x4x4", None),
+        *(
+            (
+                matmul,
+                "mixtral_8x7b",
+                "h200:8x8",
+                f"for Mixtral: experts' grouped products have no {matmul} form; use "
+                "Precision.matmul='compute'",
+            )
+            for matmul in FORMATS
+        ),
+        *(
+            (
+                matmul,
+                "resnet50_imagenet",
+                "h200:1x8",
+                "does nothing for ResNet; leave it at 'compute'",
+            )
+            for matmul in FORMATS
+        ),
+    ],
+)
+def test_where_8_bits_are_not_to_be_had_they_are_refused(matmul, config, target, sentence):
+    machine = parse_target(target)
+    config = load_config(config, [f"Precision.matmul = {matmul!r}"])
+
+    def check(kind):
+        preflight.check(
+            config,
+            device_count=machine.devices,
+            platform=machine.chip.kind,
+            kind=kind,
+            reads_data=False,
+        )
+
+    if sentence is None:
+        for kind in machine.chip.device_kinds:
+            check(kind)
+        return
+    with pytest.raises(UserError) as refusal:
+        check(machine.chip.device_kinds[0])
+    assert str(refusal.value) == f"Precision.matmul={matmul!r} {sentence}"
+
+
+def test_int8_is_refused_on_a_device_that_is_not_in_the_table():
+    config = load_config("llama_8b", ["Precision.matmul = 'int8'"])
+    with pytest.raises(UserError, match="'int8' on 'NVIDIA L4', which is not known to multiply"):
+        preflight.check(config, device_count=64, platform="gpu", kind="NVIDIA L4", reads_data=False)
