@@ -186,11 +186,9 @@ def operands_of_products(text):
             yield dtypes[a], dtypes[b]
 
 
-@pytest.mark.cuda_compile
-@pytest.mark.parametrize("target", ["h100:1x8", "b200:1x8"])
-def test_the_cuda_compiler_gives_every_float8_product_to_the_float8_units(target):
-    found = parse_target(target)
-    layout = Layout.of(make_mesh(Mesh(fsdp=8), target_devices(found)), Sharding(zero=3))
+def lower_for(target, matmul):
+    """The step of a small Llama with products of 8 bits, sharded over all of a target's devices."""
+    layout = Layout.of(make_mesh(Mesh(fsdp=8), target_devices(target)), Sharding(zero=3))
     model = Llama(
         vocab_size=128, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
         context_length=128,
@@ -198,13 +196,20 @@ def test_the_cuda_compiler_gives_every_float8_product_to_the_float8_units(target
     program = make_program(
         model,
         layout,
-        precision=Precision(compute="bfloat16", matmul="float8"),
-        execution=Execution(kernel="xla", matmul="float8"),
+        precision=Precision(compute="bfloat16", matmul=matmul),
+        execution=Execution(kernel="xla", matmul=matmul),
     )
     state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
     batch = with_shardings(batch, program.batch_shardings(batch))
     with layout.active():
-        lowered = program.jit_train_step().lower(state, batch)
+        return program.jit_train_step().lower(state, batch)
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("target", ["h100:1x8", "b200:1x8"])
+def test_the_cuda_compiler_gives_every_float8_product_to_the_float8_units(target):
+    found = parse_target(target)
+    lowered = lower_for(found, "float8")
     products = 7  # of each layer; the loop's body stands once
     # Kernels of XLA's own, which are chosen where none can be tried: float8 goes in.
     text = lowered.compile(compiler_options(found)).as_text()

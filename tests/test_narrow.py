@@ -1,18 +1,21 @@
 """Products of 8 bits in a model: a pipeline's loss, learning alike, and where they are refused."""
 
+import collections
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_layout, make_program, text_batch
+from test_float8 import lower_for, operands_of_products
 
 from jaxtrain import preflight
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
 from jaxtrain.models.gpt import GPT
-from jaxtrain.planning.targets import parse_target
+from jaxtrain.planning.targets import compiler_options, parse_target
 from jaxtrain.precision import Precision
 from jaxtrain.settings import load_config
 
@@ -147,3 +150,25 @@ def test_int8_is_refused_on_a_device_that_is_not_in_the_table():
     config = load_config("llama_8b", ["Precision.matmul = 'int8'"])
     with pytest.raises(UserError, match="'int8' on 'NVIDIA L4', which is not known to multiply"):
         preflight.check(config, device_count=64, platform="gpu", kind="NVIDIA L4", reads_data=False)
+
+
+# -- what a GPU's compiler makes of it -------------------------------------------------------------
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("target", ["a100:1x8", "h100:1x8"])
+def test_the_cuda_compiler_multiplies_int8(target):
+    found = parse_target(target)
+    lowered = lower_for(found, "int8")
+    # Forward, products of one activation become one: of queries, keys and values, and of the mlp's
+    # first two; the activations' gradients are of 7 weights. The loop's body stands once.
+    products = 4 + 7
+    text = lowered.compile(compiler_options(found)).as_text()
+    pairs = collections.Counter(operands_of_products(text))
+    assert {pair: n for pair, n in pairs.items() if "s8" in pair} == {("s8", "s8"): products}
+    assert len(re.findall(r" = s32\[[\d,]+\]\S* dot\(", text)) == products
+    # The library's, which a GPU that is there may prefer.
+    options = {**compiler_options(found), "xla_gpu_enable_triton_gemm": False}
+    text = lowered.compile(options).as_text()
+    by_library = r" = \(s32\[.*custom_call_target=\"__cublas\$lt\$matmul\""
+    assert len(re.findall(by_library, text)) == products
