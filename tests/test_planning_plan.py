@@ -10,6 +10,7 @@ from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.errors import UserError
 from jaxtrain.planning.hardware import CHIPS
+from jaxtrain.planning.targets import parse_target, target_devices
 
 # The keys that the contract promises.
 KEYS = {
@@ -228,3 +229,21 @@ def test_running_out_of_memory_is_explained():
     assert "By closed forms a device needs" in said
     assert "Remat.policy='full'" in said
     assert "Attention.kernel" not in said  # no faster one on a CPU
+
+
+@needs_libtpu
+def test_running_out_of_a_tpu_s_vector_memory_is_no_matter_of_the_model_s_size():
+    from jaxtrain.planning.out_of_memory import explain, is_out_of_memory
+
+    device = target_devices(parse_target("v5e:2x2"))[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shape = jax.ShapeDtypeStruct((1024, 1024), jax.numpy.bfloat16, sharding=sharding)
+    lowered = jax.jit(jax.numpy.matmul).lower(shape, shape)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        lowered.compile({"xla_tpu_scoped_vmem_limit_kib": "1"})
+    assert is_out_of_memory(error.value)
+    said = explain(load_config("llama_8b"), str(error.value))
+    assert said.startswith("out of vector memory")
+    assert "Ran out of memory in memory space vmem" in said
+    assert "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=16384" in said
+    assert "fixes" not in said

@@ -11,6 +11,8 @@ from jaxtrain.settings import Config
 
 # Parts that are named.
 _LARGEST = 4
+# libtpu's words where tiles do not fit, whatever the size of the model.
+_OF_ONE_OPERATION = "memory space vmem"
 
 
 class OutOfMemory(Exception):  # noqa: N818 - what happened, as the user calls it
@@ -29,6 +31,8 @@ def explain(config: Config, said: str) -> str:
       config: of the run that failed, on this process's devices.
       said: XLA's words.
     """
+    if _OF_ONE_OPERATION in said:
+        return _explain_vector_memory(said)
     target = _this_machine()
     needed = price(config, target).memory
     parts = {
@@ -52,6 +56,18 @@ def explain(config: Config, said: str) -> str:
     lines += [f"- {fix.sentence}" for fix in fixes]
     lines.append("'jaxtrain plan CONFIG --target TARGET' checks a fix without the machine.")
     return "\n".join(lines)
+
+
+def _explain_vector_memory(said: str) -> str:
+    """A TPU's vector memory holds tiles of the operations that run: nothing of a model's size."""
+    line = next(line for line in said.splitlines() if _OF_ONE_OPERATION in line)
+    return (
+        f"out of vector memory, which holds what a TPU works on at the moment, not the model: "
+        f"{line[:300]}\n"
+        "Less of it for products: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=16384 before "
+        "the command (docs/performance.md, XLA flags); and where that does not help, "
+        "--xla_tpu_enable_async_collective_fusion=false beside it."
+    )
 
 
 def _this_machine() -> Target:
