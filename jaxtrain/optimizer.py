@@ -109,10 +109,12 @@ def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule
       UserError: warm-up and decay do not fit into the run.
     """
     warmup, final = settings.warmup_steps, settings.final_fraction * peak
-    if warmup + settings.decay_steps > steps:
+    needed = warmup + settings.decay_steps
+    if needed > steps:
+        decay = f" + Schedule.decay_steps={settings.decay_steps}" if settings.decay_steps else ""
         raise UserError(
-            f"Schedule.warmup_steps={warmup} + Schedule.decay_steps={settings.decay_steps} are "
-            f"more than Train.steps={steps}"
+            f"Schedule.warmup_steps={warmup}{decay} is more than Train.steps={steps}; use "
+            f"Train.steps = {needed} or more, or a shorter warm-up"
         )
     rest = max(steps - warmup, 1)
     if settings.name == "constant":

@@ -376,7 +376,13 @@ def test_schedules_equal_torch(name, warmup):
         ),
         (
             lambda: make_schedule(Schedule(name="wsd", warmup_steps=8, decay_steps=4), PEAK, 10),
-            "Schedule.warmup_steps=8 + Schedule.decay_steps=4 are more than Train.steps=10",
+            "Schedule.warmup_steps=8 + Schedule.decay_steps=4 is more than Train.steps=10; use "
+            "Train.steps = 12 or more, or a shorter warm-up",
+        ),
+        (
+            lambda: make_schedule(Schedule(warmup_steps=50), PEAK, 30),
+            "Schedule.warmup_steps=50 is more than Train.steps=30; use Train.steps = 50 or more, "
+            "or a shorter warm-up",
         ),
     ],
 )
