@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.compilation import xla_options
-from jaxtrain.errors import UserError
 from jaxtrain.planning.compiled import lower, planned_layout
 from jaxtrain.planning.hlo import Instruction, Module, parse
 from jaxtrain.planning.targets import Target, parse_target
@@ -142,9 +141,12 @@ def main() -> None:
         "", "Mcycles", "products", "of peak", "the rest", "kernels", "waits", "GB waited for",
         "temporaries, GB", "compiling, s", title=options.row,
     )  # fmt: skip
+    for flags in options.flags:
+        if not all(re.fullmatch(r"\w+=[^=]+", one) for one in flags.split(",")):
+            parser.error(f"--flags {flags}: write NAME=VALUE, joined by ','")
     for target in map(parse_target, options.target or ["v5p:2x2x1"]):
         if target.chip.name not in PEAK:
-            raise UserError(f"--target {target.name}: not a TPU (there are {', '.join(PEAK)})")
+            parser.error(f"--target {target.name}: not a TPU (there are {', '.join(PEAK)})")
         for bindings in ["", *options.also]:
             more = [one for one in bindings.split(";") if one.strip()]
             config = load_config(options.row, [*planned(options.row, target), *more])
