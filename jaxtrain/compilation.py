@@ -23,13 +23,6 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
             "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         ),
     },
-    # Weights are gathered while products run. libtpu does so by itself on v5e and TPU7x; on v4, v5p
-    # and v6e the program would wait for every gather, and take more memory.
-    "tpu": {
-        "xla_enable_async_all_gather": "true",
-        "xla_tpu_enable_async_collective_fusion": "true",
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    },
 }
 
 

@@ -111,19 +111,18 @@ def test_on_cpus_convolutions_are_xla_s_own_unless_a_flag_says_otherwise(monkeyp
     monkeypatch.setenv("XLA_FLAGS", "")
     assert by_ynnpack()
     assert not by_ynnpack(compiler_options=xla_options("cpu"))
-    assert xla_options("gpu") == {}
+    assert xla_options("tpu") == xla_options("gpu") == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
     assert "xla_cpu_experimental_ynn_fusion_type" not in xla_options("cpu")
 
 
 def test_a_flag_of_libtpu_s_own_wins_over_ours(monkeypatch):
-    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    ours = xla_options("tpu")
-    fusion = "xla_tpu_enable_async_collective_fusion"
-    assert ours[fusion] == ours[f"{fusion}_fuse_all_gather"] == "true"
+    name = "xla_tpu_scoped_vmem_limit_kib"
     # Of the name itself: another one begins with it.
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}_fuse_all_gather=false --xla_other=1")
-    assert xla_options("tpu").keys() == ours.keys() - {f"{fusion}_fuse_all_gather"}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}_of_others=1 --xla_other=1")
+    assert name in xla_options("tpu", 10_000)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{name}=16384")
+    assert xla_options("tpu", 10_000) == {}
 
 
 def test_a_tpu_s_tiles_are_larger_in_runs_that_are_worth_compiling_longer_for():

@@ -65,8 +65,7 @@ def _explain_vector_memory(said: str) -> str:
         f"out of vector memory, which holds what a TPU works on at the moment, not the model: "
         f"{line[:300]}\n"
         "Less of it for products: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=16384 before "
-        "the command (docs/performance.md, XLA flags); and where that does not help, "
-        "--xla_tpu_enable_async_collective_fusion=false beside it."
+        "the command (docs/performance.md, XLA flags)."
     )
 
 
