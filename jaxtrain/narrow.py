@@ -11,16 +11,26 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.float8 import float8_einsum
 from jaxtrain.int8 import int8_einsum
-from jaxtrain.planning.hardware import CHIPS, chip_of
 
 _EINSUMS = {"float8": float8_einsum, "int8": int8_einsum}
 
-# Words in the `jax.Device.device_kind` of what has float8 units: NVIDIA's data sheets of Hopper,
-# Ada and Blackwell (compute capability 8.9 and up); Google's documentation of TPU7x.
-_HAVE_FLOAT8 = {
-    "H20", "H100", "H200", "GH200", "B100", "B200", "B300", "GB200", "GB300", "L4", "L40", "L40S",
-    "TPU7x",
+# Words in the `jax.Device.device_kind` of what multiplies a format faster than bfloat16: NVIDIA's
+# data sheets (float8 from compute capability 8.9 on; int8 from Ampere on, but for Blackwell Ultra,
+# which has next to no int8); for TPUs the sources in `planning.hardware`.
+_FASTER = {
+    "float8": {
+        "H20", "H100", "H200", "GH200", "B100", "B200", "B300", "GB200", "GB300", "L4", "L40",
+        "L40S", "TPU7x",
+    },
+    "int8": {
+        "A10", "A30", "A40", "A100", "H20", "H100", "H200", "GH200", "B100", "B200", "GB200", "L4",
+        "L40", "L40S", "v5", "v5e", "v5p", "v6", "v6e",
+    },
 }  # fmt: skip
+_EXAMPLES = {
+    "float8": "H100, H200, B200, L40 and TPU7x",
+    "int8": "TPU v5e, v5p and v6e, A100, H100, H200, B200 and L40",
+}
 
 _MATMUL: contextvars.ContextVar[str] = contextvars.ContextVar("matmul", default="compute")
 
@@ -80,15 +90,8 @@ def refuse_matmul(matmul: str, platform: str, device_kind: str | None, model: An
         )
     if platform == "cpu" or device_kind is None:
         return
-    if matmul == "float8" and not _HAVE_FLOAT8 & set(device_kind.replace("-", " ").split()):
+    if not _FASTER[matmul] & set(device_kind.replace("-", " ").split()):
         yield (
-            f"{setting} on {device_kind!r}, which has no float8 units that jaxtrain knows of "
-            f"(H100, H200, B200, L40 and TPU7x have); {way_out}"
-        )
-    chip = chip_of(device_kind)
-    if matmul == "int8" and (chip is None or chip.int8_flops is None):
-        faster = ", ".join(name for name, other in CHIPS.items() if other.int8_flops is not None)
-        yield (
-            f"{setting} on {device_kind!r}, which is not known to multiply int8 faster than "
-            f"bfloat16 ({faster} are); {way_out}"
+            f"{setting} on {device_kind!r}, which is not known to multiply {matmul} faster than "
+            f"bfloat16 ({_EXAMPLES[matmul]} are); {way_out}"
         )

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_libtpu
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 ROOT = Path(__file__).parent.parent
-pytest.importorskip("libtpu", reason="the TPU compiler")
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.tpu_cycles import PEAK, Step, expected  # noqa: E402 - after the path
 from jaxtrain.compilation import xla_options  # noqa: E402
 from jaxtrain.planning.targets import parse_target, target_devices  # noqa: E402
 
+pytestmark = needs_libtpu
 WIDTH = 1024
 
 

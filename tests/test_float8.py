@@ -143,13 +143,13 @@ def test_a_product_on_a_mesh_is_that_of_one_device(sizes):
 # -- a model ---------------------------------------------------------------------------------------
 
 
-def float8_products_of(jaxpr):
+def dtypes_of_products(jaxpr):
     """The operands' dtypes and the result's, of every product in a jaxpr."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield tuple(v.aval.dtype.name for v in (*equation.invars, *equation.outvars))
         for inner in jaxprs_in_params(equation.params):
-            yield from float8_products_of(inner)
+            yield from dtypes_of_products(inner)
 
 
 def test_the_products_of_the_layers_are_float8_and_no_others():
@@ -158,7 +158,7 @@ def test_the_products_of_the_layers_are_float8_and_no_others():
     program = make_program(MODEL, layout, precision=settings, execution=FLOAT8)
     with layout.active():
         step = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
-    found = collections.Counter(float8_products_of(step.jaxpr))
+    found = collections.Counter(dtypes_of_products(step.jaxpr))
     products = 4  # queries, keys and values together; out; up; down: in a loop over layers
     in_float8 = {kinds: n for kinds, n in found.items() if "float8" in kinds[0]}
     assert in_float8 == {

@@ -12,7 +12,7 @@ import pytest
 from conftest import lower_step, make_layout, make_program, needs_libtpu, text_batch
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxprs_in_params
+from test_float8 import dtypes_of_products
 from test_tensor_layouts import grid
 
 from jaxtrain.contraction import sides
@@ -225,15 +225,6 @@ def test_bfloat16_sums_between_devices_are_near(name):
 
 
 # -- a model ---------------------------------------------------------------------------------------
-
-
-def dtypes_of_products(jaxpr):
-    """The operands' dtypes and the result's, of every product in a jaxpr."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield tuple(v.aval.dtype.name for v in (*equation.invars, *equation.outvars))
-        for inner in jaxprs_in_params(equation.params):
-            yield from dtypes_of_products(inner)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tensor": 2}], ids=str)

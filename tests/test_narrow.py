@@ -15,6 +15,7 @@ from jaxtrain import preflight
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Execution
 from jaxtrain.models.gpt import GPT
+from jaxtrain.narrow import refuse_matmul
 from jaxtrain.planning.targets import compiler_options, parse_target
 from jaxtrain.precision import Precision
 from jaxtrain.settings import load_config
@@ -83,12 +84,12 @@ def test_a_model_learns_as_in_bfloat16(matmul):
 # -- what is refused -------------------------------------------------------------------------------
 
 FLOAT8 = (
-    "which has no float8 units that jaxtrain knows of (H100, H200, B200, L40 and TPU7x have); use "
-    "Precision.matmul='compute'"
+    "which is not known to multiply float8 faster than bfloat16 (H100, H200, B200, L40 and TPU7x "
+    "are); use Precision.matmul='compute'"
 )
 INT8 = (
-    "which is not known to multiply int8 faster than bfloat16 (v5e, v5p, v6e, a100, a100-40, h100, "
-    "h200, b200 are); use Precision.matmul='compute'"
+    "which is not known to multiply int8 faster than bfloat16 (TPU v5e, v5p and v6e, A100, H100, "
+    "H200, B200 and L40 are); use Precision.matmul='compute'"
 )
 
 
@@ -146,10 +147,19 @@ def test_where_8_bits_are_not_to_be_had_they_are_refused(matmul, config, target,
     assert str(refusal.value) == f"Precision.matmul={matmul!r} {sentence}"
 
 
-def test_int8_is_refused_on_a_device_that_is_not_in_the_table():
-    config = load_config("llama_8b", ["Precision.matmul = 'int8'"])
-    with pytest.raises(UserError, match="'int8' on 'NVIDIA L4', which is not known to multiply"):
-        preflight.check(config, device_count=64, platform="gpu", kind="NVIDIA L4", reads_data=False)
+@pytest.mark.parametrize(
+    ("kind", "formats"),
+    [
+        ("NVIDIA H100 PCIe", {"float8", "int8"}),  # no plan's chip, but of the same units
+        ("NVIDIA L4", {"float8", "int8"}),
+        ("NVIDIA A10", {"int8"}),
+        ("NVIDIA B300 SXM6 AC", {"float8"}),
+        ("Tesla V100-SXM2-16GB", set()),
+    ],
+)
+def test_devices_that_no_plan_is_made_for_have_the_formats_of_their_units(kind, formats):
+    refused = {m for m in FORMATS if list(refuse_matmul(m, "gpu", kind, MODEL))}
+    assert refused == set(FORMATS) - formats
 
 
 # -- what a GPU's compiler makes of it -------------------------------------------------------------
