@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch, with the gradient that needs two sums.
+"""Batch normalisation over the global batch: one pass for the statistics, one for the gradient's.
 
 Letters: B batch, H height, W width, C channels.
 """
@@ -12,9 +12,9 @@ _OVER = (0, 1, 2)
 Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def batch_norm(
-    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array, epsilon: float
+    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array, shift_C: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias (arXiv 1502.03167), in float32.
 
@@ -22,15 +22,19 @@ def batch_norm(
       x_BHWC: activations; their mean and variance over a sharded batch are those of all devices.
       scale_C: gamma of the paper.
       bias_C: beta of the paper, of gamma's dtype.
+      shift_C: a guess of the mean, float32, such as the running mean. Results do not depend on it
+        but for rounding: of the variance, about (mean - shift)^2 / variance * 2^-20 is lost.
       epsilon: added to the variance.
 
     Returns:
       the normalised activations in x's dtype, mean [C] and biased variance [C] in float32.
     """
-    x32 = x_BHWC.astype(jnp.float32)
-    mean_C = x32.mean(_OVER)
-    # Two passes: mean(x^2) - mean(x)^2 cancels where the mean is large.
-    variance_C = jnp.square(x32 - mean_C).mean(_OVER)
+    # Sums of x and x^2 come from one pass over x (and one reduction between devices), those of
+    # x and (x - mean)^2 from two; but mean(x^2) - mean(x)^2 cancels where the mean is large.
+    from_shift = x_BHWC.astype(jnp.float32) - shift_C
+    offset_C = from_shift.mean(_OVER)
+    variance_C = jnp.maximum(jnp.square(from_shift).mean(_OVER) - jnp.square(offset_C), 0)
+    mean_C = shift_C + offset_C
     return normalised(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
 
 
@@ -49,15 +53,15 @@ def normalised(
 
 
 def _forward(
-    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array, epsilon: float
+    x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array, shift_C: jax.Array, epsilon: float
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Kept]:
-    y_BHWC, mean_C, variance_C = batch_norm(x_BHWC, scale_C, bias_C, epsilon)
+    y_BHWC, mean_C, variance_C = batch_norm(x_BHWC, scale_C, bias_C, shift_C, epsilon)
     return (y_BHWC, mean_C, variance_C), (x_BHWC, scale_C, mean_C, variance_C)
 
 
 def _backward(
     epsilon: float, kept: Kept, gradients: tuple[jax.Array, jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """JAX's own sums twice more over the activations: what is zero, or `bias`'s times a factor."""
     x_BHWC, scale_C, mean_C, variance_C = kept
     of_y, of_mean_C, of_variance_C = gradients
@@ -71,7 +75,7 @@ def _backward(
     of_x = of_y * factor_C + centred * slope_C + offset_C
     of_scale_C = inverse_C * along_x_C
     dtype = scale_C.dtype
-    return of_x.astype(x_BHWC.dtype), of_scale_C.astype(dtype), of_bias_C.astype(dtype)
+    return of_x.astype(x_BHWC.dtype), of_scale_C.astype(dtype), of_bias_C.astype(dtype), None
 
 
 batch_norm.defvjp(_forward, _backward)

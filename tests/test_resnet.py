@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Statistic
-from jaxtrain.models.resnet import ResNet
+from jaxtrain.models.resnet import Convolution, NormedConvolution, ResNet
 
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 20: (3, 3, 3)}
 # Float32 through 20 to 50 convolutions: PyTorch and XLA add in other orders.
@@ -287,6 +287,22 @@ def test_flops_equal_the_products_of_the_torch_network():
         network(torch.zeros(2, 1, 27, 27))
     sizes = ResNet(depth=20, num_classes=10, channels=1)
     assert sizes.flops_per_image((27, 27, 1)) == 6 * sum(counted)
+
+
+def test_a_batchs_variance_is_taken_about_the_running_mean():
+    """About zero, float32 sums would lose the variance of what lies a thousand deviations away."""
+    sizes, plan = ResNet(depth=20), Convolution(size=1, stride=1, channels_in=4, channels=4)
+    graph, params, statistics = nnx.split(
+        NormedConvolution(sizes, plan, jax.random.key(0)), nnx.Param, Statistic
+    )
+    params["kernel"] = params["kernel"].replace(np.eye(4, dtype=np.float32)[None, None])
+    statistics["mean"] = statistics["mean"].replace(np.full(4, 1000, np.float32))
+    images = np.random.default_rng(0).normal(size=(8, 6, 6, 4)) + 1001
+    _, moved = nnx.merge(graph, params, statistics)(
+        images.astype(np.float32), statistics, train=True
+    )
+    expected = 0.9 + 0.1 * images.reshape(-1, 4).var(0, ddof=1)
+    np.testing.assert_allclose(moved["variance"].get_value(), expected, rtol=1e-4)
 
 
 def test_a_block_with_zero_init_starts_as_its_shortcut():

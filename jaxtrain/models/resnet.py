@@ -200,7 +200,9 @@ class NormedConvolution(nnx.Module):
             of_runs = mean.get_value(), variance.get_value()
             x_BHWC = normalised(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
             return x_BHWC, {"mean": mean, "variance": variance}
-        x_BHWC, mean_C, variance_C = batch_norm(x_BHWC, scale_C, bias_C, self.epsilon)
+        x_BHWC, mean_C, variance_C = batch_norm(
+            x_BHWC, scale_C, bias_C, mean.get_value(), self.epsilon
+        )
         count = x_BHWC.size // x_BHWC.shape[-1]
         return x_BHWC, {
             "mean": self._moved(mean, mean_C),
