@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
     },
 }
 
+# By `jax.Device.device_kind`. libtpu's collectives hold up the products around them on v5p and v6e,
+# whose SparseCores can do them beside the products, as TPU7x's do by default: published recipes
+# have these flags (MaxText's `xla_flags_library.py`), the first four for what is moved, the others
+# for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last reductions.
+_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+}
+_V5P, _V6E = ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")
+_OF_DEVICES: dict[str, dict[str, str]] = dict.fromkeys((*_V5P, *_V6E), _SPARSE_CORES)
 
 # The same for a train step that a run takes so often that its compilation may cost more: of runs
 # of `_LONG_RUN` steps and more.
@@ -38,11 +54,8 @@ _OF_LONG_RUNS: dict[str, dict[str, str]] = {
     "tpu": {"xla_tpu_scoped_vmem_limit_kib": str(48 * 1024)},
 }
 _LONG_RUN = {"cpu": 500, "tpu": 10_000}
-# By `jax.Device.device_kind`, where a chip wants another value: v6e's units are four times as big
-# and its vector memory twice.
-_OF_CHIPS = dict.fromkeys(
-    ("TPU v6 lite", "TPU v6e"), {"xla_tpu_scoped_vmem_limit_kib": str(96 * 1024)}
-)
+# v6e's units are four times as big and its vector memory twice.
+_OF_LONG_RUNS_ON = dict.fromkeys(_V6E, {"xla_tpu_scoped_vmem_limit_kib": str(96 * 1024)})
 
 
 def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]:
@@ -52,15 +65,50 @@ def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]
 
     Args:
       platform: of the devices: "cpu", "gpu" or "tpu".
-      steps: of the whole run, so that each of its starts has the same program; for a train step.
-      kind: `jax.Device.device_kind`; for a train step.
+      steps: for a train step: of the whole run, so that each of its starts has the same program.
+      kind: `jax.Device.device_kind`.
     """
     chosen = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    options = _XLA_OPTIONS.get(platform, {})
+    options = _XLA_OPTIONS.get(platform, {}) | _OF_DEVICES.get(kind, {})
     if steps >= _LONG_RUN.get(platform, math.inf):
-        options = options | _OF_LONG_RUNS[platform] | _OF_CHIPS.get(kind, {})
+        options = options | _OF_LONG_RUNS[platform] | _OF_LONG_RUNS_ON.get(kind, {})
     said = set(re.findall(r"--(\w+)", chosen))
     return {name: value for name, value in options.items() if name not in said}
+
+
+def options_of_run(
+    platform: str, kind: str, steps: int, say: Callable[[str], object]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """`xla_options` of the train step and of evaluation that this version's compiler has."""
+    of_steps = known_options(xla_options(platform, steps, kind), say)
+    options = xla_options(platform, kind=kind)
+    return of_steps, {name: value for name, value in options.items() if name in of_steps}
+
+
+def known_options(options: Mapping[str, str], say: Callable[[str], object]) -> dict[str, str]:
+    """Those of the options that this version's compiler has.
+
+    Compilers drop options without notice, and refuse a program over one that they do not know.
+
+    Args:
+      options: as of `xla_options`.
+      say: is told of each one that is missing.
+    """
+    left = dict(options)
+    while left:
+        try:
+            jax.jit(lambda: 0, compiler_options=left).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            missing = re.search(r"No such compile option: '(\w+)'", str(error))
+            if missing is None or left.pop(missing.group(1), None) is None:
+                raise
+            say(
+                f"this version's compiler has no option {missing.group(1)}: compiled without it "
+                "(docs/performance.md, XLA flags)"
+            )
+        else:
+            break
+    return left
 
 
 def keep_compiled_programs() -> Path | None:

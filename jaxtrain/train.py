@@ -12,7 +12,7 @@ from jaxtrain import display, preflight, report
 from jaxtrain.allocation import keep_memory
 from jaxtrain.attempts.attempt import Attempt, Preempted
 from jaxtrain.buckets import Place, place
-from jaxtrain.compilation import xla_options
+from jaxtrain.compilation import options_of_run
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
@@ -85,8 +85,8 @@ class Trainer:
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
         keep_memory(platform)
-        evaluate = self.program.plain.eval_step
-        self._eval_step = jax.jit(evaluate, compiler_options=xla_options(platform))
+        of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
+        self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=of_evaluation)
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
@@ -106,8 +106,7 @@ class Trainer:
             phases=self._attempt.phases,
         )
         state, self._next_batch = self._saved.newest(lambda: self.dataset)
-        options = xla_options(platform, config.train.steps, kind)
-        self._stepper = Stepper(self.program, state, config.corruption, options)
+        self._stepper = Stepper(self.program, state, config.corruption, of_steps)
         self.steps_done = self._attempt.step = int(state.step)
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)

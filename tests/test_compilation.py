@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.compilation import xla_options
+from jaxtrain.compilation import known_options, options_of_run, xla_options
+from jaxtrain.planning.hardware import CHIPS
 
 START = """
 import collections, json, sys
@@ -123,6 +124,30 @@ def test_a_flag_of_libtpu_s_own_wins_over_ours(monkeypatch):
     assert name in xla_options("tpu", 10_000)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{name}=16384")
     assert xla_options("tpu", 10_000) == {}
+    assert name not in xla_options("tpu", 10_000, "TPU v6 lite")
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS.values() if chip.kind == "tpu"])
+def test_sparse_cores_move_what_is_sharded_where_they_do_not_by_themselves(chip):
+    for kind in chip.device_kinds:
+        options = xla_options("tpu", kind=kind)
+        assert any("sparse_core" in name for name in options) == (chip.name in ("v5p", "v6e"))
+        assert options.items() <= xla_options("tpu", 10_000, kind).items()
+
+
+def test_options_that_the_compiler_does_not_have_are_named_and_left_out():
+    told, ours = [], xla_options("cpu", 1000)
+    assert len(ours) == 2
+    assert known_options({"xla_gone": "1", **ours, "xla_also_gone": "x"}, told.append) == ours
+    assert told == [
+        f"this version's compiler has no option {name}: compiled without it "
+        "(docs/performance.md, XLA flags)"
+        for name in ("xla_gone", "xla_also_gone")
+    ]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_multiheap"):  # a value of no sense
+        known_options({"xla_multiheap_size_constraint_per_heap": "many"}, told.append)
+    assert options_of_run("cpu", "cpu", 1000, told.append) == (ours, xla_options("cpu"))
+    assert len(told) == 2
 
 
 def test_a_tpu_s_tiles_are_larger_in_runs_that_are_worth_compiling_longer_for():

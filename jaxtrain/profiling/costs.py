@@ -13,9 +13,12 @@ from jaxtrain.planning.flops import meeting_places
 from jaxtrain.planning.hlo import Computation, Instruction, Module
 
 # What runs other operations, which are costed and timed themselves.
-CONTAINERS = frozenset(
-    {"while", "conditional", "call", "async-start", "async-update", "async-done"}
-)
+_ASYNCHRONOUS = {
+    f"{what}-{phase}"
+    for what in ("async", "call", "custom-call")
+    for phase in ("start", "update", "done")
+}
+CONTAINERS = frozenset({"while", "conditional", "call"} | _ASYNCHRONOUS)
 # Names for what is there already: nothing moves.
 _FREE = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
 # Of these only the part that is asked for is read.
