@@ -14,7 +14,7 @@ from jaxtrain.attention import Mask
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Cache, Execution, copies_of_kv_heads
 from jaxtrain.settings import TextSource, Train
-from jaxtrain.sharding import shard
+from jaxtrain.sharding import Layout, shard
 from jaxtrain.step import Program, TrainState
 from jaxtrain.transformer import hidden, logits
 
@@ -91,15 +91,12 @@ def write(
             "trained on text generate"
         )
     tokenizer = train.data.open_tokenizer()
-    layout = dataclasses.replace(
-        program.layout, split_batch=False, sequence_parallel=False, manual=frozenset({"pipe"})
-    )
     prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
     model: Any = train.model
     if max_new_tokens is None:
         max_new_tokens = max(min(100, model.context_length - len(prompt_tokens)), 1)
     tokens = generate(
-        dataclasses.replace(program, layout=layout),
+        dataclasses.replace(program, layout=for_one_text(program.layout)),
         model,
         state,
         prompt_tokens,
@@ -110,6 +107,13 @@ def write(
     if tokenizer.end_of_text in tokens:
         tokens = tokens[: tokens.index(tokenizer.end_of_text)]
     return tokenizer.decode(tokens)
+
+
+def for_one_text(layout: Layout) -> Layout:
+    """The layout in which every device works on the same text, and layers in their order."""
+    return dataclasses.replace(
+        layout, split_batch=False, sequence_parallel=False, manual=frozenset({"pipe"})
+    )
 
 
 def generate(
@@ -125,7 +129,7 @@ def generate(
     """The tokens that follow `prompt`.
 
     Args:
-      program: the program whose state it is; its layout must not split the batch.
+      program: the program whose state it is, with a layout of `for_one_text`.
       sizes: the model's settings.
       state: the trained state.
       prompt: at least one token.

@@ -11,10 +11,18 @@ from conftest import make_layout, make_program
 from jaxtrain import Trainer, load_config
 from jaxtrain.attention import Mask
 from jaxtrain.errors import UserError
-from jaxtrain.generate import Sampling, generate, sample
+from jaxtrain.generate import (
+    Sampling,
+    empty_cache,
+    for_one_text,
+    generate,
+    next_logits,
+    sample,
+)
 from jaxtrain.models.gpt import GPT
 from jaxtrain.models.llama import Llama
 from jaxtrain.models.lstm import LSTM
+from jaxtrain.precision import Precision
 from jaxtrain.transformer import hidden, logits
 
 SIZES = {
@@ -63,18 +71,41 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     assert len(set(found)) > 2
 
 
+MESHES = ({}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2, "tensor": 2})
+
+
 def test_generation_on_a_mesh_equals_one_device():
-    sizes = SIZES["llama"]
+    sizes, texts = SIZES["llama"], []
     sampling = Sampling(temperature=0.9, top_k=10)
-    texts = []
-    for layout in (make_layout(), make_layout(3, data=2, fsdp=2, tensor=2)):
-        layout = dataclasses.replace(layout, split_batch=False)
-        program = make_program(sizes, layout)
+    for axes in MESHES:
+        program = make_program(sizes, make_layout(3, **axes))
         state = program.create(seed=0)
+        program = dataclasses.replace(program, layout=for_one_text(program.layout))
         texts.append(
             generate(program, sizes, state, PROMPT, max_new_tokens=12, sampling=sampling, seed=3)
         )
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
+    """The default's: XLA's CPU compiler aborts the process over some bfloat16 sums on meshes."""
+    sizes, found = SIZES["llama"], []
+    for axes in MESHES:
+        program = make_program(
+            sizes, make_layout(3, **axes), precision=Precision(compute="bfloat16")
+        )
+        state = sharper(program.create(seed=0))
+        program = dataclasses.replace(program, layout=for_one_text(program.layout))
+
+        def run(state, program=program):
+            cache = empty_cache(sizes, 1, 12, jnp.dtype("bfloat16"))
+            return next_logits(program.model(state), np.array([PROMPT]), cache, program.execution)
+
+        with program.layout.active():
+            found.append(np.asarray(jax.jit(run)(state)[0]))
+    limit = 8 * 2**-8 * np.abs(found[0]).max()  # roundings of some sums a layer
+    np.testing.assert_allclose(found[1], found[0], atol=limit)
+    np.testing.assert_allclose(found[2], found[0], atol=limit)
 
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))[[2, 0, 3, 1]]
