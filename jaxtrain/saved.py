@@ -8,7 +8,7 @@ from jaxtrain import resume
 from jaxtrain.attempts.lock import refuse_held
 from jaxtrain.attempts.phases import Phases
 from jaxtrain.buckets import BucketPath, Place, require
-from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, retention
 from jaxtrain.data.source import Dataset
 from jaxtrain.exchange import ExchangeProgram
 from jaxtrain.metrics import METRICS_FILE
@@ -52,6 +52,8 @@ class SavedRun:
         self._read_only, self._phases = read_only, phases
         self._checkpoints = None
         if workdir is not None:
+            if not read_only and jax.process_index() == 0:
+                retention.refuse_others(workdir)
             self._checkpoints = Checkpoints(
                 workdir,
                 config.checkpoint,

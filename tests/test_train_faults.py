@@ -211,6 +211,28 @@ def test_one_folder_has_one_writer(tiny_config, tmp_path, capsys):
     assert not (tmp_path / "run" / "config.gin").exists()
 
 
+@pytest.mark.parametrize("name", ["1000", "7.orbax-checkpoint-tmp"])
+def test_checkpoints_of_another_program_stay(name, tiny_config, tmp_path, capsys):
+    """What looks like the remains of a save is removed where a run was, and nowhere else."""
+    theirs = tmp_path / "model" / "checkpoints" / name / "model.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"weights")
+    for _ in range(2):  # the first one leaves nothing that makes it a run's
+        assert main(["train", str(tiny_config), "--workdir", str(tmp_path / "model")]) == 2
+        error = capsys.readouterr().err
+        assert f"{theirs.parent} is no checkpoint of jaxtrain's" in error
+        assert "Traceback" not in error
+    with pytest.raises(UserError, match="no config.gin says that this folder is a run's"):
+        Trainer(load_config(tiny_config), tmp_path / "model")
+    assert theirs.read_bytes() == b"weights"
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["checkpoints"]
+
+    Trainer(load_config(tiny_config), tmp_path / "model", read_only=True)
+    (tmp_path / "model" / "config.gin").write_text("")  # as after a run's first save was killed
+    Trainer(load_config(tiny_config), tmp_path / "model")
+    assert not theirs.exists()
+
+
 def test_settings_that_cannot_work_are_refused(tiny_config):
     bindings = ["Guard.policy = 'skip'", "Exchange.method = 'local_sgd'", "Exchange.period = 2"]
     with pytest.raises(UserError, match="Guard.policy='skip' with Exchange.method='local_sgd'"):

@@ -20,6 +20,7 @@ from jaxtrain.attempts.maintenance import maintenance_notices
 from jaxtrain.attempts.phases import Activity, Phases
 from jaxtrain.attempts.watchdog import Watchdog, dump_stacks, write_reason
 from jaxtrain.buckets import BucketPath, BucketRefusedError, Place, require
+from jaxtrain.checkpoint import retention
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import METRICS_FILE
 from jaxtrain.peers import Alone, Cluster, ClusterError, Flags, Listeners, Peers, rendezvous
@@ -49,8 +50,8 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
       say: takes a line for people.
 
     Raises:
-      UserError: the folder is in use or in no bucket that lets us, or the processes do not fit
-        together.
+      UserError: the folder is in use, another program's or in no bucket that lets us, or the
+        processes do not fit together.
       BucketError: the bucket cannot be reached.
       ClusterError: a process is missing.
     """
@@ -63,6 +64,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             cluster = distributed.detect(os.environ, flags)
             lock = None
             if cluster.process_id == 0:
+                retention.refuse_others(workdir)
                 lock = _take(workdir, say)
                 stack.callback(_give_back, lock, is_new)
             peers = _meet(cluster, config, 0 if lock is None else lock.attempt, say)

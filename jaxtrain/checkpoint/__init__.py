@@ -2,7 +2,8 @@
 
 from jaxtrain.checkpoint.leaves import StoredLeaf
 from jaxtrain.checkpoint.manifest import CheckpointError
+from jaxtrain.checkpoint.retention import FOLDER
 from jaxtrain.checkpoint.settings import Checkpoint
-from jaxtrain.checkpoint.store import FOLDER, Checkpoints
+from jaxtrain.checkpoint.store import Checkpoints
 
 __all__ = ["FOLDER", "Checkpoint", "CheckpointError", "Checkpoints", "StoredLeaf"]

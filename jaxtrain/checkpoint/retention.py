@@ -5,8 +5,10 @@ from collections.abc import Iterable
 
 from jaxtrain.buckets import BucketPath, Place, in_threads
 from jaxtrain.checkpoint.manifest import FILE, is_sealed
+from jaxtrain.errors import UserError
 from jaxtrain.files import remove_tree
 
+FOLDER = "checkpoints"
 # What Orbax calls a folder that it is still writing: `<step>.orbax-checkpoint-tmp`, and with a
 # number behind it in some versions.
 _UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
@@ -66,6 +68,22 @@ def leftovers(root: Place) -> list[Place]:
         or _UNFINISHED.fullmatch(path.name)
         or path.name.startswith(_DELETED)
     ]
+
+
+def refuse_others(workdir: Place) -> None:
+    """Refuses a folder whose checkpoints are another program's, which `sweep` would delete.
+
+    Raises:
+      UserError: there are unfinished saves, but neither a finished one nor `config.gin`, which a
+        run writes before its first save.
+    """
+    root = workdir / FOLDER
+    found = leftovers(root)
+    if found and not sealed_steps(root) and not (workdir / "config.gin").exists():
+        raise UserError(
+            f"--workdir {workdir}: {found[0]} is no checkpoint of jaxtrain's, and no config.gin "
+            "says that this folder is a run's; use another folder, or remove what is in the way"
+        )
 
 
 def sweep(root: Place) -> list[str]:

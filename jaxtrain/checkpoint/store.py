@@ -29,7 +29,6 @@ from jaxtrain.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritte
 from jaxtrain.checkpoint.settings import Checkpoint
 from jaxtrain.errors import UserError
 
-FOLDER = "checkpoints"
 _STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
 _FILE_BYTES = 64 * 2**20  # of a data file, roughly: a thread digests one, so that there be several
 _log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Checkpoints:
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         root = place(workdir)
-        self.folder = (root.absolute() if isinstance(root, Path) else root) / FOLDER
+        self.folder = (root.absolute() if isinstance(root, Path) else root) / retention.FOLDER
         self._settings, self._read_only = settings, read_only
         self._report, self._may_write = report, may_write
         self._sealer = Sealer(
