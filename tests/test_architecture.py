@@ -14,7 +14,7 @@ MAX_LINES = 400
 # Lower layers first; a module imports its own layer and those below, never one above.
 LAYERS = [
     ["allocation"],
-    ["errors", "tables", "options", "buckets", "files", "staging", "compilation", "plot"],
+    ["errors", "values", "tables", "options", "buckets", "files", "staging", "compilation", "plot"],
     ["attempts.signals", "attempts.maintenance", "attempts.phases"],
     ["attempts.records", "attempts.lifeline"],
     ["attempts.lock", "attempts.supervise"],
