@@ -13,6 +13,7 @@ from typing import Any
 
 import jaxtrain.data
 import jaxtrain.models
+from jaxtrain import config
 from jaxtrain.models import Model
 from jaxtrain.settings import Config, Data
 
@@ -26,8 +27,7 @@ What has no default has to be bound. Syntax and rules: [configs](configs.md).
 
 def sections() -> list[type]:
     """The sections of every configuration, in their order."""
-    hints = typing.get_type_hints(Config)
-    return [hints[field.name] for field in dataclasses.fields(Config)]
+    return list(config.sections(Config).values())
 
 
 def models() -> list[type]:

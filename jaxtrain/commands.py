@@ -191,6 +191,8 @@ def _command(arguments: argparse.Namespace, name: str, workdir: Place, config: C
             words += ["-b", binding]
     if config.mesh.simulated_devices:
         words += ["--simulate-devices", str(config.mesh.simulated_devices)]
+    if arguments.allow_imports:
+        words.append("--allow-imports")
     return shlex.join([*words, "-b", f"Train.steps = {2 * config.train.steps}"])
 
 

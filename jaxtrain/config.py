@@ -74,6 +74,7 @@ class _Bindings:
         self.macros: dict[str, Binding] = {}
         self.used_fields: set[tuple[str, str]] = set()
         self.used_macros: set[str] = set()
+        self.imports: list[str] = []
         self.allow_imports = allow_imports
         self.search_path = search_path
 
@@ -92,8 +93,8 @@ class _Bindings:
             else:
                 self._add(statement, str(path))
 
-    def add_text(self, text: str, origin: str) -> None:
-        for statement in _statements(text, origin):
+    def add(self, statements: Sequence[Any], origin: str) -> None:
+        for statement in statements:
             if isinstance(statement, config_parser.IncludeStatement):
                 raise UserError(f"{origin}: include belongs in a .gin file, not in a binding")
             self._add(statement, origin)
@@ -112,7 +113,7 @@ class _Bindings:
         if isinstance(statement, config_parser.BlockDeclaration):
             return
         where = origin if origin.startswith("-b") else f"{origin}:{statement.location.line_num}"
-        if isinstance(statement, config_parser.ImportStatement):
+        if _is_import(statement):
             self._import(statement.module, where)
             return
         name, field = statement.selector, statement.arg_name
@@ -144,6 +145,8 @@ class _Bindings:
             importlib.import_module(module)
         except ImportError as error:
             raise UserError(f"{where}: import {module}: {error}") from error
+        if module not in self.imports:
+            self.imports.append(module)
 
     # -- building ------------------------------------------------------------------------------
 
@@ -220,12 +223,14 @@ def load(
     search_path: Path,
     allow_imports: bool = False,
 ) -> Any:
-    """An instance of the frozen dataclass `root`, whose fields are registered dataclasses.
+    """An instance of the frozen dataclass `root`: its `imports`, and its sections.
 
     Args:
-      root: each field's annotation is a registered dataclass, built from the bindings of its name.
+      root: the annotation of each field but `imports` is a registered dataclass, built from the
+        bindings of its name; `imports: tuple[str, ...]` takes what was imported.
       file: the .gin file, or None for `bindings` alone.
-      bindings: single gin bindings, applied after the file, the later over the earlier.
+      bindings: single gin bindings, applied after the file, the later over the earlier; the modules
+        that they import are there for the file too.
       search_path: the folder of shipped configs, where `include` looks after the file's own folder.
       allow_imports: let `import` lines run modules from outside the package.
 
@@ -233,21 +238,29 @@ def load(
       UserError: an unknown name, a value of the wrong type, a binding nothing uses, a bad file.
     """
     found = _Bindings(allow_imports=allow_imports, search_path=search_path)
+    single = [(_statements(text, f"-b {text!r}"), f"-b {text!r}") for text in bindings]
+    for statements, origin in single:
+        found.add([one for one in statements if _is_import(one)], origin)
     if file is not None:
         found.add_file(file)
-    for text in bindings:
-        found.add_text(text, f"-b {text!r}")
-    hints = typing.get_type_hints(root)
-    sections = {field.name: found.build(hints[field.name]) for field in dataclasses.fields(root)}
+    for statements, origin in single:
+        found.add([one for one in statements if not _is_import(one)], origin)
+    built = {name: found.build(cls) for name, cls in sections(root).items()}
     found.refuse_unused()
-    return root(**sections)
+    return root(imports=tuple(found.imports), **built)
+
+
+def sections(root: type) -> dict[str, type]:
+    """The registered dataclasses that a root consists of, by field."""
+    hints = typing.get_type_hints(root)
+    return {f.name: hints[f.name] for f in dataclasses.fields(root) if f.name != "imports"}
 
 
 def to_gin(root: Any) -> str:
     """The resolved tree as gin text: every value, so that reading it again gives an equal tree."""
-    blocks: dict[str, list[str]] = {}
-    for field in dataclasses.fields(root):
-        _format_block(getattr(root, field.name), blocks)
+    blocks = {"imports": [f"import {module}" for module in root.imports]} if root.imports else {}
+    for name in sections(type(root)):
+        _format_block(getattr(root, name), blocks)
     return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
 
 
@@ -267,6 +280,10 @@ def _format_value(value: Any, blocks: dict[str, list[str]]) -> str:
         items = [_format_value(item, blocks) for item in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
     return repr(value)
+
+
+def _is_import(statement: Any) -> bool:
+    return isinstance(statement, config_parser.ImportStatement)
 
 
 def _statements(text: str, origin: str) -> list[Any]:

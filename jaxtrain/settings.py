@@ -100,7 +100,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run: each field is one section of a gin file."""
+    """A whole run: each field is one section of a gin file, but for the modules it imports."""
 
     train: Train
     mesh: Mesh
@@ -118,6 +118,7 @@ class Config:
     guard: Guard
     corruption: Corruption
     deadlines: Deadlines
+    imports: tuple[str, ...] = ()
 
     def to_gin(self) -> str:
         """Every value as gin text; reading it again gives an equal configuration."""

@@ -87,6 +87,33 @@ def test_the_command_printed_at_the_end_goes_on(run, tiny_config, tmp_path, caps
     assert json.loads((workdir / "exit.json").read_text())["attempt"] == 2
 
 
+def test_a_run_of_an_imported_model_is_evaluated_and_repeated(
+    tiny_config, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "my_models.py").write_text(
+        "import dataclasses\nfrom jaxtrain.config import configurable\n"
+        "from jaxtrain.models.gpt import GPT\n"
+        "@configurable\n@dataclasses.dataclass(frozen=True, kw_only=True)\nclass MyGPT(GPT): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, workdir = tmp_path / "my.gin", tmp_path / "run"
+    config.write_text("import my_models\n" + tiny_config.read_text().replace("GPT", "MyGPT"))
+    arguments = ["train", str(config), "--workdir", str(workdir), *TINY]
+    assert main([*arguments, "--allow-imports"]) == 0
+    printed = re.search(r"To go on: .*jaxtrain (train .*)", capsys.readouterr().out)
+    assert "--allow-imports" in shlex.split(printed.group(1))
+    # Here the model is known by now: only a process of its own needs what the file imports.
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": "8"}
+    process = start("eval", "--workdir", str(workdir), "--allow-imports", env=environment)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert json.loads(out)["step"] == 4
+    capsys.readouterr()
+    assert main(["eval", "--workdir", str(workdir)]) == 2
+    assert "config.gin:1: import my_models: a config does not run" in capsys.readouterr().err
+
+
 def test_a_finished_run_says_so(run, tiny_config, capsys):
     assert main(["train", str(tiny_config), "--workdir", str(run), *TINY]) == 0
     assert "trained to step 4 already; raise Train.steps" in capsys.readouterr().out

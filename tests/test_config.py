@@ -46,6 +46,7 @@ class Root:
     """The root for these tests."""
 
     garden: Garden
+    imports: tuple[str, ...] = ()
 
 
 def load(*bindings: str, file: Path | None = None, **keywords) -> Garden:
@@ -138,6 +139,34 @@ def test_imports_run_only_when_allowed(tmp_path, monkeypatch):
     assert not canary.exists()
     assert load("import outsider_module", "Garden.size = 1", allow_imports=True).size == 1
     assert canary.exists()
+
+
+def test_imports_are_written_out_and_wanted_again(tmp_path, monkeypatch):
+    (tmp_path / "kept_module.py").write_text("")
+    (tmp_path / "another_module.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "run.gin"
+    file.write_text("import kept_module\nGarden.size = 1\n")
+    bindings = ["import another_module", "import kept_module"]
+    root = config.load(Root, file, bindings, search_path=tmp_path, allow_imports=True)
+    text = config.to_gin(root)
+    assert text.startswith("import another_module\nimport kept_module\n\nGarden.size = 1\n")
+    file.write_text(text)
+    assert config.load(Root, file, search_path=tmp_path, allow_imports=True) == root
+    assert f"{file}:1: import another_module: a config does not run code" in refused(file=file)
+
+
+def test_a_module_that_a_binding_imports_is_there_for_the_file(tmp_path, monkeypatch):
+    (tmp_path / "shed_module.py").write_text(
+        "import dataclasses\nfrom jaxtrain.config import configurable\n"
+        "@configurable\n@dataclasses.dataclass(frozen=True)\nclass Shed:\n  size: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "run.gin"
+    file.write_text("Garden.size = 1\nGarden.tool = @Shed()\nShed.size = 2\n")
+    assert "unknown name 'Shed'" in refused(file=file)
+    garden = load("import shed_module", file=file, allow_imports=True)
+    assert dataclasses.asdict(garden.tool) == {"size": 2}
 
 
 def test_the_resolved_tree_reads_back_equal():

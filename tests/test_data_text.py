@@ -136,6 +136,7 @@ class Root:
 
     text: TextData
     image: ImageData
+    imports: tuple[str, ...] = ()
 
 
 def test_settings_are_read_from_gin_and_written_back():

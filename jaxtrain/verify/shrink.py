@@ -291,7 +291,8 @@ def _images(config: Config, own: Config) -> Config:
 def _differences(own: Any, small: Any) -> Iterator[Change]:
     for field in dataclasses.fields(own):
         before, after = getattr(own, field.name), getattr(small, field.name)
-        if isinstance(own, Config) or (isinstance(own, Train) and field.name in ("model", "data")):
+        is_section = isinstance(own, Config) and field.name != "imports"
+        if is_section or (isinstance(own, Train) and field.name in ("model", "data")):
             if type(before) is type(after):
                 yield from _differences(before, after)
             else:
