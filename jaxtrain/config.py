@@ -17,7 +17,7 @@ from typing import Any
 from gin import config_parser
 
 from jaxtrain.errors import UserError, did_you_mean
-from jaxtrain.values import check_value
+from jaxtrain.values import check_value, located
 
 _CONFIGURABLES: dict[str, type] = {}
 
@@ -256,28 +256,37 @@ def sections(root: type) -> dict[str, type]:
     return {f.name: hints[f.name] for f in dataclasses.fields(root) if f.name != "imports"}
 
 
-def to_gin(root: Any) -> str:
-    """The resolved tree as gin text: every value, so that reading it again gives an equal tree."""
+def to_gin(root: Any, *, absolute: bool = False) -> str:
+    """The resolved tree as gin text: every value, so that reading it again gives an equal tree.
+
+    Args:
+      root: as of `load`.
+      absolute: paths on this machine are written from its root on: the text then means the same in
+        whatever folder it is read.
+    """
     blocks = {"imports": [f"import {module}" for module in root.imports]} if root.imports else {}
     for name in sections(type(root)):
-        _format_block(getattr(root, name), blocks)
+        _format_block(getattr(root, name), blocks, absolute)
     return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
 
 
-def _format_block(section: Any, blocks: dict[str, list[str]]) -> None:
+def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
     name = type(section).__name__
     lines = blocks.setdefault(name, [])
+    hints = typing.get_type_hints(type(section), include_extras=True)
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        lines.append(f"{name}.{field.name} = {_format_value(value, blocks)}")
+        if absolute:
+            value = located(value, hints[field.name])
+        lines.append(f"{name}.{field.name} = {_format_value(value, blocks, absolute)}")
 
 
-def _format_value(value: Any, blocks: dict[str, list[str]]) -> str:
+def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> str:
     if type(value).__name__ in _CONFIGURABLES and dataclasses.is_dataclass(value):
-        _format_block(value, blocks)
+        _format_block(value, blocks, absolute)
         return f"@{type(value).__name__}()"
     if isinstance(value, tuple):
-        items = [_format_value(item, blocks) for item in value]
+        items = [_format_value(item, blocks, absolute) for item in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
     return repr(value)
 

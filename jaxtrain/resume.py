@@ -32,7 +32,7 @@ def describe(
     """
     return {
         "format": FORMAT,
-        "config": config.to_gin(),
+        "config": config.operative(),
         "data": {"next_batch": next_batch, **_position(config, digest)},
         "layer_order": program.layer_order,
         "versions": versions(),

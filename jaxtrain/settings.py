@@ -124,6 +124,10 @@ class Config:
         """Every value as gin text; reading it again gives an equal configuration."""
         return gin_files.to_gin(self)
 
+    def operative(self) -> str:
+        """The same for the run's folder: the paths on this machine hold from any folder."""
+        return gin_files.to_gin(self, absolute=True)
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.to_gin(), quote=False)}</pre>"
 

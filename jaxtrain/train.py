@@ -112,7 +112,7 @@ class Trainer:
         self._attempt.goodput.resumed_at(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
         if self._folder is not None and jax.process_index() == 0:
-            write_atomically(self._folder.local / "config.gin", config.to_gin().encode())
+            write_atomically(self._folder.local / "config.gin", config.operative().encode())
             self._folder.push_soon()
 
     @functools.cached_property

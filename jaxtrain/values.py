@@ -1,11 +1,39 @@
 """Whether a setting's value fits its annotation, and what the setting takes in words."""
 
 import ast
+import dataclasses
+import os
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class PathOr:
+    """Marks a setting that takes a path: `source: Annotated[str, PathOr(("embedded", "tfds:"))]`.
+
+    Attributes:
+      words: what else it takes; a word that ends in a colon begins such a value.
+    """
+
+    words: tuple[str, ...] = ()
+
+    def absolute(self, value: str) -> str:
+        """A path on this machine from its root on; a word or a URL as it is."""
+        is_word = any(value.startswith(w) if w[-1] == ":" else value == w for w in self.words)
+        return (
+            value if is_word or "://" in value else str(Path(os.path.expanduser(value)).absolute())
+        )
+
+
+def located(value: Any, annotation: Any) -> Any:
+    """`value`, absolute where its annotation is marked `PathOr`."""
+    marks = getattr(annotation, "__metadata__", ())
+    mark = next((mark for mark in marks if isinstance(mark, PathOr)), None)
+    return value if mark is None or value is None else mark.absolute(value)
 
 
 def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:

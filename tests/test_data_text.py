@@ -151,6 +151,35 @@ def test_settings_are_read_from_gin_and_written_back():
         config.load(Root, None, ["ImageData.crop = 'random'"], search_path=Path())
 
 
+def test_paths_are_written_absolute_and_nothing_else_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embedded").write_text("a file that is called like a word")
+
+    def written(*bindings):
+        root = config.load(Root, None, bindings, search_path=Path())
+        assert config.load(Root, None, config.to_gin(root).splitlines(), search_path=Path()) == root
+        text = config.to_gin(root, absolute=True)
+        lines = dict(line.split(" = ") for line in text.splitlines() if line)
+        return [lines[binding.split(" = ")[0]] for binding in bindings]
+
+    here = str(tmp_path)
+    paths = ("TextData.source", "TextData.tokenizer", "TextData.data_dir", "ImageData.source",
+             "ImageData.data_dir")  # fmt: skip
+    for path, absolute in (("a/b", f"{here}/a/b"), ("/a", "/a"), ("~/a", str(Path.home() / "a"))):
+        assert written(*(f"{name} = {path!r}" for name in paths)) == [repr(absolute)] * len(paths)
+    for binding in (
+        "TextData.source = 'embedded'",
+        "TextData.source = 'synthetic'",
+        "TextData.source = 'tfds:imdb_reviews'",
+        "TextData.source = 'gs://bucket/text'",
+        "TextData.tokenizer = 'byte'",
+        "TextData.data_dir = None",
+        "ImageData.source = 'digits'",
+        "ImageData.source = 'mnist5k'",
+    ):
+        assert written(binding) == [binding.split(" = ")[1]]
+
+
 # -- digest and split ------------------------------------------------------------------------------
 
 

@@ -128,6 +128,27 @@ def test_another_run_in_the_same_folder_is_refused(binding, words, whole, tiny_c
     assert (workdir / "config.gin").read_text() == before
 
 
+def test_a_run_with_a_relative_source_goes_on_from_any_folder(tiny_config, tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "text.txt").write_text("sum = x + y\n" * 400)
+    bindings = ["TextData.source = 'text.txt'", "Train.steps = 1"]
+    monkeypatch.chdir(here)
+    first = Trainer(load_config(tiny_config, bindings), tmp_path / "run")
+    values = first.train()
+    first.close()
+    repeated = load_config(tmp_path / "run" / "config.gin")
+    assert repeated.train.data.source == str(here / "text.txt")
+    for folder, config in ((elsewhere, repeated), (here, load_config(tiny_config, bindings))):
+        monkeypatch.chdir(folder)
+        again = Trainer(config, tmp_path / "run")
+        assert again.steps_done == 1
+        assert again.evaluate() == values
+        again.close()
+    assert load_config(tmp_path / "run" / "config.gin") == repeated
+
+
 def test_the_whole_run_compiles_once_and_never_moves_data_implicitly(tiny_config, caplog):
     trainer = Trainer(load_config(tiny_config, ["Train.eval_every = 2"]))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):

@@ -1,7 +1,7 @@
 """ImageData: a source of labelled images, split by class, augmented and normalised."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jaxtrain.data.source import (
 )
 from jaxtrain.data.tfds import PREFIX, check_feature, open_builder, open_split, tfds_name
 from jaxtrain.errors import UserError
+from jaxtrain.values import PathOr
 
 SOURCE_WORDS = (*image_source.DEMO, "synthetic", "tfds:NAME")
 
@@ -53,7 +54,7 @@ class ImageData:
       label_feature: the TFDS feature that holds the label.
     """
 
-    source: str = "digits"
+    source: Annotated[str, PathOr((*image_source.DEMO, "synthetic", PREFIX))] = "digits"
     image_size: int = 8
     channels: Literal[1, 3] = 1
     num_classes: int = 10
@@ -63,7 +64,7 @@ class ImageData:
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
     heldout_fraction: float = 0.2
-    data_dir: str | None = None
+    data_dir: Annotated[str | None, PathOr()] = None
     train_split: str = "train"
     heldout_split: str | None = None
     image_feature: str = "image"

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jaxtrain.data.source import (
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.values import PathOr
 
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
 
@@ -53,13 +54,13 @@ class TextData:
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
 
-    source: str = "embedded"
+    source: Annotated[str, PathOr(("embedded", "synthetic", PREFIX))] = "embedded"
     sequence_length: int = 256
     separate_documents: bool = True
-    tokenizer: str = "byte"
+    tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
     heldout_fraction: float = 0.05
-    data_dir: str | None = None
+    data_dir: Annotated[str | None, PathOr()] = None
     train_split: str = "train"
     heldout_split: str | None = None
     text_feature: str = "text"
