@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -9,6 +10,26 @@ class UserError(ValueError):
 
     The sentence names the thing, the value, what is allowed and the nearest valid choice.
     """
+
+
+def refuse_below(least: int, settings: Any, *names: str) -> None:
+    """Raises UserError for the first of these settings that is under `least`; None passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            allowed = f"at least {least}" if least else "0 or more"
+            raise UserError(f"{type(settings).__name__}.{name}={value}; use {allowed}")
+
+
+def refuse_not_positive(settings: Any, *names: str) -> None:
+    """Raises UserError for the first of these settings that is not above 0; names its default."""
+    for name in names:
+        value = getattr(settings, name)
+        if not value > 0:
+            default = getattr(type(settings), name)
+            raise UserError(
+                f"{type(settings).__name__}.{name}={value}; use a number above 0, such as {default}"
+            )
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -1,7 +1,6 @@
 """What models are made of: named parameters, stacked layers, contractions, norms and RoPE.
 
-Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim, F mlp, V vocab,
-L layers.
+Letters: B batch, T length, D embed, N query and K kv heads, H head_dim, F mlp, V vocab, L layers.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.attention import Mask, attention
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError, nearest_divisor
+from jaxtrain.errors import UserError, nearest_divisor, refuse_below
 from jaxtrain.gathering import GradientSlice, Groups, gather
 from jaxtrain.narrow import products_in
 from jaxtrain.products import as_matrix, product
@@ -52,6 +51,9 @@ class Scan:
     """
 
     layers_per_iteration: int = 1
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "layers_per_iteration")
 
 
 @dataclasses.dataclass(frozen=True)

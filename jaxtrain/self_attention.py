@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.attention import Mask
-from jaxtrain.errors import UserError, nearest_divisor, nearest_multiple
+from jaxtrain.errors import (
+    UserError,
+    nearest_divisor,
+    nearest_multiple,
+    refuse_below,
+    refuse_not_positive,
+)
 from jaxtrain.layers import (
     Execution,
     Initializer,
@@ -61,8 +67,13 @@ class Projections(Protocol):
 
 
 def check(sizes: Sizes) -> None:
-    """Raises UserError where heads, window or rotary settings do not fit together."""
+    """Raises UserError for a size under 1, or heads, window or rotary settings that do not fit."""
     name = type(sizes).__name__
+    refuse_below(
+        1, sizes, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim",
+        "context_length", "rope_original_context_length",
+    )  # fmt: skip
+    refuse_not_positive(sizes, "rope_theta", "norm_eps")
     # The halves of a head are rotated against each other, so head_dim is even.
     if sizes.embed_dim % (2 * sizes.num_heads):
         pair = 2 * sizes.num_heads

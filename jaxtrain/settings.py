@@ -19,7 +19,7 @@ from jaxtrain.corruption import Corruption
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.errors import UserError, did_you_mean, refuse_below
 from jaxtrain.exchange import Exchange
 from jaxtrain.guard import Guard
 from jaxtrain.layers import Scan
@@ -88,12 +88,8 @@ class Train:
     bad_records: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "accumulation", "log_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"Train.{name}={getattr(self, name)}; use at least 1")
-        for name in ("seed", "eval_every", "save_every", "bad_records"):
-            if getattr(self, name) < 0:
-                raise UserError(f"Train.{name}={getattr(self, name)}; use 0 or more")
+        refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
+        refuse_below(0, self, "seed", "eval_every", "save_every", "bad_records")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise UserError(f"Train.eval_batches={self.eval_batches}; use None or at least 1")
 

@@ -15,6 +15,44 @@ def refused(*bindings: str, name: str = "gpt_quickstart", devices: int = 8) -> s
     return str(caught.value)
 
 
+SIZES = ("vocab_size", "num_layers", "embed_dim", "context_length")
+ATTENTION = (*SIZES, "num_heads")
+LLAMA = (*ATTENTION, "num_kv_heads", "mlp_dim", "rope_original_context_length")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "settings"),
+    [
+        ("GPT", "gpt_quickstart", ATTENTION),
+        ("Llama", "llama_1b", LLAMA),
+        ("Mixtral", "mixtral_tiny", (*LLAMA, "num_experts")),
+        ("LSTM", "lstm_quickstart", SIZES),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -32])
+def test_a_size_below_one_is_refused_before_anything_is_built(name, config, settings, value):
+    for setting in settings:
+        message = refused(f"{name}.{setting} = {value}", name=config)
+        assert message == f"{name}.{setting}={value}; use at least 1"
+
+
+@pytest.mark.parametrize(
+    ("binding", "config", "words"),
+    [
+        ("Scan.layers_per_iteration = -1", "gpt_quickstart", "use 0 or more"),
+        ("GPT.norm_eps = -1", "gpt_quickstart", "use a number above 0, such as 1e-05"),
+        ("Llama.norm_eps = 0", "llama_1b", "use a number above 0, such as 1e-05"),
+        ("Llama.rope_theta = 0", "llama_1b", "use a number above 0, such as 500000.0"),
+        ("Mixtral.rope_theta = -1", "mixtral_tiny", "use a number above 0, such as 1000000.0"),
+        ("ResNet.norm_eps = 0", "resnet_digits", "use a number above 0, such as 1e-05"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused(binding, config, words):
+    message = refused(binding, name=config)
+    assert message.startswith(binding.split(" = ")[0] + "=")
+    assert message.endswith(words)
+
+
 def test_the_quickstart_passes():
     check(load_config("gpt_quickstart"), device_count=8, platform="cpu")
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError, nearest_multiple
+from jaxtrain.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
 from jaxtrain.gathering import gather
 from jaxtrain.kernels import platform_of
 from jaxtrain.layers import (
@@ -65,6 +65,9 @@ class GPT:
     }  # fmt: skip
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "context_length")
+        refuse_below(1, self, *sizes)
+        refuse_not_positive(self, "norm_eps")
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(

@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
+from jaxtrain.errors import refuse_below
 from jaxtrain.gathering import gather
 from jaxtrain.layers import Execution, add_bias, contract, embed, normal, param, stack
 from jaxtrain.sharding import shard
@@ -54,6 +55,9 @@ class LSTM:
         "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim",
     }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
 
     def build(self, key: jax.Array) -> "LSTMModel":
         """The module with freshly drawn parameters."""

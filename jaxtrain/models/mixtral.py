@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.attention import Mask
 from jaxtrain.config import configurable
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, refuse_below
 from jaxtrain.experts import Experts
 from jaxtrain.layers import (
     Execution,
@@ -103,10 +103,11 @@ class Mixtral:
 
     def __post_init__(self) -> None:
         check(self)
+        refuse_below(1, self, "num_experts")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
                 f"Mixtral.experts_per_token={self.experts_per_token} with Mixtral.num_experts="
-                f"{self.num_experts}; use 1 to {max(self.num_experts, 1)}"
+                f"{self.num_experts}; use 1 to {self.num_experts}"
             )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise UserError(

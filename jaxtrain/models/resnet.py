@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain.batch_norm import batch_norm, normalised
 from jaxtrain.config import configurable
 from jaxtrain.convolution import convolution, max_pool
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, refuse_below, refuse_not_positive
 from jaxtrain.gathering import gather
 from jaxtrain.layers import Statistic, add_bias, constant, contract, normal, param
 from jaxtrain.sharding import shard
@@ -82,10 +82,8 @@ class ResNet:
     }
 
     def __post_init__(self) -> None:
-        for name in ("num_classes", "channels", "width"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise UserError(f"ResNet.{name}={size}; use at least 1")
+        refuse_below(1, self, "num_classes", "channels", "width")
+        refuse_not_positive(self, "norm_eps")
         if not 0 < self.norm_momentum <= 1:
             raise UserError(f"ResNet.norm_momentum={self.norm_momentum}; use above 0, at most 1")
 
