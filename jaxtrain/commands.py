@@ -114,7 +114,7 @@ def train(arguments: argparse.Namespace) -> int:
                 account.show(console)
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / run.GOODPUT_PICTURE)
-            command = _command(arguments, name, workdir, config)
+            command = _command(arguments, name, workdir, config, trainer.steps_done)
             console.print(f"To go on: {command}", soft_wrap=True, markup=False)
     except Preempted as stop:
         console.print(f"{stop}; run the same command again to go on")
@@ -180,7 +180,9 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, float], work
     console.print(f"Loss curve: {workdir / 'loss.png'}")
 
 
-def _command(arguments: argparse.Namespace, name: str, workdir: Place, config: Config) -> str:
+def _command(
+    arguments: argparse.Namespace, name: str, workdir: Place, config: Config, steps_done: int
+) -> str:
     """The command that trains this run for as many steps again."""
     # `make` does not put the environment's programs on the PATH.
     on_path = shutil.which("jaxtrain") is not None
@@ -193,7 +195,7 @@ def _command(arguments: argparse.Namespace, name: str, workdir: Place, config: C
         words += ["--simulate-devices", str(config.mesh.simulated_devices)]
     if arguments.allow_imports:
         words.append("--allow-imports")
-    return shlex.join([*words, "-b", f"Train.steps = {2 * config.train.steps}"])
+    return shlex.join([*words, "-b", f"Train.steps = {2 * steps_done}"])
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

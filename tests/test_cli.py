@@ -117,6 +117,9 @@ def test_a_run_of_an_imported_model_is_evaluated_and_repeated(
 def test_a_finished_run_says_so(run, tiny_config, capsys):
     assert main(["train", str(tiny_config), "--workdir", str(run), *TINY]) == 0
     assert "trained to step 4 already; raise Train.steps" in capsys.readouterr().out
+    arguments = ["train", str(tiny_config), "--workdir", str(run), *TINY, "-b", "Train.steps = 2"]
+    assert main(arguments) == 0
+    assert "-b 'Train.steps = 8'" in capsys.readouterr().out  # not twice the 2, which are done
 
 
 def last_evaluation(run):
