@@ -18,6 +18,8 @@ from jaxtrain.settings import Config
 from jaxtrain.sharding import is_variable
 from jaxtrain.step import Program, TrainState, with_shardings
 
+_DIGEST = "the data's sha256"
+
 
 def describe(
     config: Config, program: Program | ExchangeProgram, digest: str, next_batch: int
@@ -53,10 +55,13 @@ def refuse_other_run(
     for name, now in _position(config, dataset.digest).items():
         saved = extra["data"][name]
         if saved != now:
+            other = (name, repr(saved), repr(now))
+            if name == _DIGEST:
+                other = _other_setting(extra["config"], config) or other
             raise UserError(
-                f"{workdir}: the checkpoint of step {step} was written with {name} = {saved!r}, "
-                f"this configuration has {now!r}: the data would not go on where it stopped; use "
-                "the config.gin beside it, or another --workdir"
+                f"{workdir}: the checkpoint of step {step} was written with {other[0]} = "
+                f"{other[1]}, this configuration has {other[2]}: the data would not go on where it "
+                "stopped; use the config.gin beside it, or another --workdir"
             )
 
 
@@ -65,8 +70,20 @@ def _position(config: Config, digest: str) -> dict[str, Any]:
     return {
         "Train.seed": config.train.seed,
         "Train.global_batch_size": config.train.global_batch_size,
-        "the data's sha256": digest,
+        _DIGEST: digest,
     }
+
+
+def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
+    """A setting of the data that is another than in the saved config, and both values as text."""
+    data = ("Train.data ", f"{type(config.train.data).__name__}.")
+    before, now = (
+        dict(line.split(" = ", 1) for line in text.splitlines() if line.startswith(data))
+        for text in (saved, config.operative())
+    )
+    # Where the text lies says the least: the same may lie elsewhere now.
+    names = sorted(now.keys() & before.keys(), key=lambda name: name.endswith(".source"))
+    return next(((n, before[n], now[n]) for n in names if before[n] != now[n]), None)
 
 
 def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProgram) -> TrainState:

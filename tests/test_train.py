@@ -117,7 +117,14 @@ def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config,
         ("GPT.num_layers = 3", "written by another model"),
         ("Train.seed = 1", "written with Train.seed = 0, this configuration has 1"),
         ("Train.global_batch_size = 16", "with Train.global_batch_size = 8, this configuration"),
-        ("TextData.heldout_fraction = 0.2", "the data's sha256"),
+        (
+            "TextData.heldout_fraction = 0.2",
+            "with TextData.heldout_fraction = 0.05, this configuration has 0.2: the data",
+        ),
+        (
+            "TextData.sequence_length = 16",
+            "with TextData.sequence_length = 32, this configuration has 16: the data",
+        ),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(binding, words, whole, tiny_config):
@@ -140,6 +147,10 @@ def test_a_run_with_a_relative_source_goes_on_from_any_folder(tiny_config, tmp_p
     first.close()
     repeated = load_config(tmp_path / "run" / "config.gin")
     assert repeated.train.data.source == str(here / "text.txt")
+    (here / "text.txt").write_text("dif = x - y\n" * 400)
+    with pytest.raises(UserError, match="the data's sha256"):
+        Trainer(repeated, tmp_path / "run")
+    (here / "text.txt").write_text("sum = x + y\n" * 400)
     for folder, config in ((elsewhere, repeated), (here, load_config(tiny_config, bindings))):
         monkeypatch.chdir(folder)
         again = Trainer(config, tmp_path / "run")
