@@ -9,6 +9,7 @@ registry of bindings, so any number of configurations live side by side.
 import dataclasses
 import importlib
 import io
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -301,11 +302,30 @@ def _statements(text: str, origin: str) -> list[Any]:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f"{origin}:{line}" if line and not origin.startswith("-b") else origin
-        detail = error.msg if isinstance(error, SyntaxError) else str(error)
+        detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
+        if isinstance(error, SyntaxError):
+            detail, example = _no_value(error) or (error.msg.strip(), example)
         raise UserError(
-            f"{where}: not a gin binding ({detail.strip()}); write Name.field = value, "
-            "with text in quotes: TextData.source = 'notes.txt'"
+            f"{where}: not a gin binding ({detail}); write Name.field = value, "
+            f"with text in quotes: {example}"
         ) from error
+
+
+def _no_value(error: SyntaxError) -> tuple[str, str] | None:
+    """What is wrong with a value that is none, and the same line with quotes around it."""
+    name, _, rest = (error.text or "").partition("=")
+    name, value = name.strip(), rest.strip()
+    token = re.search(r"Failed to parse token '(.*)'", error.msg)
+    if not value or not (token or error.msg.startswith("Unable to parse value")):
+        return None
+    word = token.group(1) if token else value
+    if not value.startswith(word):  # one of several, in brackets
+        return f"{word} is no value", f"{name} = {value.replace(word, repr(word), 1)}"
+    known = {"True": "True", "False": "False", "None": "None"}
+    known |= {cls: f"@{cls}()" for cls in _CONFIGURABLES}
+    meant = known.get(word) or known.get(word.capitalize())
+    hint = f"; did you mean {meant}?" if meant else ""
+    return f"{value} is no value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"
 
 
 def _gin_files(folder: Path) -> list[str]:

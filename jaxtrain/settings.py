@@ -142,12 +142,13 @@ def find_config(name: str) -> Path:
       UserError: there is no such file.
     """
     path = Path(name).expanduser()
+    shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
     if path.suffix == ".gin":
         if path.is_file():
             return path
-        known = [str(p) for p in path.parent.glob("*.gin")]
+        beside = [str(p) for p in path.parent.glob("*.gin")]
+        known = [path.stem] if path.stem in shipped else [*beside, *shipped]
         raise UserError(f"config {name!r}: no such file{did_you_mean(name, known)}")
-    shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
     if name in shipped:
         return shipped[name]
     raise UserError(f"config {name!r}: no .gin file and not shipped{did_you_mean(name, shipped)}")

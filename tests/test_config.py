@@ -99,6 +99,14 @@ def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
         (["Garden.size = 1", "Garden.tool = @Spode()"], ["@Spode()", "did you mean 'Spade'?"]),
         (["Garden.size = 1", "Garden.tool = @Spade"], ["write @Spade() with the brackets"]),
         (["Garden.name = plot"], ["-b 'Garden.name = plot'", "not a gin binding", "in quotes"]),
+        (["Garden.name = plot"], ["(plot is no value); write", "in quotes: Garden.name = 'plot'"]),
+        (["Garden.name = my plot.txt"], ["quotes: Garden.name = 'my plot.txt'"]),
+        (["Garden.name = /a/plot"], ["(/a/plot is no value)", "quotes: Garden.name = '/a/plot'"]),
+        (["Garden.name = 'plot"], ["in quotes: Garden.name = 'plot'"]),
+        (["Garden.paths = (1, x)"], ["(x is no value)", "quotes: Garden.paths = (1, 'x')"]),
+        (["Garden.wet = true"], ["(true is no value; did you mean True?)"]),
+        (["Garden.tool = Spade()"], ["(Spade() is no value; did you mean @Spade()?)"]),
+        (["Garden.size ="], ["not a gin binding (Unable to parse value.)"]),
         ([], ["Garden.size has no value: bind it"]),
         (["a/Garden.size = 1"], ["gin scopes are not used"]),
     ],
@@ -106,6 +114,8 @@ def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
 def test_refusals_name_the_thing_the_value_and_the_way_out(bindings, words):
     message = refused(*bindings)
     assert [word for word in words if word not in message] == []
+    assert "\n" not in message
+    assert "0x" not in message
 
 
 def test_a_refusal_names_file_and_line(tmp_path):
@@ -191,6 +201,9 @@ def test_an_unknown_config_names_the_nearest():
         load_config("gpt_quikstart")
     with pytest.raises(UserError, match=r"config 'none\.gin': no such file"):
         load_config("none.gin")
+    for name in ("gpt_quickstart.gin", "nowhere/gpt_quickstart.gin", "gpt_quikstart.gin"):
+        with pytest.raises(UserError, match=f"{name}': no such file; .* mean 'gpt_quickstart'"):
+            load_config(name)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
