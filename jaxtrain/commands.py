@@ -24,7 +24,8 @@ from jaxtrain.attempts import supervise as supervision
 from jaxtrain.attempts.attempt import Preempted
 from jaxtrain.attempts.supervise import QUICKSTART, run_folder
 from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
-from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.checkpoint import FOLDER, Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.checkpoint.retention import sealed_steps
 from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
@@ -341,7 +342,8 @@ def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Tra
             file = Path(copies) / file.name
             file.write_bytes((folder / file.name).read_bytes())
         config = load_config(file, bindings, allow_imports=allow_imports)
-    if Checkpoints(folder, config.checkpoint, read_only=True).latest_step() is None:
+    # Not by way of `Checkpoints`: Orbax opens the backend, and the CPU can be split no more.
+    if not sealed_steps(folder / FOLDER):
         raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
     # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
     return Trainer(config, folder, read_only=True, console=Console(stderr=True))

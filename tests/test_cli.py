@@ -31,6 +31,14 @@ def start(*arguments: str, **keywords) -> subprocess.Popen:
     )
 
 
+def finish(*arguments: str) -> str:
+    """What the program prints in a process of its own, with no devices but those it makes."""
+    process = start(*arguments)
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    return out
+
+
 @pytest.fixture(scope="module")
 def finished(tiny_config, tmp_path_factory):
     """A finished run: its folder, what it printed, and its exit.json as it was then."""
@@ -145,6 +153,15 @@ def test_eval_takes_other_text(run, tmp_path, capsys):
     assert values["step"] == 4
     assert values.keys() == last_evaluation(run).keys()
     assert values["eval_loss"] != last_evaluation(run)["eval_loss"]
+
+
+def test_a_run_on_simulated_devices_is_read_in_processes_of_their_own(tiny_config, tmp_path):
+    mesh = ["-b", "Mesh.data = 1", "-b", "Mesh.tensor = 1", "-b", "Train.steps = 1"]
+    run = ["--workdir", str(tmp_path / "run")]
+    finish("train", str(tiny_config), "--simulate-devices", "2", *mesh, *run)
+    values = json.loads(finish("eval", *run))
+    assert values == last_evaluation(tmp_path / "run")
+    assert finish("generate", *run, "--prompt", "x", "--max-new-tokens", "2").startswith("x")
 
 
 def test_generate_reads_no_text(run, tmp_path, capsys):
