@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.retention import sealed_steps
 from jaxtrain.compilation import keep_compiled_programs
 from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
-from jaxtrain.files import write_atomically
+from jaxtrain.files import refused_path, write_atomically
 from jaxtrain.mesh import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.options import parser
 from jaxtrain.peers import ClusterError, Flags
@@ -226,9 +226,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Prints what the newest checkpoint holds; reads its arrays only to verify them."""
     workdir = _existing_run(arguments.workdir)
     checkpoints = Checkpoints(workdir, Checkpoint(), read_only=True)
-    step = checkpoints.latest_step()
-    if step is None:
-        raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
+    step = max(checkpoints.steps())
     console, folder = _console(), checkpoints.folder / str(step)
     report.show_checkpoint(console, folder, checkpoints.extra(step), checkpoints.tree(step))
     if arguments.verify:
@@ -342,25 +340,27 @@ def _open_run(workdir: str, bindings: Sequence[str], allow_imports: bool) -> Tra
             file = Path(copies) / file.name
             file.write_bytes((folder / file.name).read_bytes())
         config = load_config(file, bindings, allow_imports=allow_imports)
-    # Not by way of `Checkpoints`: Orbax opens the backend, and the CPU can be split no more.
-    if not sealed_steps(folder / FOLDER):
-        raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
     # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
     return Trainer(config, folder, read_only=True, console=Console(stderr=True))
 
 
 def _existing_run(workdir: str) -> Place:
+    """A run's folder that can be read and holds a checkpoint."""
     folder = place(workdir)
     if isinstance(folder, BucketPath):
         require("--workdir", folder)
-    if not (folder / "config.gin").is_file():
-        if isinstance(folder, BucketPath):
-            beside = folder.parent
-            runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
-        else:
-            runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
-        hint = did_you_mean(workdir, runs) if runs else ""
-        raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
+    with refused_path(f"--workdir {workdir}", needs="use a run's folder that can be read"):
+        if not (folder / "config.gin").is_file():
+            if isinstance(folder, BucketPath):
+                beside = folder.parent
+                runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
+            else:
+                runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
+            hint = did_you_mean(workdir, runs) if runs else ""
+            raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
+        # Not by way of `Checkpoints`: Orbax opens the backend, and the CPU can be split no more.
+        if not sealed_steps(folder / FOLDER):
+            raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
     return folder
 
 

@@ -1,15 +1,45 @@
-"""Files written whole or not at all, and the folder of what may be deleted at any time."""
+"""Files written whole or not at all, paths that are refused, and the folder of what may go."""
 
 import contextlib
 import errno
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from jaxtrain.buckets import BucketPath, Place
+from jaxtrain.buckets import BucketPath, BucketRefusedError, Place
+from jaxtrain.errors import UserError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+# What a path is to blame for. A disk that is full, away or broken is no mistake of the user's.
+_REFUSALS = {
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
+    errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def refused_path(named: str, *, needs: str) -> Iterator[None]:
+    """Around the first use of a path of the user's: what the system refuses is the user's mistake.
+
+    Args:
+      named: the argument or binding and its value, for the message.
+      needs: what would do instead.
+
+    Raises:
+      UserError: there is no such path, no permission, or something else in its place.
+      OSError: the disk or the bucket fails.
+    """
+    try:
+        yield
+    except BucketRefusedError as error:
+        raise UserError(f"{named}: {error}") from error
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        place = "" if error.filename is None else f" ({error.filename})"
+        raise UserError(f"{named}: {error.strerror}{place}; {needs}") from error
 
 
 def write_atomically(file: Place, content: bytes) -> None:

@@ -258,12 +258,24 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
         (["generate", "--workdir", "RUN", "--prompt", ""], "--prompt is empty"),
         (["generate", "--workdir", "RUN", "--prompt", "x", "--top-p", "2"], "--top-p 2.0"),
         (["inspect", "--workdir", "RUNN"], "no run there"),
+        (["train", "CONFIG", "--workdir", "CONFIG"], "Not a directory"),
+        (["train", "CONFIG", "--workdir", "CONFIG/run"], "use a folder that can be made"),
+        (["train", "CONFIG", "--workdir", "RUN/" + 300 * "x"], "File name too long"),
+        (["supervise", "--", "train", "CONFIG", "--workdir", "CONFIG"], "Not a directory"),
+        (["eval", "--workdir", "CONFIG"], "no run there"),
+        (["eval", "--workdir", "BLOCKED"], "Not a directory"),
+        (["inspect", "--workdir", "BLOCKED"], "use a run's folder that can be read"),
     ],
 )
 def test_mistakes_exit_with_2_and_one_message(arguments, words, run, tiny_config, tmp_path, capsys):
-    names = {"CONFIG": str(tiny_config), "RUN": str(run), "RUNN": str(run) + "n"}
-    arguments = [names.get(argument, argument) for argument in arguments]
-    if arguments[0] == "train":
+    blocked = tmp_path / "blocked"  # a file where the checkpoints should be
+    blocked.mkdir()
+    shutil.copy(run / "config.gin", blocked)
+    (blocked / "checkpoints").touch()
+    names = {"CONFIG": tiny_config, "RUNN": f"{run}n", "RUN": run, "BLOCKED": blocked}
+    for name, value in names.items():
+        arguments = [re.sub(rf"^{name}(?=/|$)", str(value), argument) for argument in arguments]
+    if arguments[0] == "train" and "--workdir" not in arguments:
         arguments += ["--workdir", str(tmp_path / "new")]
     assert main(arguments) == 2
     captured = capsys.readouterr()

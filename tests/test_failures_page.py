@@ -12,11 +12,12 @@ import pytest
 from jaxtrain import guard, preflight
 from jaxtrain.attempts.goodput import Account
 from jaxtrain.attempts.lock import RunLock, Superseded
+from jaxtrain.attempts.run import begin
 from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.commands import main
 from jaxtrain.data.bad_records import BadRecord, BadRecordError, BadRecords
 from jaxtrain.errors import UserError
-from jaxtrain.peers import Cluster, ClusterError, rendezvous
+from jaxtrain.peers import Cluster, ClusterError, Flags, rendezvous
 from jaxtrain.settings import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +156,12 @@ def _checkpoints(folder: Path) -> list[str]:
 def _clash(folder: Path) -> list[str]:
     with RunLock.acquire(folder), pytest.raises(UserError) as raised:
         RunLock.acquire(folder)
-    return [str(raised.value), str(Superseded(folder, 1, 2))]
+    file = folder / "file"
+    file.touch()
+    config = load_config("gpt_quickstart")
+    with pytest.raises(UserError) as in_the_way, begin(config, file, Flags(), say=print):
+        pass
+    return [str(raised.value), str(Superseded(folder, 1, 2)), str(in_the_way.value)]
 
 
 def _processes() -> list[str]:

@@ -19,9 +19,9 @@ from jaxtrain.attempts.lock import RunLock, Superseded
 from jaxtrain.attempts.maintenance import maintenance_notices
 from jaxtrain.attempts.phases import Activity, Phases
 from jaxtrain.attempts.watchdog import Watchdog, dump_stacks, write_reason
-from jaxtrain.buckets import BucketPath, BucketRefusedError, Place, require
+from jaxtrain.buckets import BucketPath, Place, require
 from jaxtrain.checkpoint import retention
-from jaxtrain.errors import UserError
+from jaxtrain.files import refused_path
 from jaxtrain.metrics import METRICS_FILE
 from jaxtrain.peers import Alone, Cluster, ClusterError, Flags, Listeners, Peers, rendezvous
 from jaxtrain.settings import Config
@@ -50,22 +50,24 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
       say: takes a line for people.
 
     Raises:
-      UserError: the folder is in use, another program's or in no bucket that lets us, or the
-        processes do not fit together.
+      UserError: the folder is in use, another program's, cannot be made or written, or is in no
+        bucket that lets us, or the processes do not fit together.
       BucketError: the bucket cannot be reached.
       ClusterError: a process is missing.
     """
     phases = Phases()
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
-    is_new = not workdir.exists()
+    with _usable(workdir):
+        is_new = not workdir.exists()
     with contextlib.ExitStack() as stack:
         with phases.phase("start"):
             cluster = distributed.detect(os.environ, flags)
             lock = None
             if cluster.process_id == 0:
-                retention.refuse_others(workdir)
-                lock = _take(workdir, say)
+                with _usable(workdir):
+                    retention.refuse_others(workdir)
+                    lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
                 stack.callback(_give_back, lock, is_new)
             peers = _meet(cluster, config, 0 if lock is None else lock.attempt, say)
             stack.callback(peers.close)
@@ -116,11 +118,8 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
         end.record(None)
 
 
-def _take(workdir: Place, say: Say) -> RunLock:
-    try:
-        return RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
-    except BucketRefusedError as error:
-        raise UserError(f"--workdir {workdir}: {error}") from error
+def _usable(workdir: Place) -> contextlib.AbstractContextManager[None]:
+    return refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written")
 
 
 def _goodput(workdir: Path, phases: Phases) -> Goodput:

@@ -20,6 +20,7 @@ from jaxtrain.attempts.lifeline import Child
 from jaxtrain.attempts.signals import STOP_SIGNALS
 from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.errors import UserError
+from jaxtrain.files import refused_path
 
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 QUICKSTART = "gpt_quickstart"
@@ -178,11 +179,15 @@ def supervise(
       workdir: the run's folder.
       settings: when and how long; None: the defaults.
       say: takes a line for people; None: stderr.
+
+    Raises:
+      UserError: the folder cannot be read.
     """
     workdir, settings, say = place(workdir), settings or Supervision(), say or _to_stderr
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
-    best, restarts = records.newest_step(workdir), 0
+    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        best, restarts = records.newest_step(workdir), 0
     with _stop_signals() as stop:
         while True:
             ending = _run(command, workdir, settings, stop, say)
