@@ -202,7 +202,7 @@ def place(name: str | Path | BucketPath) -> Place:
     """The folder or file of a name: in a bucket where it begins with gs://, else on a disk.
 
     Raises:
-      UserError: it names another storage, no bucket, or leaves the bucket.
+      UserError: it names another storage, no bucket, or leaves the bucket; or nobody's home.
     """
     text = str(name)
     found = _ADDRESS.fullmatch(text)
@@ -210,8 +210,7 @@ def place(name: str | Path | BucketPath) -> Place:
         scheme, separator, _ = text.partition("://")
         if separator and scheme.isalnum():
             raise UserError(f"{text}: of storages {SCHEME} is known, and paths on this machine")
-        assert not isinstance(name, BucketPath)
-        return Path(name)
+        return on_disk(text)
     bucket, rest = found["bucket"], PurePosixPath(found["rest"])
     # gcsfs would take stars, question marks and brackets for a pattern.
     if not bucket or "@" in bucket or ".." in (bucket, *rest.parts) or re.search(r"[*?\[]", text):
@@ -220,6 +219,21 @@ def place(name: str | Path | BucketPath) -> Place:
             "and '[', and without credentials"
         )
     return BucketPath(f"{SCHEME}{bucket}/{rest}" if rest.parts else f"{SCHEME}{bucket}")
+
+
+def on_disk(name: str) -> Path:
+    """The path of a name, `~` expanded: shells leave it as it is behind a `=`.
+
+    Raises:
+      UserError: it begins with a ~ and no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        user = Path(name).parts[0]
+        raise UserError(
+            f"{name}: no home folder of {user!r} is known; write the path without '~'"
+        ) from error
 
 
 def require(setting: str, path: BucketPath) -> None:

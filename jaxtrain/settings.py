@@ -13,6 +13,7 @@ import jaxtrain.models
 from jaxtrain import config as gin_files
 from jaxtrain.attempts.watchdog import Deadlines
 from jaxtrain.attention import Attention
+from jaxtrain.buckets import on_disk
 from jaxtrain.checkpoint import Checkpoint
 from jaxtrain.config import configurable
 from jaxtrain.corruption import Corruption
@@ -139,9 +140,9 @@ def find_config(name: str) -> Path:
     """The .gin file that `name` means: a path, or a shipped config without its ending.
 
     Raises:
-      UserError: there is no such file.
+      UserError: there is no such file, or no such user's home.
     """
-    path = Path(name).expanduser()
+    path = on_disk(name)
     shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
     if path.suffix == ".gin":
         if path.is_file():

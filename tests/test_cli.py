@@ -11,10 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxtrain.__main__ import main
+from jaxtrain.attempts.supervise import run_folder
+from jaxtrain.buckets import place
 from jaxtrain.settings import load_config
 
 TINY = ["-b", "Train.steps = 4", "-b", "Train.eval_every = 2"]
@@ -164,6 +167,14 @@ def test_a_run_on_simulated_devices_is_read_in_processes_of_their_own(tiny_confi
     assert finish("generate", *run, "--prompt", "x", "--max-new-tokens", "2").startswith("x")
 
 
+def test_a_workdir_at_home_is_found(run, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert run_folder("tiny", f"~/{run.name}") == place(Path("~", run.name)) == run
+    assert place("a/~") == Path("a/~")
+    assert main(["inspect", f"--workdir=~/{run.name}"]) == 0
+    assert f"{run}/checkpoints/4" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_generate_reads_no_text(run, tmp_path, capsys):
     binding = f"TextData.source = {str(tmp_path / 'gone')!r}"
     arguments = ["--workdir", str(run), "--prompt", "x", "--max-new-tokens", "2", "-b", binding]
@@ -250,6 +261,7 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
     ("arguments", "words"),
     [
         (["train", "gpt_quikstart"], "did you mean 'gpt_quickstart'?"),
+        (["train", "~nobody-here/tiny.gin"], "no home folder of '~nobody-here'"),
         (["train", "CONFIG", "-b", "GPT.num_layer = 2"], "did you mean 'num_layers'?"),
         (["train", "CONFIG", "-b", "Mesh.fsdp = 3"], "the product 12 does not equal the 8 devices"),
         (["train", "CONFIG", "-b", "TextData.source = '/nowhere/x.txt'"], "no such file"),

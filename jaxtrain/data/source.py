@@ -126,7 +126,6 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
     path = _place(setting, value)
     if isinstance(path, BucketPath):
         return _in_bucket(setting, path, allowed)
-    path = path.expanduser()
     if value and path.exists():
         return path
     folder = path.parent
