@@ -31,6 +31,7 @@ from jaxtrain.corruption import CorruptionError
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.files import refused_path, write_atomically
 from jaxtrain.mesh import SIMULATED_DEVICES, offer_cpu_devices
+from jaxtrain.metrics import strict
 from jaxtrain.options import parser
 from jaxtrain.peers import ClusterError, Flags
 from jaxtrain.pipeline.schedules import make_schedule
@@ -203,7 +204,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluates the newest checkpoint and prints one JSON line."""
     trainer = _open_run(arguments.workdir, arguments.gin_bindings, arguments.allow_imports)
     values = trainer.evaluate()
-    print(json.dumps({"step": trainer.steps_done, **values}))  # noqa: T201
+    line = strict({"step": trainer.steps_done, **values})
+    print(json.dumps(line, allow_nan=False))  # noqa: T201
     return DONE
 
 

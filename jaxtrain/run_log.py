@@ -94,5 +94,6 @@ def evaluation(sums: Mapping[str, Any]) -> dict[str, float]:
     if "correct" in total:
         values["eval_accuracy"] = total["correct"] / total["weight"]
     else:
-        values["eval_perplexity"] = float(np.exp(values["eval_loss"]))
+        with np.errstate(over="ignore"):  # a loss above 709 has no perplexity that is finite
+            values["eval_perplexity"] = float(np.exp(values["eval_loss"]))
     return values

@@ -147,6 +147,20 @@ def test_eval_prints_one_json_line_equal_to_the_run_s(run, capsys):
     assert values == last_evaluation(run)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_eval_of_a_diverged_run_is_json_like_the_run_s_own_line(tiny_config, tmp_path, capsys):
+    diverged = ["Train.steps = 1", "Optimizer.name = 'sgd'", "Optimizer.learning_rate = 3000.0",
+                "Optimizer.clip_norm = None", "Schedule.warmup_steps = 0"]  # fmt: skip
+    words = [word for binding in diverged for word in ("-b", binding)]
+    assert main(["train", str(tiny_config), "--workdir", str(tmp_path), *words]) == 0
+    capsys.readouterr()
+    assert main(["eval", "--workdir", str(tmp_path)]) == 0
+    values = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert values["eval_loss"] > 1000
+    assert values["eval_perplexity"] is None
+    assert values == last_evaluation(tmp_path)
+
+
 def test_eval_takes_other_text(run, tmp_path, capsys):
     other = tmp_path / "other.txt"
     other.write_text("sum = x + y\n" * 400)
