@@ -23,7 +23,7 @@ from jaxtrain.attempts import run
 from jaxtrain.attempts import supervise as supervision
 from jaxtrain.attempts.attempt import Preempted
 from jaxtrain.attempts.supervise import QUICKSTART, run_folder
-from jaxtrain.buckets import BucketError, BucketPath, Place, place, require
+from jaxtrain.buckets import BucketError, BucketPath, Place, on_disk, place, require
 from jaxtrain.checkpoint import FOLDER, Checkpoint, CheckpointError, Checkpoints
 from jaxtrain.checkpoint.retention import sealed_steps
 from jaxtrain.compilation import keep_compiled_programs
@@ -254,6 +254,7 @@ def verify(arguments: argparse.Namespace) -> int:
 def plan(arguments: argparse.Namespace) -> int:
     """Plans a run for a machine that need not be there, or for a budget of FLOPs."""
     console = _console()
+    picture, file = _writable("--png", arguments.png), _writable("--json", arguments.json)
     target = None if arguments.target is None else parse_target(arguments.target)
     if arguments.budget is not None:
         chip = None if target is None else target.chip
@@ -270,7 +271,6 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
     )
-    picture, file = _writable("--png", arguments.png), _writable("--json", arguments.json)
     if target.chip.kind == "cpu":
         offer_cpu_devices(target.devices)
     # Accelerators of this machine are not asked: the target's compiler needs none.
@@ -284,7 +284,7 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     show_plan(console, found)
     if picture is not None:
-        found.plot(picture)
+        write_atomically(picture, found.plot().png())
         console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
     if file is not None:
         write_atomically(file, json.dumps(found.to_json(), indent=2).encode())
@@ -292,15 +292,25 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _writable(option: str, name: str | None) -> Path | None:
-    """The file that an option names, in a folder that is there."""
-    file = None if name is None else Path(name)
-    if file is not None and not file.absolute().parent.is_dir():
-        raise UserError(f"{option} {file}: there is no folder {file.absolute().parent}")
+    """The file that an option names, which can be written; said before the work and not after."""
+    if name is None:
+        return None
+    file, named = on_disk(name), f"{option} {name!r}"
+    folder = file.absolute().parent
+    with refused_path(named, needs="name a file in a folder that can be written"):
+        if not folder.is_dir():
+            raise UserError(f"{named}: there is no folder {folder}")
+        if not file.name or (file.exists() and not file.is_file()):
+            raise UserError(f"{named} is no file; name one, such as {file / f'out.{option[2:]}'}")
+        if option == "--png" and file.suffix.lower() not in ("", ".png"):
+            raise UserError(f"{named}: what is drawn is PNG; use {file.with_suffix('.png')}")
+        tempfile.TemporaryFile(dir=folder).close()
     return file
 
 
 def timeline(arguments: argparse.Namespace) -> int:
     """Simulates the pipeline's schedule and draws it."""
+    picture = _writable("--png", arguments.png)
     config = load_config(
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
     )
@@ -325,7 +335,6 @@ def timeline(arguments: argparse.Namespace) -> int:
     console = _console()
     console.print(table(simulated))
     console.print(f"Layers on each stage: {', '.join(map(str, cut))}")
-    picture = _writable("--png", arguments.png)
     if picture is not None:
         draw(simulated, picture)
         console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)

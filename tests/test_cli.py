@@ -263,6 +263,33 @@ def test_timeline_refuses_with_the_way_out(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--json", "FOLDER"], "is no file; name one, such as FOLDER/out.json"),
+        (["plan", "--json", ""], "--json '' is no file; name one, such as out.json"),
+        (["plan", "--json", "/dev/null"], "is no file"),
+        (["plan", "--json", "FOLDER/" + 300 * "x"], "File name too long"),
+        (["plan", "--png", "FOLDER/x.foo"], "what is drawn is PNG; use FOLDER/x.png"),
+        (["timeline", "--png", "FOLDER"], "is no file; name one, such as FOLDER/out.png"),
+        (["verify", "--json", "FOLDER"], "is no file"),
+        pytest.param(
+            ["plan", "--json", "/proc/x"],
+            "in a folder that can be written",
+            marks=ON_LINUX,
+        ),
+    ],
+)
+def test_output_files_are_refused_before_the_work(arguments, words, tmp_path, capsys):
+    command, *option = (word.replace("FOLDER", str(tmp_path)) for word in arguments)
+    assert main([command, "no_such_config", *option]) == 2  # which would be said next
+    assert words.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_doctor_prints_versions_devices_and_extras(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
