@@ -43,6 +43,7 @@ from jaxtrain.planning.out_of_memory import OutOfMemory, explain, is_out_of_memo
 from jaxtrain.planning.plan import plan as make_plan
 from jaxtrain.planning.tables import show as show_plan
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.profiling.recorder import refuse_few_steps
 from jaxtrain.progress import quiet
 from jaxtrain.settings import Config, load_config
 from jaxtrain.step import parameter_shapes
@@ -103,6 +104,9 @@ def train(arguments: argparse.Namespace) -> int:
             if not attempt.is_first:
                 console = quiet()
             with attempt.phases.phase("start"):
+                if arguments.profile:
+                    done = max(sealed_steps(workdir / FOLDER), default=0)
+                    refuse_few_steps(done, config.train.steps)
                 trainer = Trainer(config, workdir, console=console, attempt=attempt)
                 attempt.at_end.append(trainer.close)
                 trainer.show()

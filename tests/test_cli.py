@@ -133,6 +133,14 @@ def test_a_finished_run_says_so(run, tiny_config, capsys):
     assert "-b 'Train.steps = 8'" in capsys.readouterr().out  # not twice the 2, which are done
 
 
+def test_a_finished_run_that_is_too_short_to_profile_stays_as_it_is(run, tiny_config, capsys):
+    before = {path: path.read_bytes() for path in run.glob("*.*")}
+    arguments = ["train", str(tiny_config), "--workdir", str(run), *TINY]
+    assert main([*arguments, "-b", "Train.steps = 6", "--profile"]) == 2
+    assert "2 are left of Train.steps=6; use Train.steps=10" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.glob("*.*")} == before
+
+
 def last_evaluation(run):
     """The last line of metrics.jsonl, without the account of the time."""
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -302,6 +310,7 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
     ("arguments", "words"),
     [
         (["train", "gpt_quikstart"], "did you mean 'gpt_quickstart'?"),
+        (["train", "CONFIG", "--profile", "-b", "Train.steps = 2"], "use Train.steps=6 or more"),
         (["train", "~nobody-here/tiny.gin"], "no home folder of '~nobody-here'"),
         (["train", "CONFIG", "-b", "GPT.num_layer = 2"], "did you mean 'num_layers'?"),
         (["train", "CONFIG", "-b", "Mesh.fsdp = 3"], "the product 12 does not equal the 8 devices"),

@@ -23,6 +23,24 @@ OPERATIONS_FILE = "operations.json"
 FIRST, LAST = 3, 6
 
 
+def refuse_few_steps(done: int, last: int) -> None:
+    """For a start that is to be profiled, before anything is written.
+
+    Args:
+      done: steps taken before it.
+      last: the step it ends at.
+
+    Raises:
+      UserError: fewer than 3 steps are left.
+    """
+    if last - done < FIRST:
+        raise UserError(
+            f"train --profile looks at steps {FIRST} to {LAST} of a start, and "
+            f"{max(last - done, 0)} are left of Train.steps={last}; use Train.steps="
+            f"{done + LAST} or more"
+        )
+
+
 class Recorder:
     """Traces steps 3 to 6 of a start; the loop calls `turn` where `turns_at` says so.
 
@@ -46,12 +64,7 @@ class Recorder:
         """
         if workdir is None:
             raise UserError("profile=True writes into the run's folder; give Trainer a workdir")
-        if last - done < FIRST:
-            raise UserError(
-                f"train --profile looks at steps {FIRST} to {LAST} of a start, and "
-                f"{max(last - done, 0)} are left of Train.steps={last}; use Train.steps="
-                f"{done + LAST} or more"
-            )
+        refuse_few_steps(done, last)
         self._folder, self._console = workdir / FOLDER, console
         self._first, self._last = done + FIRST, min(done + LAST, last)
         if last - done < LAST:
