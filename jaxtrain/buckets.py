@@ -225,10 +225,13 @@ def on_disk(name: str) -> Path:
     """The path of a name, `~` expanded: shells leave it as it is behind a `=`.
 
     Raises:
-      UserError: it begins with a ~ and no such user.
+      UserError: it begins with a ~ and no such user, or is no UTF-8, which config.gin is.
     """
     try:
+        name.encode()
         return Path(name).expanduser()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name!r} is not UTF-8; rename it, or use another path") from error
     except RuntimeError as error:
         user = Path(name).parts[0]
         raise UserError(

@@ -18,6 +18,7 @@ from typing import Any
 from gin import config_parser
 
 from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.files import refused_path
 from jaxtrain.values import check_value, located
 
 _CONFIGURABLES: dict[str, type] = {}
@@ -78,9 +79,10 @@ class _Bindings:
         self.imports: list[str] = []
         self.allow_imports = allow_imports
         self.search_path = search_path
+        self._being_built: list[str] = []
 
     def add_file(self, path: Path, *, included_from: Path | None = None) -> None:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
         includes: list[str] = []
         for statement in _statements(text, str(path)):
             if isinstance(statement, config_parser.IncludeStatement):
@@ -154,6 +156,7 @@ class _Bindings:
     def build(self, cls: type) -> Any:
         """An instance of a registered dataclass, its fields from the bindings or its defaults."""
         name, values = cls.__name__, {}
+        self._being_built.append(name)
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             binding = self.fields.get((name, field.name))
@@ -169,6 +172,7 @@ class _Bindings:
             values[field.name] = check_value(
                 f"{name}.{field.name}", value, hints[field.name], binding.origin
             )
+        self._being_built.pop()
         try:
             return cls(**values)
         except UserError:
@@ -192,6 +196,8 @@ class _Bindings:
                 )
             if not value.evaluate:
                 raise UserError(f"{where}: write @{value.name}() with the brackets")
+            if value.name in self._being_built:
+                raise UserError(f"{where}: {value} would be a part of itself; refer to another")
             return self.build(_CONFIGURABLES[value.name])
         if isinstance(value, list | tuple):
             return tuple(self._resolve(item, where, macros) for item in value)
@@ -294,6 +300,15 @@ def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> s
 
 def _is_import(statement: Any) -> bool:
     return isinstance(statement, config_parser.ImportStatement)
+
+
+def _read(path: Path) -> str:
+    try:
+        with refused_path(f"config {str(path)!r}", needs="use a .gin file that can be read"):
+            return path.read_text(encoding="utf-8-sig")  # editors of Windows begin with a mark
+    except UnicodeDecodeError as error:
+        told = f"config {str(path)!r} is not UTF-8 text (byte {error.start}); convert it with iconv"
+        raise UserError(told) from error
 
 
 def _statements(text: str, origin: str) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.attention import Mask
 from jaxtrain.errors import UserError
 from jaxtrain.layers import Cache, Execution, copies_of_kv_heads
-from jaxtrain.settings import TextSource, Train
+from jaxtrain.settings import MAX_SEED, TextSource, Train
 from jaxtrain.sharding import Layout, shard
 from jaxtrain.step import Program, TrainState
 from jaxtrain.transformer import hidden, logits
@@ -83,13 +83,20 @@ def write(
       seed: seed of the draws.
 
     Raises:
-      UserError: the model is no language model, or the text does not fit into its context.
+      UserError: the model is no language model, or the prompt is no text or does not fit into
+        its context.
     """
     if not isinstance(train.data, TextSource):
         raise UserError(
             f"generate: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
             "trained on text generate"
         )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"--prompt {prompt!r} is not UTF-8 text (character {error.start}); give it in UTF-8"
+        ) from error
     tokenizer = train.data.open_tokenizer()
     prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
     model: Any = train.model
@@ -138,12 +145,14 @@ def generate(
       seed: seed of the draws.
 
     Raises:
-      UserError: an empty prompt, or more tokens than the model's context.
+      UserError: an empty prompt, a seed of more than 32 bits, or more tokens than the context.
     """
     if not prompt:
         raise UserError("--prompt is empty: give at least one character to go on from")
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: use at least 1")
+    if not 0 <= seed <= MAX_SEED:
+        raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
     room = sizes.context_length - len(prompt)
     if max_new_tokens > room:
         name = type(sizes).__name__

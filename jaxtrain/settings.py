@@ -22,6 +22,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, did_you_mean, refuse_below
 from jaxtrain.exchange import Exchange
+from jaxtrain.files import refused_path
 from jaxtrain.guard import Guard
 from jaxtrain.layers import Scan
 from jaxtrain.loss import Loss
@@ -32,6 +33,9 @@ from jaxtrain.pipeline.schedules import Pipeline
 from jaxtrain.precision import Precision
 from jaxtrain.remat import Remat
 from jaxtrain.sharding import Sharding
+
+# JAX would take a longer one's last 32 bits without a word.
+MAX_SEED = 2**32 - 1
 
 
 @runtime_checkable
@@ -67,7 +71,7 @@ class Train:
       steps: optimizer steps of the whole run.
       global_batch_size: sequences or images in one optimizer step, over all devices.
       accumulation: microbatches that one optimizer step is made of, one after the other.
-      seed: seed of the parameters, of the data order and of the augmentation.
+      seed: seed of the parameters, of the data order and of the augmentation; under 2**32.
       log_every: how often metrics are written.
       eval_every: how often the held-out examples are evaluated; the end always is.
       eval_batches: held-out batches in one evaluation; None takes them all.
@@ -91,6 +95,8 @@ class Train:
     def __post_init__(self) -> None:
         refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
         refuse_below(0, self, "seed", "eval_every", "save_every", "bad_records")
+        if self.seed > MAX_SEED:
+            raise UserError(f"Train.seed={self.seed}; use at most {MAX_SEED}")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise UserError(f"Train.eval_batches={self.eval_batches}; use None or at least 1")
 
@@ -145,10 +151,11 @@ def find_config(name: str) -> Path:
     path = on_disk(name)
     shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
     if path.suffix == ".gin":
-        if path.is_file():
-            return path
-        beside = [str(p) for p in path.parent.glob("*.gin")]
-        known = [path.stem] if path.stem in shipped else [*beside, *shipped]
+        with refused_path(f"config {name!r}", needs="use a .gin file that can be read"):
+            if path.is_file():
+                return path
+            beside = [str(p) for p in path.parent.glob("*.gin")]
+            known = [path.stem] if path.stem in shipped else [*beside, *shipped]
         raise UserError(f"config {name!r}: no such file{did_you_mean(name, known)}")
     if name in shipped:
         return shipped[name]

@@ -319,6 +319,18 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
         (["eval", "--workdir", "RUNN"], "no run there"),
         (["generate", "--workdir", "RUN", "--prompt", ""], "--prompt is empty"),
         (["generate", "--workdir", "RUN", "--prompt", "x", "--top-p", "2"], "--top-p 2.0"),
+        (
+            ["generate", "--workdir", "RUN", "--prompt", "x", "--seed", str(2**32)],
+            "0 to 4294967295",
+        ),
+        (["generate", "--workdir", "RUN", "--prompt", "x", "--seed", "-1"], "--seed -1: use 0 to"),
+        (
+            ["generate", "--workdir", "RUN", "--prompt", "x\udcff"],
+            "is not UTF-8 text (character 1)",
+        ),
+        (["train", "CONFIG", "-b", f"Train.seed = {2**32}"], "use at most 4294967295"),
+        (["train", "CONFIG", "-b", "Train.model = @Train()"], "@Train() would be a part of itself"),
+        (["train", "CONFIG", "--workdir", "RUN/x\udcff"], "x\\udcff' is not UTF-8"),
         (["inspect", "--workdir", "RUNN"], "no run there"),
         (["train", "CONFIG", "--workdir", "CONFIG"], "Not a directory"),
         (["train", "CONFIG", "--workdir", "CONFIG/run"], "use a folder that can be made"),

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import pytest
+from conftest import unreadable
 from flax import nnx
 
 from jaxtrain import config
@@ -98,6 +99,7 @@ def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
         (["A = %B", "B = %A", "Garden.size = %A"], ["%A has no value"]),
         (["Garden.size = 1", "Garden.tool = @Spode()"], ["@Spode()", "did you mean 'Spade'?"]),
         (["Garden.size = 1", "Garden.tool = @Spade"], ["write @Spade() with the brackets"]),
+        (["Garden.size = 1", "Garden.tool = @Garden()"], ["@Garden() would be a part of itself"]),
         (["Garden.name = plot"], ["-b 'Garden.name = plot'", "not a gin binding", "in quotes"]),
         (["Garden.name = plot"], ["(plot is no value); write", "in quotes: Garden.name = 'plot'"]),
         (["Garden.name = my plot.txt"], ["quotes: Garden.name = 'my plot.txt'"]),
@@ -122,6 +124,21 @@ def test_a_refusal_names_file_and_line(tmp_path):
     file = tmp_path / "run.gin"
     file.write_text("# a comment\nGarden.size = 1\nGarden.nam = 'x'\n")
     assert f"{file}:3: Garden has no setting 'nam'; did you mean 'name'?" in refused(file=file)
+
+
+def test_a_config_in_another_encoding_is_refused_and_a_byte_order_mark_is_none(tmp_path):
+    file = tmp_path / "run.gin"
+    file.write_bytes("# größer\nGarden.size = 1\n".encode("latin-1"))
+    assert f"config {str(file)!r} is not UTF-8 text (byte 4)" in refused(file=file)
+    file.write_text("# größer\nGarden.size = 1\n", encoding="utf-8-sig")
+    assert load(file=file).size == 1
+
+
+def test_a_config_that_may_not_be_read_is_refused(tmp_path):
+    file = tmp_path / "run.gin"
+    file.touch()
+    unreadable(file)
+    assert f"config {str(file)!r}: Permission denied" in refused(file=file)
 
 
 def test_includes_stay_in_their_folder_and_are_one_deep(tmp_path):

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import tokenizers
+from conftest import unreadable
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxtrain.data.text import TextData
@@ -121,6 +122,16 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"tokenizer.json' is not a Hugging Face tokenizer.json"):
         TextData(tokenizer=str(path)).open_tokenizer()
+
+
+def test_a_tokenizer_that_may_not_be_read_is_refused(tmp_path):
+    path = tmp_path / "folder" / "tokenizer.json"
+    path.parent.mkdir()
+    path.touch()
+    for place in (path, path.parent):
+        unreadable(place)
+        with pytest.raises(UserError, match=r"TextData.tokenizer = .*: Permission denied \("):
+            TextData(tokenizer=str(path)).open_tokenizer()
 
 
 def test_a_missing_tokenizer_is_refused_with_the_nearest_name(bpe_path):

@@ -179,9 +179,6 @@ def supervise(
       workdir: the run's folder.
       settings: when and how long; None: the defaults.
       say: takes a line for people; None: stderr.
-
-    Raises:
-      UserError: the folder cannot be read.
     """
     workdir, settings, say = place(workdir), settings or Supervision(), say or _to_stderr
     if isinstance(workdir, BucketPath):

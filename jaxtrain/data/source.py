@@ -14,6 +14,7 @@ from jaxtrain.buckets import BucketPath, Place, place, require
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files import refused_path
 
 
 class Examples(Protocol):
@@ -111,8 +112,8 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
       words: what else the setting takes besides a path.
 
     Raises:
-      UserError: nothing is there, or a bucket cannot be read; names the closest of `words` and of
-        the names in that folder.
+      UserError: nothing is there, or it cannot be read; names the closest of `words` and of the
+        names in that folder.
       BucketError: a bucket does not answer.
     """
     scheme, separator, rest = value.partition("://")
@@ -126,13 +127,14 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
     path = _place(setting, value)
     if isinstance(path, BucketPath):
         return _in_bucket(setting, path, allowed)
-    if value and path.exists():
-        return path
-    folder = path.parent
-    while not folder.is_dir():
-        folder = folder.parent
-    near_name = value[: len(value) - len(path.name)] if folder == path.parent else f"{folder}/"
-    close = nearest(value, words + [near_name + child.name for child in folder.iterdir()])
+    with refused_path(f"{setting} = {value!r}", needs=f"it takes {allowed}"):
+        if value and path.exists():
+            return path
+        folder = path.parent
+        while not folder.is_dir():
+            folder = folder.parent
+        near_name = value[: len(value) - len(path.name)] if folder == path.parent else f"{folder}/"
+        close = nearest(value, words + [near_name + child.name for child in folder.iterdir()])
     hint = f"; did you mean {close!r}?" if close else ""
     raise UserError(f"{setting} = {value!r}: no such file or folder; it takes {allowed}{hint}")
 

@@ -10,6 +10,7 @@ import tokenizers
 
 from jaxtrain.buckets import Place
 from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.files import refused_path
 
 # Longer documents are encoded in pieces cut at line ends, so that memory stays bounded.
 PIECE_CHARACTERS = 1 << 20
@@ -76,11 +77,13 @@ class FileTokenizer:
         the vocabulary has, and does without where it has none.
 
     Raises:
-      UserError: the file is no tokenizer.json, or has no such end-of-text token.
+      UserError: the file cannot be read, is no tokenizer.json, or has no such end-of-text token.
     """
 
     def __init__(self, path: Place, *, end_of_text: str | None = None) -> None:
-        content = path.read_bytes() if path.is_file() else b""
+        named = f"TextData.tokenizer = {str(path)!r}"
+        with refused_path(named, needs="use a tokenizer.json that can be read"):
+            content = path.read_bytes() if path.is_file() else b""
         _check_content(path, content)
         self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         # A file may ask for cutting and padding, which would lose or invent text.
