@@ -246,58 +246,6 @@ def test_inspect_verify_finds_a_flipped_bit(run, tmp_path, capsys):
     assert "step 4" in capsys.readouterr().err
 
 
-def test_timeline_prints_the_figures_and_draws_the_schedule(tmp_path, capsys):
-    picture = tmp_path / "schedule.png"
-    bindings = ["-b", "Mesh.pipe=4", "-b", "Pipeline.microbatches=8"]
-    assert main(["timeline", "gpt2_124m", *bindings, "--png", str(picture)]) == 0
-    out = capsys.readouterr().out
-    # 2 (m + p - 1) ticks; (p - 1) / (m + p - 1) of them idle; three layers on each stage.
-    assert all(word in out for word in ("22", "27.3%", "4 3 2 1", "3, 3, 3, 3"))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["gpt2_124m", "-b", "Mesh.pipe=13"], "13 pipeline stages"),
-        (["gpt2_124m", "-b", "Mesh.pipe=-1", "-b", "Mesh.data=1"], "use Mesh.pipe=4"),
-        (["resnet_digits"], "no stack of layers"),
-        (["gpt2_124m", "--png", "/nowhere/x.png"], "there is no folder /nowhere"),
-        (["gpt2_124m", "-b", "Pipeline.schedule='1b1f'"], "'1f1b'"),
-    ],
-)
-def test_timeline_refuses_with_the_way_out(arguments, words, capsys):
-    assert main(["timeline", *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["plan", "--json", "FOLDER"], "is no file; name one, such as FOLDER/out.json"),
-        (["plan", "--json", ""], "--json '' is no file; name one, such as out.json"),
-        (["plan", "--json", "/dev/null"], "is no file"),
-        (["plan", "--json", "FOLDER/" + 300 * "x"], "File name too long"),
-        (["plan", "--png", "FOLDER/x.foo"], "what is drawn is PNG; use FOLDER/x.png"),
-        (["timeline", "--png", "FOLDER"], "is no file; name one, such as FOLDER/out.png"),
-        (["verify", "--json", "FOLDER"], "is no file"),
-        pytest.param(
-            ["plan", "--json", "/proc/x"],
-            "in a folder that can be written",
-            marks=ON_LINUX,
-        ),
-    ],
-)
-def test_output_files_are_refused_before_the_work(arguments, words, tmp_path, capsys):
-    command, *option = (word.replace("FOLDER", str(tmp_path)) for word in arguments)
-    assert main([command, "no_such_config", *option]) == 2  # which would be said next
-    assert words.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_doctor_prints_versions_devices_and_extras(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
