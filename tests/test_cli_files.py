@@ -57,3 +57,11 @@ def test_output_files_are_refused_before_the_work(arguments, words, tmp_path, ca
     assert main([command, "no_such_config", *option]) == 2  # which would be said next
     assert words.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_leaves_no_other_argument_unread(tmp_path, capsys):
+    file = str(tmp_path / "x.json")
+    assert main(["plan", "llama_1b", "--budget", "1e21", "--json", file, "-b", "Mesh.fsdp=2"]) == 2
+    error = capsys.readouterr().err
+    assert "plan --budget goes with --target alone; leave out CONFIG and -b and --json" in error
+    assert main(["plan", "--budget", "1e21", "--target", "h100:8x8"]) == 0
