@@ -230,9 +230,10 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     """
     layout = _LAYOUT.get()
     assert layout is not None, "no layout is active"
-    # Inside a pipeline stage the axis pipe is taken already. Generation hides it too, but takes it
-    # nowhere; XLA's CPU compiler aborts over bfloat16 sums between devices while an axis is left.
-    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    # Inside a pipeline stage the axis pipe is taken. Generation hides it as well, but is inside of
+    # nothing; XLA's CPU compiler aborts over bfloat16 sums between devices while an axis is left.
+    idle = {"pipe"} - set(jax.sharding.get_abstract_mesh().manual_axes)
+    free = set(layout.mesh.axis_names) - (layout.manual - idle)
 
     def run(*shards: Any) -> Any:
         with layout.inside(*free):
