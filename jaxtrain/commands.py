@@ -261,17 +261,17 @@ def plan(arguments: argparse.Namespace) -> int:
     picture, file = _writable("--png", arguments.png), _writable("--json", arguments.json)
     target = None if arguments.target is None else parse_target(arguments.target)
     if arguments.budget is not None:
+        chip = None if target is None else target.chip
+        devices = None if target is None else target.devices
+        peak = None if chip is None else chip.bf16_flops
+        budget = plan_budget(arguments.budget, peak_flops=peak, devices=devices)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
         others |= {"--png": picture, "--search": arguments.search}
-        others["--no-compile"] = not arguments.compile
         if ignored := [name for name, value in others.items() if value]:
             raise UserError(
                 f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
             )
-        chip = None if target is None else target.chip
-        devices = None if target is None else target.devices
-        peak = None if chip is None else chip.bf16_flops
-        show_budget(console, plan_budget(arguments.budget, peak_flops=peak, devices=devices))
+        show_budget(console, budget)
         return DONE
     if arguments.config is None or target is None:
         missing = "CONFIG" if arguments.config is None else "--target"

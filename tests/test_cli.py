@@ -285,6 +285,7 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
         (["train", "CONFIG", "--workdir", "RUN/" + 300 * "x"], "File name too long"),
         (["supervise", "--", "train", "CONFIG", "--workdir", "CONFIG"], "Not a directory"),
         (["eval", "--workdir", "CONFIG"], "no run there"),
+        (["train", "CONFIG", "--workdir", "BLOCKED"], "Not a directory"),
         (["eval", "--workdir", "BLOCKED"], "Not a directory"),
         (["inspect", "--workdir", "BLOCKED"], "use a run's folder that can be read"),
     ],
