@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import io
 import re
+import tokenize
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -314,7 +315,11 @@ def _read(path: Path) -> str:
 def _statements(text: str, origin: str) -> list[Any]:
     try:
         return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, tokenize.TokenError) as error:
+        if isinstance(error, tokenize.TokenError):  # as Python 3.12 says it of a missing quote
+            row = error.args[1][0]
+            line = dict(enumerate(text.splitlines(), 1)).get(row, "")
+            error = SyntaxError("Unable to parse value.", (origin, row, None, line))
         line = getattr(error, "lineno", None)
         where = f"{origin}:{line}" if line and not origin.startswith("-b") else origin
         detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
