@@ -102,7 +102,7 @@ class _Walk:
         for one in self.module.computations[name].instructions.values():
             here, estimate = f"{path}/{one.name}", _ESTIMATE.search(one.attributes)
             if one.opcode.endswith(("-start", "-update")):
-                cycles = self._links(here) + sum(held.pop(name, 0) for name in one.operands)
+                cycles = self._links(here) + sum(held.pop(of, 0) for of in one.operands)
                 if not one.operands:  # what is moved comes with the update
                     held[one.name] = cycles
                 elif cycles:  # a copy has none

@@ -25,10 +25,10 @@ _CALLED = re.compile(
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)')
 # Reductions call a computation for each pair of elements; only these call one that runs as such.
-_CALLERS = frozenset(
-    {"call", "while", "conditional", "fusion", "custom-call"}
-    | {"async-start", "call-start", "custom-call-start"}
-)
+_CALLERS = {
+    "call", "while", "conditional", "fusion", "custom-call",
+    "async-start", "call-start", "custom-call-start",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
