@@ -161,7 +161,12 @@ def _clash(folder: Path) -> list[str]:
     config = load_config("gpt_quickstart")
     with pytest.raises(UserError) as in_the_way, begin(config, file, Flags(), say=print):
         pass
-    return [str(raised.value), str(Superseded(folder, 1, 2)), str(in_the_way.value)]
+    theirs = folder / "theirs"
+    (theirs / "checkpoints" / "1000").mkdir(parents=True)
+    with pytest.raises(UserError) as another_s, begin(config, theirs, Flags(), say=print):
+        pass
+    refused = [str(error.value) for error in (raised, in_the_way, another_s)]
+    return [*refused, str(Superseded(folder, 1, 2))]
 
 
 def _processes() -> list[str]:
