@@ -36,9 +36,11 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The page of every binding, out of the settings' docstrings.
+# The page of every binding, out of the settings' docstrings; the chain of packages, out of imports.
 docs: $(VENV)/installed
-	$(BIN)/python -m jaxtrain.bindings > docs/bindings.md.new
+	$(BIN)/python docs/chain.py > docs/chain.svg.new
+	mv docs/chain.svg.new docs/chain.svg
+	$(BIN)/python -m jaxtrain.analysis.bindings > docs/bindings.md.new
 	mv docs/bindings.md.new docs/bindings.md
 
 $(VENV)/bin/python:

@@ -31,7 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import side_by_side
-from jaxtrain.checkpoint import Checkpoint, Checkpoints, manifest, store
+from jaxtrain.run.checkpoint import manifest, store
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 ARRAYS = 24
 

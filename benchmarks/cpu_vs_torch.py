@@ -132,8 +132,8 @@ def ours(row: Row, extra: list[str]) -> Runner:
     import jax  # noqa: PLC0415 - the other side must not have it
 
     from jaxtrain.data.batch import Batch  # noqa: PLC0415
-    from jaxtrain.settings import load_config  # noqa: PLC0415
-    from jaxtrain.train import Trainer  # noqa: PLC0415
+    from jaxtrain.run.trainer import Trainer  # noqa: PLC0415
+    from jaxtrain.training.settings import load_config  # noqa: PLC0415
 
     trainer = Trainer(load_config(row.config, [*row.bindings, *extra]))
     batches = []

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_bytes [--row gpt2_124m] [--target h200:1x1] [--also BINDINGS]
 
 The rows are those of `gpu_vs_torch`, in every setting of ours. A step's operands and results are
-counted once for each run of an operation (`jaxtrain.profiling.costs`), a loop's as often as it
-turns. Needs the CUDA plugin (`pip install 'jaxtrain[cuda13]'`) and no device.
+counted once for each run of an operation (`jaxtrain.analysis.profiling.costs`), a loop's as often
+as it turns. Needs the CUDA plugin (`pip install 'jaxtrain[cuda13]'`) and no device.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_rows import TRAIN
-from jaxtrain.planning.compiled import lower, planned_layout
-from jaxtrain.planning.hlo import parse
-from jaxtrain.planning.targets import compiler_options, parse_target
-from jaxtrain.profiling.costs import CONTAINERS, costs
-from jaxtrain.settings import load_config
+from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.hlo import parse
+from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
+from jaxtrain.analysis.profiling.costs import CONTAINERS, costs
+from jaxtrain.training.settings import load_config
 
 KINDS = ("products", "attention", "fills of loops", "the rest")
 

@@ -26,14 +26,14 @@ from benchmarks.gpu_rows import (
     normal,
     timed,
 )
-from jaxtrain.attention import Mask, attention
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.errors import UserError
-from jaxtrain.loss import cross_entropy
-from jaxtrain.loss_chunks import over_chunks
-from jaxtrain.metrics import peak_flops
-from jaxtrain.settings import load_config
-from jaxtrain.train import Trainer
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.parallel.chips import peak_flops
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.objectives.chunks import over_chunks
+from jaxtrain.training.objectives.losses import cross_entropy
+from jaxtrain.training.settings import load_config
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -108,11 +108,11 @@ def time_steps(trainer: Trainer, batches: list[Batch], seconds: float) -> list[f
 
 def model_flops(trainer: Trainer, row: TrainRow) -> float:
     """The model's FLOPs of a step, attention causal."""
-    model: Any = trainer.config.train.model
+    model = trainer.config.train.model
     if row.length is not None:
-        return model.flops_per_token(row.length) * row.units
+        return model.flops((row.length,)) / row.length * row.units
     size = row.sizes["image_size"]
-    return model.flops_per_image((size, size, 3)) * row.units
+    return model.flops((size, size, 3)) * row.units
 
 
 def peak_bytes() -> int | None:

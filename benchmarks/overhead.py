@@ -22,11 +22,11 @@ from rich.console import Console
 
 from benchmarks import side_by_side
 from benchmarks.cpu_vs_torch import COMMON
-from jaxtrain.attention import Mask
-from jaxtrain.blocked_attention import blocked_attention
 from jaxtrain.data.pipeline import batches
-from jaxtrain.settings import load_config
-from jaxtrain.train import Trainer
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.blocked import blocked_attention
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.settings import load_config
 
 ADAMW = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
 # name: layers, width, heads, tokens a row, rows, steps of a short run

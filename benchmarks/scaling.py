@@ -61,8 +61,8 @@ PER_CHIP = ((8, 8192, 8), (1, 2048, 1))
 def ours(bindings: list[str]) -> Runner:
     """Trainer.step on batches in memory, the same ones on every mesh."""
     from jaxtrain.data.batch import Batch  # noqa: PLC0415 - devices are simulated before JAX starts
-    from jaxtrain.settings import load_config  # noqa: PLC0415
-    from jaxtrain.train import Trainer  # noqa: PLC0415
+    from jaxtrain.run.trainer import Trainer  # noqa: PLC0415
+    from jaxtrain.training.settings import load_config  # noqa: PLC0415
 
     trainer = Trainer(load_config("gpt_quickstart", [*TEXT, *bindings]))
     rng = np.random.default_rng(0)

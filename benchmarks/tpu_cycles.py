@@ -19,14 +19,14 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.compilation import xla_options
-from jaxtrain.planning.collectives import KINDS, collectives
-from jaxtrain.planning.compiled import lower, planned_layout
-from jaxtrain.planning.formulas import wire_bytes
-from jaxtrain.planning.hlo import Instruction, Module, parse
-from jaxtrain.planning.targets import Target, parse_target
-from jaxtrain.profiling.costs import CONTAINERS, Cost, costs
-from jaxtrain.settings import load_config
+from jaxtrain.analysis.planning.compiled.collectives import KINDS, collectives
+from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
+from jaxtrain.analysis.planning.machines.targets import Target, parse_target
+from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
+from jaxtrain.analysis.profiling.costs import CONTAINERS, Cost, costs
+from jaxtrain.parallel.compilation import xla_options
+from jaxtrain.training.settings import load_config
 
 # bfloat16 FLOPs of a device's matrix units in one cycle: 128 x 128 multiply-adds each, 256 x 256
 # from v6e on. With the published peaks that makes clocks of 1.05, 1.5, 1.75, 1.75 and 2.2 GHz.

@@ -4,21 +4,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.mesh import use_devices
-    from jaxtrain.planning.plan import Plan, plan
-    from jaxtrain.settings import Config, load_config
-    from jaxtrain.train import Trainer
+    from jaxtrain.analysis.planning.plan import plan
+    from jaxtrain.analysis.planning.result import Plan
+    from jaxtrain.parallel.devices import use_devices
+    from jaxtrain.run.trainer import Trainer
+    from jaxtrain.training.settings import Config, load_config
 
 __all__ = ["Config", "Plan", "Trainer", "load_config", "plan", "use_devices"]
 
 # Loaded when they are asked for: they load JAX, which takes seconds.
 _HOMES = {
-    "Config": "jaxtrain.settings",
-    "Plan": "jaxtrain.planning.plan",
-    "Trainer": "jaxtrain.train",
-    "load_config": "jaxtrain.settings",
-    "plan": "jaxtrain.planning.plan",
-    "use_devices": "jaxtrain.mesh",
+    "Config": "jaxtrain.training.settings",
+    "Plan": "jaxtrain.analysis.planning.plan",
+    "Trainer": "jaxtrain.run.trainer",
+    "load_config": "jaxtrain.training.settings",
+    "plan": "jaxtrain.analysis.planning.plan",
+    "use_devices": "jaxtrain.parallel.devices",
 }
 
 

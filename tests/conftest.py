@@ -39,13 +39,15 @@ jax.config.update("jax_num_cpu_devices", int(os.environ.get("JAXTRAIN_TEST_DEVIC
 jax.config.update("jax_platforms", "cpu")
 
 from jaxtrain.data.batch import Batch  # noqa: E402 - after the devices are made
-from jaxtrain.layers import Execution  # noqa: E402
-from jaxtrain.loss import Loss  # noqa: E402
-from jaxtrain.mesh import Mesh, make_mesh  # noqa: E402
-from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedule  # noqa: E402
-from jaxtrain.precision import Precision  # noqa: E402
-from jaxtrain.sharding import Layout  # noqa: E402
-from jaxtrain.step import Program, with_shardings  # noqa: E402
+from jaxtrain.nn.execution import Execution  # noqa: E402
+from jaxtrain.nn.precision import Precision  # noqa: E402
+from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
+from jaxtrain.parallel.sharding import Layout  # noqa: E402
+from jaxtrain.training.objectives.losses import Loss  # noqa: E402
+from jaxtrain.training.objectives.objective import objective_named  # noqa: E402
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer  # noqa: E402
+from jaxtrain.training.optimizers.schedule import Schedule, make_schedule  # noqa: E402
+from jaxtrain.training.step import Program, with_shardings  # noqa: E402
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -112,7 +114,7 @@ def make_program(model, layout: Layout, **changes) -> Program:
     schedule = make_schedule(Schedule(name="constant"), 1e-2, 100)
     program = Program(
         build=model.build,
-        objective=model.objective,
+        objective=objective_named(model.objective),
         optimizer=make_optimizer(Optimizer(learning_rate=1e-2), schedule),
         schedule=schedule,
         layout=layout,

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.modules["torch"] = None  # type: ignore[assignment]
 
 from jaxtrain import __main__  # noqa: E402 - after PyTorch is hidden
-from jaxtrain.attempts import run, supervise  # noqa: E402
-from jaxtrain.attempts.phases import Phases  # noqa: E402
+from jaxtrain.run.attempts import begin, supervise  # noqa: E402
+from jaxtrain.run.attempts.phases import Phases  # noqa: E402
 
 PROCESS = int(os.environ.get("PROCESS", "0"))
 
@@ -55,8 +55,8 @@ class FaultyPhases(Phases):
 
 def main(words: list[str], *, supervised: bool) -> int:
     """The command line with these words; under a supervisor where that is asked for."""
-    run.Phases = FaultyPhases
-    run.SILENCE_SECONDS = 6.0
+    begin.Phases = FaultyPhases
+    begin.SILENCE_SECONDS = 6.0
     if supervised and os.environ.get("JAXTRAIN_SUPERVISOR") is None:
         again = f"import sys, faulty; sys.exit(faulty.main({words!r}, supervised=False))"
         command = [sys.executable, "-c", again]

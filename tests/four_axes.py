@@ -5,8 +5,8 @@ from conftest import make_layout, make_program
 from parity import assert_equal, evaluate
 from test_parity_matrix import BATCH, MODELS, ULYSSES
 
-from jaxtrain.layers import Execution
-from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.nn.execution import Execution
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,24 @@ ANSWERS = {
     "all run": (0, "running\nrunning\n", "SSH: Attempting to connect to worker 0...\n"),
     "some run": (0, "stopped\nrunning\n", "SSH: Attempting to connect to worker 0...\n"),
     "none runs": (0, "stopped\nstopped\n", "SSH: Attempting to connect to worker 0...\n"),
+    "rule there": (
+        1,
+        "",
+        "ERROR: (gcloud.compute.firewall-rules.create) Could not fetch resource:\n - The resource "
+        "'projects/my-project/global/firewalls/jaxtrain-my-tpu-own' already exists",
+    ),
+    "no rule": (
+        1,
+        "",
+        "ERROR: (gcloud.compute.firewall-rules.delete) Could not fetch resource:\n - The resource "
+        "'projects/my-project/global/firewalls/jaxtrain-my-tpu-own' was not found",
+    ),
+    "no right": (
+        1,
+        "",
+        "ERROR: (gcloud.compute.firewall-rules.create) Could not fetch resource:\n - Required "
+        "'compute.firewalls.create' permission for 'projects/my-project/global/firewalls/x'",
+    ),
     "no object": (
         1,
         "",

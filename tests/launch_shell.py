@@ -26,7 +26,9 @@ TRAIN = [
     *("-b", "Train.data = @TextData()"),
     *("-b", "TextData.source='a b'"),
 ]
-TOOLS = shlex.split("bash cat dirname env grep gzip head mkdir mktemp rm sed sleep tail tar tr")
+TOOLS = shlex.split(
+    "base64 bash cat dirname env grep gzip head mkdir mktemp rm sed sleep tail tar tr"
+)
 
 
 @dataclasses.dataclass

@@ -9,12 +9,12 @@ import pytest
 from jax.experimental.serialize_executable import serialize
 
 from jaxtrain import Trainer, load_config
-from jaxtrain.compilation import xla_options
+from jaxtrain.parallel.compilation import xla_options
 
 # Eight blocks such as XLA asks for, six times, on a thread as XLA's are.
 BLOCKS = """
 import ctypes, json, resource, threading
-from jaxtrain.allocation import keep_memory
+from jaxtrain.parallel.compilation import keep_memory
 kept, size, found = keep_memory("cpu"), 16 * 2**20, []
 library = ctypes.CDLL(None)
 library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -41,8 +41,8 @@ PRODUCTS = """
 import json, resource, sys, warnings
 warnings.simplefilter("error")
 import jax, jax.numpy as jnp
-from jaxtrain.allocation import keep_memory
-from jaxtrain.compilation import xla_options
+from jaxtrain.parallel.compilation import keep_memory
+from jaxtrain.parallel.compilation import xla_options
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 count, size, runs = map(int, sys.argv[1:])
 keep_memory("cpu")

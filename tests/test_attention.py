@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from conftest import make_layout
 
-from jaxtrain import attention as attention_module
-from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention
-from jaxtrain.errors import UserError
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.planning.targets import tpu_devices
-from jaxtrain.sharding import Layout
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.attention import attention as attention_module
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout
 
 B, H = 2, 16
 # name: causal, window, documents, query heads, kv heads

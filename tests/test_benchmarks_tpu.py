@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.tpu_cycles import PEAK, Step, expected  # noqa: E402 - after the path
-from jaxtrain.compilation import xla_options  # noqa: E402
-from jaxtrain.planning.targets import parse_target, target_devices  # noqa: E402
+from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
+from jaxtrain.parallel.compilation import xla_options  # noqa: E402
 
 pytestmark = needs_libtpu
 WIDTH = 1024

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import bindings
-from jaxtrain.config import _CONFIGURABLES
-from jaxtrain.settings import load_config
+from jaxtrain.analysis import bindings
+from jaxtrain.config.reader import _CONFIGURABLES
+from jaxtrain.config.values import settings_of
+from jaxtrain.training.settings import load_config
 
 PAGE = (Path(__file__).parent.parent / "docs" / "bindings.md").read_text()
 
@@ -24,10 +25,8 @@ def test_every_field_that_a_config_can_set_stands_on_the_page():
         _, heading, rest = PAGE.partition(f"\n## {cls.__name__}\n")
         assert heading, cls.__name__
         section = rest.partition("\n## ")[0]
-        for field in dataclasses.fields(cls):
-            assert f"\n| `{cls.__name__}.{field.name}` | " in section, (
-                f"{cls.__name__}.{field.name}"
-            )
+        for name in settings_of(cls):
+            assert f"\n| `{cls.__name__}.{name}` | " in section, f"{cls.__name__}.{name}"
 
 
 def test_choices_units_and_defaults_are_spelled_out():

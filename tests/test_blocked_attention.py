@@ -11,10 +11,11 @@ from conftest import make_layout
 from jax.sharding import PartitionSpec as P
 from test_attention import CASES, H, assert_equal, documents, inputs, make_mask, value_and_grads
 
-from jaxtrain import blocked_attention
-from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention
-from jaxtrain.kernels import Request, refuse
-from jaxtrain.planning.flops import count_flops
+from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.nn.attention import blocked as blocked_module
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
+from jaxtrain.nn.attention.kernels import Request, refuse
 
 blocked = functools.partial(attention, kernel="blocked")
 
@@ -37,7 +38,7 @@ def expected(name: str, T: int) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_reference(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if T == 150:
-        monkeypatch.setattr(blocked_attention, "TILE", 1)  # one head at a time: the loop over heads
+        monkeypatch.setattr(blocked_module, "TILE", 1)  # one head at a time: the loop over heads
     *_, N, K = CASES[name]
     mask = long_mask(name, T)
     found = value_and_grads(lambda q, k, v: blocked(q, k, v, mask), *inputs(T, N, K))
@@ -57,7 +58,7 @@ def test_tiles_of_any_size_give_the_same(heads: int, monkeypatch: pytest.MonkeyP
         return value_and_grads(lambda q, k, v: blocked(q, k, v, mask), *arrays)
 
     whole = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
-    monkeypatch.setattr(blocked_attention, "TILE", heads * G * blocked_attention.BLOCK * T)
+    monkeypatch.setattr(blocked_module, "TILE", heads * G * blocked_module.BLOCK * T)
     assert_equal(found(), whole)
 
 
@@ -164,8 +165,8 @@ def test_what_it_cannot_do_is_refused() -> None:
         platform="cpu", dtype="float16", causal=False, window=9, segment_ids=True, cached=False,
         head_dim=20, T=7, S=7,
     )  # fmt: skip
-    assert refuse("blocked", asked) == []
-    assert refuse("blocked", dataclasses.replace(asked, cached=True)) == [
+    assert list(refuse("blocked", asked)) == []
+    assert list(refuse("blocked", dataclasses.replace(asked, cached=True))) == [
         "Attention.kernel='blocked' cannot start queries in the middle of a key-value cache; the "
         "nearest kernel that can is 'reference'"
     ]

@@ -1,7 +1,6 @@
 """Runs whose folder is in a bucket: the real gcsfs and TensorStore talk to a stand-in of it."""
 
 import binascii
-import collections
 import contextlib
 import hashlib
 import io
@@ -16,11 +15,15 @@ import pytest
 from cluster import start_processes
 from gcs_stand_in import GcsStandIn, serving
 
-from jaxtrain import Trainer, load_config, options
+from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
-from jaxtrain.attempts import records, supervise
-from jaxtrain.buckets import place
-from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints, manifest, retention
+from jaxtrain.cli import parser
+from jaxtrain.config.buckets import place
+from jaxtrain.run.attempts import records, supervise
+from jaxtrain.run.checkpoint import manifest, retention
+from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")
 
@@ -97,7 +100,7 @@ def in_bucket(gcs, tiny_config, local):
 def test_the_commands_of_the_page_are_commands():
     page = (Path(__file__).parent.parent / "docs" / "buckets.md").read_text()
     (block,) = re.findall(r"```bash\n(.*?)```", page, re.S)
-    whole = options.parser(collections.defaultdict(lambda: lambda _: 0))
+    whole = parser()
     commands = [shlex.split(line) for line in block.splitlines()]
     commands = [words[1:] for words in commands if words[0] == "jaxtrain"]
     assert len(commands) >= 4

@@ -11,18 +11,19 @@ from gcs_stand_in import serving
 from PIL import Image
 from test_data_tfds import FIXTURES, PREPARE, TEXTS, data_dir, documents  # noqa: F401 - fixtures
 
-from jaxtrain import buckets
 from jaxtrain.__main__ import main
-from jaxtrain.attempts import lock, records
-from jaxtrain.attempts.lock import RunLock, Superseded
-from jaxtrain.attempts.records import Claim
-from jaxtrain.attempts.supervise import Supervision, supervise
-from jaxtrain.buckets import BucketError, BucketRefusedError, place
-from jaxtrain.data.image import ImageData
+from jaxtrain.config import buckets
+from jaxtrain.config.buckets import BucketError, BucketRefusedError, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.source import existing_path
-from jaxtrain.data.text import TextData
-from jaxtrain.errors import UserError
-from jaxtrain.staging import RunFolder
+from jaxtrain.data.text.source import TextData
+from jaxtrain.run.attempts import lock, records
+from jaxtrain.run.attempts.folder import RunFolder
+from jaxtrain.run.attempts.lock import RunLock, Superseded
+from jaxtrain.run.attempts.records import Claim
+from jaxtrain.run.attempts.supervise import Supervision, supervise
+from jaxtrain.run.cluster.token import RunToken
 
 pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")
 
@@ -372,8 +373,8 @@ def test_an_attempt_that_the_bucket_is_slow_to_show_is_still_ours(gcs):
 
 COMMAND = """
 import json, os, sys
-from jaxtrain.attempts.lock import RunLock
-from jaxtrain.attempts.records import write_exit
+from jaxtrain.run.attempts.lock import RunLock
+from jaxtrain.run.attempts.records import write_exit
 lock = RunLock.acquire("gs://box/run", say=print)
 step = 10 * lock.attempt
 (lock.workdir / "checkpoints" / str(step) / "manifest.json").write_bytes(b"{}")
@@ -396,3 +397,14 @@ def test_a_supervisor_follows_a_run_in_a_bucket(gcs):
     first = json.loads(gcs.read("box", "run/attempts/1.json"))
     assert (first["status"], first["step_before"], first["step_after"]) == (9, None, 10)
     assert json.loads(gcs.read("box", "run/exit.json"))["status"] == "done"
+
+
+def test_a_run_in_a_bucket_keeps_its_token_there(gcs):
+    file = place("gs://box/run/attempts/token")
+    assert RunToken({}, file).find() is None
+    made = RunToken({}, file).make()
+    assert RunToken({}, file).find() == RunToken({}, file).make() == made
+    assert gcs.names("box") == ["run/attempts/token"]
+    gcs.refuse = lambda *_: 403
+    with pytest.raises(BucketRefusedError):
+        RunToken({}, file).find()

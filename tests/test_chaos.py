@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import stat
 import threading
 import time
 
@@ -48,6 +49,17 @@ def run_to_its_end(runs, name, struck, limit_seconds):
     raise AssertionError("it never ends")
 
 
+def secret_is_kept(runs, folder):
+    """The token that all starts of the run used is in its file, and in no other and in no log."""
+    file = folder / "attempts" / "token"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    token = file.read_bytes().strip()
+    logs = [log for logs in runs.folder.glob(f"logs-{folder.name}-*") for log in logs.iterdir()]
+    files = [*logs, *(one for one in folder.rglob("*") if one.is_file())]
+    assert len(logs) >= 2
+    assert [one for one in files if token in one.read_bytes()] == [file]
+
+
 @pytest.mark.parametrize(
     ("seed", "count"),
     # Every change: a notice to process 1 alone, upon which both save the same step and go on later.
@@ -58,6 +70,7 @@ def test_random_faults_leave_no_trace_in_the_result(runs, unharmed, seed, count)
     run_to_its_end(runs, name, struck, limit_seconds=120.0 * count)
     folder = runs.folder / name
     assert (state_of(folder), metrics_of(folder)) == unharmed
+    secret_is_kept(runs, folder)
     hit = {mark.name for mark in (runs.folder / f"marks-{name}").iterdir()}
     assert hit, "no fault struck"
 

@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 EXTRA = {"format": 1, "config": "Train.steps = 4\n", "data": {"next_batch": 7}, "versions": {}}
 

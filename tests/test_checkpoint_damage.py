@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints, manifest
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.checkpoint import manifest
+from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 STATES = {
     step: {
@@ -212,7 +215,10 @@ def reseal(folder, change):
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(copy, name):
     (copy / "canary").write_text("secret")
     name = name.format(workdir=copy)
-    reseal(copy / "checkpoints/3", lambda content: content["files"].update({name: [6, "0" * 64]}))
+    reseal(
+        copy / "checkpoints/3",
+        lambda content: content["files"].update({name: [6, "crc32:" + "0" * 8]}),
+    )
     with pytest.raises(CheckpointError, match="canary.*, which is no file inside the checkpoint"):
         look(copy).restore(3, LIKE)
     assert look(copy).newest_good() == 2

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 # Imports once and forks a process for each point, before JAX has made a thread. Each has two whole
 # checkpoints' worth of `keep = 1`: step 1, and step 2, during whose save it kills itself.
@@ -18,8 +19,10 @@ KILLS = """
 import os, shutil, signal, sys
 from pathlib import Path
 import jax, numpy as np
-from jaxtrain.checkpoint import manifest, retention
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
+from jaxtrain.run.checkpoint import manifest
+from jaxtrain.run.checkpoint import retention
+from jaxtrain.training.settings import Checkpoint
+from jaxtrain.run.checkpoint.store import Checkpoints
 
 def kill(*arguments, **keywords):
     os.kill(os.getpid(), signal.SIGKILL)

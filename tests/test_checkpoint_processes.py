@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 TWO_PROCESSES = """
 import resource, sys
@@ -22,8 +23,10 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address, process, workdir = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(address, num_processes=2, process_id=process)
-from jaxtrain.checkpoint import sealing
-from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from jaxtrain.run.checkpoint import sealing
+from jaxtrain.training.settings import Checkpoint
+from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.store import Checkpoints
 sealing._AGREE_SECONDS = 2
 want = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
 def place(*spec):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -13,12 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxtrain.__main__ import main
-from jaxtrain.attempts.supervise import run_folder
-from jaxtrain.buckets import place
-from jaxtrain.settings import load_config
+from jaxtrain.config.buckets import place
+from jaxtrain.run.attempts.supervise import run_folder
+from jaxtrain.training.settings import load_config
 
 TINY = ["-b", "Train.steps = 4", "-b", "Train.eval_every = 2"]
 
@@ -96,19 +98,52 @@ def test_the_command_printed_at_the_end_goes_on(run, tiny_config, tmp_path, caps
     steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, 9))
     assert json.loads((workdir / "exit.json").read_text())["attempt"] == 2
+    # From the peak of 0.01 to a tenth in three steps, and no second time from the peak.
+    assert "The learning rate of step" not in out
+    rates = [line["learning_rate"] for line in steps if "loss" in line]
+    np.testing.assert_allclose(rates[3:], 1e-3, rtol=1e-6)
+    assert rates[0] > rates[1] > rates[2] > rates[3]
+
+
+def test_another_learning_rate_than_the_checkpoints_is_said_where_a_run_goes_on(run, capsys):
+    bindings = ["-b", "Train.steps = 5", "-b", "Optimizer.learning_rate = 0.02"]
+    copied = run.with_name("longer")
+    shutil.copytree(run, copied)
+    assert main(["train", str(copied / "config.gin"), "--workdir", str(copied), *bindings]) == 0
+    # Step 5 is the last of 5, and past the last of 4: a tenth of either peak.
+    line = (
+        "The learning rate of step 5 is 0.002, by the checkpoint's schedule it would be 0.001: "
+        "Train.steps = 5 (was 4), Optimizer.learning_rate = 0.02 (was 0.01); "
+        "Schedule.decay_steps = 3 keeps the decay as it was"
+    )
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_a_warm_up_longer_than_the_run_is_said_and_taken(tiny_config, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    bindings = ["-b", "Train.steps = 2", "-b", "Schedule.warmup_steps = 8"]
+    assert main(["train", str(tiny_config), "--workdir", str(workdir), *bindings]) == 0
+    line = (
+        "Schedule.warmup_steps=8 is more than Train.steps=2: the learning rate grows to 25% of "
+        "Optimizer.learning_rate, and the run ends there"
+    )
+    assert line in capsys.readouterr().out.splitlines()
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    np.testing.assert_allclose(rates, [0.01 / 8, 0.02 / 8], rtol=1e-6)
 
 
 def test_a_run_of_an_imported_model_is_evaluated_and_repeated(
     tiny_config, tmp_path, capsys, monkeypatch
 ):
-    (tmp_path / "my_models.py").write_text(
+    (tmp_path / "model_beside.py").write_text(
         "import dataclasses\nfrom jaxtrain.config import configurable\n"
-        "from jaxtrain.models.gpt import GPT\n"
+        "from jaxtrain.models.transformers.gpt import GPT\n"
         "@configurable\n@dataclasses.dataclass(frozen=True, kw_only=True)\nclass MyGPT(GPT): pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config, workdir = tmp_path / "my.gin", tmp_path / "run"
-    config.write_text("import my_models\n" + tiny_config.read_text().replace("GPT", "MyGPT"))
+    config.write_text("import model_beside\n" + tiny_config.read_text().replace("GPT", "MyGPT"))
     arguments = ["train", str(config), "--workdir", str(workdir), *TINY]
     assert main([*arguments, "--allow-imports"]) == 0
     printed = re.search(r"To go on: .*jaxtrain (train .*)", capsys.readouterr().out)
@@ -122,7 +157,7 @@ def test_a_run_of_an_imported_model_is_evaluated_and_repeated(
     assert json.loads(out)["step"] == 4
     capsys.readouterr()
     assert main(["eval", "--workdir", str(workdir)]) == 2
-    assert "config.gin:1: import my_models: a config does not run" in capsys.readouterr().err
+    assert "config.gin:1: import model_beside: a config does not run" in capsys.readouterr().err
 
 
 def test_a_finished_run_says_so(run, tiny_config, capsys):
@@ -155,6 +190,36 @@ def test_eval_prints_one_json_line_equal_to_the_run_s(run, capsys):
     assert values == last_evaluation(run)
 
 
+def test_eval_says_nothing_of_the_run_s_own_data(run, capsys):
+    assert main(["eval", "--workdir", str(run), "-b", "Train.eval_batches = 1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_step_s_checkpoint_is_evaluated_sampled_and_inspected(tiny_config, tmp_path, capsys):
+    run = ["--workdir", str(tmp_path)]
+    assert main(["train", str(tiny_config), *run, *TINY, "-b", "Train.save_every = 2"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    capsys.readouterr()
+    for step in (2, 4):
+        assert main(["eval", *run, "--step", str(step)]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert (values["step"], values["eval_loss"]) == (step, losses[step])
+    assert losses[2] != losses[4]
+    assert main(["inspect", *run, "--step", "2"]) == 0
+    assert "Checkpoint of step 2 in" in capsys.readouterr().out
+    samples = set()
+    for step in ("2", "4"):
+        words = ["--prompt", "def", "--max-new-tokens", "9", "--temperature", "2", "--step", step]
+        assert main(["generate", *run, *words]) == 0
+        samples.add(capsys.readouterr().out)
+    assert len(samples) == 2
+    for command in (["eval"], ["inspect"], ["generate", "--prompt", "x"]):
+        assert main([*command, *run, "--step", "5"]) == 2
+        told = f"no checkpoint of step 5 in {tmp_path}/checkpoints; there are 2, 4; the nearest "
+        assert capsys.readouterr().err == f"jaxtrain: {told}is 4\n"
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_eval_of_a_diverged_run_is_json_like_the_run_s_own_line(tiny_config, tmp_path, capsys):
     diverged = ["Train.steps = 1", "Optimizer.name = 'sgd'", "Optimizer.learning_rate = 3000.0",
@@ -174,7 +239,11 @@ def test_eval_takes_other_text(run, tmp_path, capsys):
     other.write_text("sum = x + y\n" * 400)
     binding = f"TextData.source = {str(other)!r}"
     assert main(["eval", "--workdir", str(run), "-b", binding]) == 0
-    values = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == printed.err.count("\n") == 1
+    assert "not those that the run was trained on: TextData.source was " in printed.err
+    assert printed.err.endswith(f", is {str(other)!r}\n")
+    values = json.loads(printed.out)
     assert values["step"] == 4
     assert values.keys() == last_evaluation(run).keys()
     assert values["eval_loss"] != last_evaluation(run)["eval_loss"]
@@ -211,6 +280,30 @@ def test_generate_prints_the_prompt_and_what_follows(run, capsys):
     assert first.startswith("return")
     assert main([*arguments, "--temperature", "0", "--top-k", "5", "--seed", "3"]) == 0
     assert capsys.readouterr().out == first
+
+
+def test_a_sample_s_control_characters_do_not_reach_a_terminal(run, capsys, monkeypatch):
+    prompt = "\x1b[2Jdef\r\tx\n\x9b"
+    arguments = ["generate", "--workdir", str(run), "--prompt", prompt, "--max-new-tokens", "1"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith(prompt)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("\\x1b[2Jdef\\r\tx\n\\x9b")
+
+
+def test_another_size_is_named_and_not_its_arrays(run, tiny_config, capsys):
+    for changed, line in (
+        ("GPT.num_layers = 3", "GPT.num_layers = 2 wrote it, this configuration has 3"),
+        ("Optimizer.name = 'sgd'", "Optimizer.name = 'adamw' wrote it, this configuration has"),
+    ):
+        arguments = ["-b", changed, "-b", "Train.log_every = 3"]
+        assert main(["eval", "--workdir", str(run), *arguments]) == 2
+        # Before it stands what is left of the other optimizer's settings.
+        head, *lines = capsys.readouterr().err.split("jaxtrain: ")[1].splitlines()
+        assert "leaves differ); use " in head
+        assert len(lines) == 1
+        assert line in lines[0]
 
 
 def test_inspect_shows_what_a_checkpoint_holds(run, capsys):
@@ -308,10 +401,108 @@ def test_mistakes_exit_with_2_and_one_message(arguments, words, run, tiny_config
     assert not (tmp_path / "new").exists()  # nothing half written
 
 
+def test_four_mistakes_of_four_kinds_are_said_together(tiny_config, tmp_path, capsys):
+    """Each is found by another part: reading, a section itself, the mesh, what fits together."""
+    wrong = {
+        "GPT.num_heads = 3": "GPT.embed_dim=32 does not divide by GPT.num_heads=3",
+        "Train.global_batch_size = 30": "Train.global_batch_size=30 does not divide over the 4",
+        "TextData.sequence_length = 64": "TextData.sequence_length=64 is longer than GPT.context_",
+        "Scan.layers_per_iteration = 3": "Scan.layers_per_iteration=3 does not divide GPT.num_la",
+    }
+    arguments = ["train", str(tiny_config), "--workdir", str(tmp_path / "new")]
+    bindings = [word for one in wrong for word in ("-b", one)]
+    assert main([*arguments, *bindings]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(wrong)
+    for words in wrong.values():
+        assert sum(words in line for line in lines) == 1, words
+    assert main([*arguments, *bindings, "-b", "Train.stepss = 1", "-b", "Remat.policy = 1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(wrong) + 2
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_unknown_command_exits_with_2():
     with pytest.raises(SystemExit) as caught:
         main(["trian"])
     assert caught.value.code == 2
+
+
+def test_the_second_interrupt_stops_at_once_and_says_so(tiny_config, tmp_path):
+    run = ["--workdir", str(tmp_path), "--simulate-devices", "8"]
+    process = start("train", str(tiny_config), *run)
+    for line in process.stdout:
+        if line.startswith("State per device"):
+            break
+    process.send_signal(signal.SIGINT)  # into the compilation
+    answer = "jaxtrain: stopping after this step, saving; again to stop without saving\n"
+    for line in process.stderr:
+        if line == answer:
+            break
+    process.send_signal(signal.SIGINT)
+    errors = process.stderr.read()
+    assert process.wait(60) == 1
+    told = "stopped by a second Ctrl-C before the first step, without saving"
+    assert errors == f"jaxtrain: {told}\n"
+    saved = json.loads((tmp_path / "exit.json").read_text())
+    assert saved == {"status": "failed", "reason": told, "step": 0, "attempt": 1}
+
+
+def test_an_interrupt_outside_a_run_is_no_traceback(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxtrain.analysis.commands.show_doctor", interrupted)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "jaxtrain: interrupted by Ctrl-C\n"
+
+
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_says_so(tiny_config, tmp_path):
+    process = start("train", str(tiny_config), "--workdir", str(tmp_path), "--simulate-devices",
+                    "8", "-b", "Train.steps = 100000", "-b", "Train.log_every = 1")  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(60) == 1
+    saved = json.loads((tmp_path / "exit.json").read_text())
+    assert saved["status"] == "failed"
+    assert saved["step"] >= 3
+    told = f"stopped by closed standard output after saving step {saved['step']}"
+    assert saved["reason"] == told
+    assert (tmp_path / "checkpoints" / str(saved["step"])).is_dir()
+    assert errors.endswith(f"jaxtrain: {told}; run the same command again to go on\n")
+    assert "Traceback" not in errors
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_exits_with_75(tiny_config, tmp_path):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", "train", str(tiny_config), "--workdir", str(tmp_path),
+         "--simulate-devices", "8", "-b", "Train.steps = 100000", "-b", "Train.log_every = 1"],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    printed = b""
+    # Any step but the first: a live line does not show each of them.
+    while not re.search(rb"step ([2-9]|\d\d+)/", printed):
+        printed += os.read(ours, 4096)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 75, printed.decode()
+    saved = json.loads((tmp_path / "exit.json").read_text())
+    assert saved["status"] == "preempted"
+    assert (tmp_path / "checkpoints" / str(saved["step"])).is_dir()
+
+
+def test_another_command_ends_with_1_where_nobody_reads_it(run):
+    process = start("inspect", "--workdir", str(run))
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(60) == 1
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
 
 
 def test_a_signal_saves_exits_with_75_and_the_same_command_goes_on(tiny_config, tmp_path):
@@ -337,6 +528,24 @@ def test_a_signal_saves_exits_with_75_and_the_same_command_goes_on(tiny_config, 
         pytest.fail(again.stderr.read())
     again.kill()
     again.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (["gpt_quickstart"], True),
+        ([], True),
+        (["gpt_quickstart", "--simulate-devices", "8"], False),
+        (["gpt_quickstart", "-b", "Mesh.simulated_devices = 8"], False),
+        (["gpt_quickstart", "--coordinator", "localhost:1", "--num-processes", "2",
+          "--process-id", "0"], False),
+        (["lstm_quickstart"], False),
+    ],
+)  # fmt: skip
+def test_the_quickstart_by_name_chooses_its_devices_as_without_a_name(words, chosen, capsys):
+    assert main(["train", *words, "-b", "Train.stepss = 1"]) == 2
+    said = "No accelerator here: simulating 8 devices on the CPU"
+    assert (said in capsys.readouterr().out) == chosen
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.compilation import known_options, options_of_run, xla_options
-from jaxtrain.planning.hardware import CHIPS
+from jaxtrain.parallel.chips import CHIPS
+from jaxtrain.parallel.compilation import known_options, options_of_run, xla_options
 
 START = """
 import collections, json, sys
@@ -84,7 +84,7 @@ def test_eval_loads_what_training_compiled(first):
 def test_jax_s_settings_win_and_no_folder_is_no_failure(settings, chosen, tmp_path, monkeypatch):
     settings = {name: value.format(tmp_path) for name, value in settings.items()}
     program = (
-        "import jax\nfrom jaxtrain.compilation import keep_compiled_programs\n"
+        "import jax\nfrom jaxtrain.parallel.compilation import keep_compiled_programs\n"
         "assert keep_compiled_programs() is None\nprint(jax.config.jax_compilation_cache_dir)"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}

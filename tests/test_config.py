@@ -1,20 +1,25 @@
 """gin files into dataclasses: what is read, what is refused, and with what sentence."""
 
 import dataclasses
+import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import pytest
 from conftest import unreadable
 from flax import nnx
 
-from jaxtrain import config
-from jaxtrain.config import configurable
-from jaxtrain.errors import UserError
-from jaxtrain.preflight import abstract_layout
-from jaxtrain.settings import Config, configs_folder, load_config
-from jaxtrain.sharding import is_variable, logical_axes
+from jaxtrain.config import reader
+from jaxtrain.config.errors import ConfigError, UserError
+from jaxtrain.config.partial import NotRead
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.shipped import configs_folder
+from jaxtrain.config.values import ByName
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.settings import Config, load_config
 
 SHIPPED = sorted(path.stem for path in configs_folder().glob("*.gin"))
 
@@ -48,11 +53,12 @@ class Root:
 
     garden: Garden
     imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load(*bindings: str, file: Path | None = None, **keywords) -> Garden:
     search = file.parent if file else Path()
-    return config.load(Root, file, bindings, search_path=search, **keywords).garden
+    return reader.load(Root, file, bindings, search_path=search, **keywords).garden
 
 
 def refused(*bindings: str, **keywords) -> str:
@@ -100,16 +106,21 @@ def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
         (["Garden.size = 1", "Garden.tool = @Spode()"], ["@Spode()", "did you mean 'Spade'?"]),
         (["Garden.size = 1", "Garden.tool = @Spade"], ["write @Spade() with the brackets"]),
         (["Garden.size = 1", "Garden.tool = @Garden()"], ["@Garden() would be a part of itself"]),
-        (["Garden.name = plot"], ["-b 'Garden.name = plot'", "not a gin binding", "in quotes"]),
-        (["Garden.name = plot"], ["(plot is no value); write", "in quotes: Garden.name = 'plot'"]),
-        (["Garden.name = my plot.txt"], ["quotes: Garden.name = 'my plot.txt'"]),
-        (["Garden.name = /a/plot"], ["(/a/plot is no value)", "quotes: Garden.name = '/a/plot'"]),
+        (["Garden.size = two"], ["-b 'Garden.size = two'", "not a gin binding", "in quotes"]),
+        (["Garden.size = two"], ["(two is no value); write", "in quotes: Garden.size = 'two'"]),
+        (["Garden.name = none"], ["(none is no value; did you mean None?)"]),
+        (["Garden.name = a # b"], ["(a # b is no value)"]),
+        (
+            ["Garden.size = 1", "Garden.kind = flowr"],
+            ["'flowr' is a str", "did you mean 'flower'?"],
+        ),
         (["Garden.name = 'plot"], ["in quotes: Garden.name = 'plot'"]),
         (["Garden.paths = (1, x)"], ["(x is no value)", "quotes: Garden.paths = (1, 'x')"]),
         (["Garden.wet = true"], ["(true is no value; did you mean True?)"]),
         (["Garden.tool = Spade()"], ["(Spade() is no value; did you mean @Spade()?)"]),
         (["Garden.size ="], ["not a gin binding (Unable to parse value.)"]),
-        ([], ["Garden.size has no value: bind it"]),
+        ([], ["Garden.size has no value: bind it, such as Garden.size = 1"]),
+        (["Garden.size = 1", "Garden.paths = 3"], ["is an int; it takes", "; write (3,)"]),
         (["a/Garden.size = 1"], ["gin scopes are not used"]),
     ],
 )
@@ -118,6 +129,94 @@ def test_refusals_name_the_thing_the_value_and_the_way_out(bindings, words):
     assert [word for word in words if word not in message] == []
     assert "\n" not in message
     assert "0x" not in message
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fence:
+    """A section that refuses by itself, at the first reason."""
+
+    posts: int
+    rails: int = 2
+    height: float = 1.0
+    gate: object = None
+
+    def __post_init__(self) -> None:
+        if self.posts < 2:
+            raise UserError(f"Fence.posts={self.posts}; use at least 2")
+        if self.rails < 1:
+            raise UserError(f"Fence.rails={self.rails}; use at least 1")
+        if self.height <= 0:
+            raise ValueError(f"height {self.height} is no height")
+        if self.rails > 2 * self.height:
+            raise UserError(f"Fence.rails={self.rails} with Fence.height={self.height}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Yard:
+    """A root of two sections."""
+
+    garden: Garden
+    fence: Fence
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def mistakes(*bindings: str) -> tuple[list[str], Yard]:
+    with pytest.raises(ConfigError) as caught:
+        reader.load(Yard, None, bindings, search_path=Path())
+    return str(caught.value).splitlines(), caught.value.config
+
+
+def test_no_mistake_hides_another():
+    said, yard = mistakes(
+        "Garden.sise = 1", "Gardn.size = 1", "Garden.size = 2", "Garden.limit = 'x'", "Garden =",
+        "Fence.posts = 3", "Fence.rails = 0", "Fence.height = -1", "Garden.kind = 'flowr'",
+    )  # fmt: skip
+    words = ["no setting 'sise'", "'Gardn'", "Garden.limit = 'x' is a str", "not a gin binding",
+             "Fence.rails=0; use", "Fence: height -1.0 is no height", "Garden.kind"]  # fmt: skip
+    assert [sum(word in line for line in said) for word in words] == [1] * len(words)
+    assert len(said) == len(words)
+    assert yard.garden.size == 2
+    for hole in ("limit", "kind"):
+        with pytest.raises(NotRead):
+            getattr(yard.garden, hole)
+
+
+def test_what_follows_from_a_mistake_is_not_said():
+    # Not that the size is missing, nor that rails, 2 by default, do not fit the height.
+    said, yard = mistakes("Garden.size = 'a'", "Fence.posts = 2", "Fence.height = 0.5",
+                          "Fence.rails = 0")  # fmt: skip
+    assert len(said) == 2
+    assert isinstance(yard.fence, Fence)
+    assert yard.fence.height == 0.5
+    # A section of which nothing is known might have read it.
+    assert len(mistakes("Garden.size = 1", "Fence.posts = 2", "Garden.tool = @Spode()",
+                        "Spade.weight = 1.0")[0]) == 1  # fmt: skip
+    # But a number is no section.
+    said, _ = mistakes("Garden.size = 1", "Fence.posts = 'x'", "Spade.weight = 1.0")
+    assert len(said) == 2
+    # Nor what a module might have registered.
+    said, _ = mistakes("import outside", "Garden.size = 1", "Garden.tool = @Outside()",
+                       "Outside.x = 1", "Fence.posts = 1")  # fmt: skip
+    assert [line.split(";")[0] for line in said] == [
+        "-b 'import outside': import outside: a config does not run code from outside jaxtrain",
+        "Fence.posts=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("Garden.name = plot", "(plot is no value); write Name.field = value, with text in quotes"),
+        ("Garden.name = my plot.txt", "quotes: Garden.name = 'my plot.txt'"),
+        ("Garden.name = /a/plot", "quotes: Garden.name = '/a/plot'"),
+    ],
+)
+def test_text_in_a_file_has_quotes(line, words, tmp_path):
+    file = tmp_path / "run.gin"
+    file.write_text(f"{line}\nGarden.size = 1\n")
+    assert words in refused(file=file)
 
 
 def test_a_refusal_names_file_and_line(tmp_path):
@@ -156,6 +255,48 @@ def test_includes_stay_in_their_folder_and_are_one_deep(tmp_path):
     assert "no such file beside it" in refused(file=file)
 
 
+def test_what_has_no_value_is_told_what_it_takes(tmp_path):
+    file = tmp_path / "run.gin"
+    file.write_text("")
+    with pytest.raises(UserError) as caught:
+        load_config(file)
+    model, data, steps, batch = str(caught.value).splitlines()
+    assert model.startswith("Train.model has no value: bind it to one of ")
+    assert "@GPT(), @LSTM()" in model
+    assert "Garden" not in model
+    assert data == (
+        "Train.data has no value: bind it to one of @ImageData(), @TextData(), "
+        "such as Train.data = @ImageData()"
+    )
+    assert steps == "Train.steps has no value: bind it, such as Train.steps = 1"
+    assert batch.startswith("Train.global_batch_size has no value")
+    with pytest.raises(UserError, match=r"ImageData.mean = 0.5 is a float; .*; write \(0.5,\)$"):
+        load_config("resnet_mnist5k", ["ImageData.mean = 0.5"])
+
+
+def test_modules_beside_the_config_are_found(tmp_path, monkeypatch):
+    module = "import dataclasses\nfrom jaxtrain.config import configurable\nimport {other}\n"
+    module += "@configurable\n@dataclasses.dataclass(frozen=True)\nclass {name}: x: int = 1\n"
+    for folder, name in (("there", "Hoe"), ("here", "Rake")):
+        (tmp_path / folder).mkdir()
+        other = f"{name.lower()}_handle"
+        (tmp_path / folder / f"{other}.py").write_text("")
+        text = module.format(name=name, other=other)
+        (tmp_path / folder / f"{name.lower()}_module.py").write_text(text)
+    monkeypatch.chdir(tmp_path / "here")
+    file = tmp_path / "there" / "run.gin"
+    file.write_text("import hoe_module\nGarden.size = 1\nGarden.tool = @Hoe()\n")
+    before = list(sys.path)
+    assert type(load(file=file, allow_imports=True).tool).__name__ == "Hoe"
+    garden = load("import rake_module", "Garden.tool = @Rake()", file=file, allow_imports=True)
+    assert type(garden.tool).__name__ == "Rake"
+    assert sys.path == before
+    file.write_text("import no_such_module\nGarden.size = 1\n")
+    message = refused(file=file, allow_imports=True)
+    assert "No module named 'no_such_module' (looked for beside the config" in message
+    assert "\n" not in message
+
+
 def test_imports_run_only_when_allowed(tmp_path, monkeypatch):
     canary = tmp_path / "canary"
     (tmp_path / "outsider_module.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
@@ -175,11 +316,11 @@ def test_imports_are_written_out_and_wanted_again(tmp_path, monkeypatch):
     file = tmp_path / "run.gin"
     file.write_text("import kept_module\nGarden.size = 1\n")
     bindings = ["import another_module", "import kept_module"]
-    root = config.load(Root, file, bindings, search_path=tmp_path, allow_imports=True)
-    text = config.to_gin(root)
+    root = reader.load(Root, file, bindings, search_path=tmp_path, allow_imports=True)
+    text = reader.to_gin(root)
     assert text.startswith("import another_module\nimport kept_module\n\nGarden.size = 1\n")
     file.write_text(text)
-    assert config.load(Root, file, search_path=tmp_path, allow_imports=True) == root
+    assert reader.load(Root, file, search_path=tmp_path, allow_imports=True) == root
     assert f"{file}:1: import another_module: a config does not run code" in refused(file=file)
 
 
@@ -200,8 +341,92 @@ def test_the_resolved_tree_reads_back_equal():
     garden = load(
         "Garden.size = 3", "Garden.tool = @Spade()", "Garden.paths = (4,)", "Garden.wet = True"
     )
-    text = config.to_gin(Root(garden))
+    text = reader.to_gin(Root(garden))
     assert load(*text.splitlines()) == garden
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rain:
+    """One way to water."""
+
+    hours: float = 1.0
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Can:
+    """Another way to water."""
+
+    litres: int = 10
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Water:
+    """What is one of several by its name."""
+
+    way: Annotated[object, ByName("name", lambda: {"rain": Rain, "can": Can})] = Rain()
+    days: int = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Watering:
+    """A root of that."""
+
+    water: Water
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def watering(*bindings: str) -> Watering:
+    return reader.load(Watering, None, bindings, search_path=Path())
+
+
+@pytest.mark.parametrize(
+    ("bindings", "way"),
+    [
+        ((), Rain()),
+        (("Rain.hours = 3",), Rain(hours=3.0)),
+        (("Water.name = 'can'",), Can()),
+        (("Water.name = %WAY", "WAY = 'can'", "Can.litres = 5"), Can(litres=5)),
+    ],
+)
+def test_what_is_chosen_by_name_takes_its_own_section_and_reads_back(bindings, way):
+    found = watering(*bindings)
+    assert found.water == Water(way=way)
+    text = reader.to_gin(found)
+    name = "can" if isinstance(way, Can) else "rain"
+    assert text.startswith(f"Water.name = {name!r}\nWater.days = 7\n\n{type(way).__name__}.")
+    assert watering(*text.splitlines()) == found
+
+
+@pytest.mark.parametrize(
+    ("binding", "sentence"),
+    [
+        ("Water.name = 'cam'", "it takes one of 'rain', 'can'; did you mean 'can'?"),
+        ("Water.name = @Can()", "Water.name = Can(litres=10) is a Can; it takes one of 'rain', "),
+        ("Water.way = 'can'", "Water has no setting 'way'"),
+        ("Water.litres = 5", "Water has no setting 'litres'; it belongs to what Water names: "
+         "Can.litres (Water takes: name, days)"),
+        ("Can.litres = 5", "Can.litres is set, but nothing in this configuration uses Can; "
+         "Water.name = 'can' does"),
+        ("Garden.size = 5", "nothing in this configuration uses Garden"),
+    ],
+)  # fmt: skip
+def test_what_is_not_chosen_by_name_is_refused(binding, sentence):
+    with pytest.raises(UserError) as caught:
+        watering(binding)
+    assert sentence in str(caught.value)
+
+
+def test_settings_of_update_rules_belong_to_their_rule():
+    with pytest.raises(UserError, match=r"Optimizer has no setting 'b2'; .*: .*AdamW\.b2"):
+        load_config("gpt2_124m", ["Optimizer.b2 = 0.9"])
+    with pytest.raises(UserError, match=r"SGD.momentum is set.* uses SGD; Optimizer.name = 'sgd'"):
+        load_config("gpt2_124m", ["SGD.momentum = 0.8"])
+    chosen = ["Optimizer.name = 'sgd'", "SGD.momentum = 0.8"]
+    assert load_config("gpt2_124m", chosen).optimizer.rule == SGD(momentum=0.8)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -243,4 +468,4 @@ def test_shipped_configs_build_abstractly(name):
         sharding = layout.named(layout.parameter(logical_axes(variable)))
         assert sharding.shard_shape(value.shape)  # raises where a size does not divide
     batch = loaded.train.data.abstract_batch(loaded.train.global_batch_size)
-    assert len(batch.inputs.shape) == (2 if model.objective == "next_token" else 4)
+    assert len(batch.inputs.shape) == {"tokens": 2, "images": 4}[model.inputs]

@@ -12,9 +12,9 @@ import pytest
 from conftest import make_layout
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import ring as ring_module
-from jaxtrain.attention import KEYS, QUERIES, SEGMENTS, Mask, attention
-from jaxtrain.context import along_context, run_of, work
+from jaxtrain.nn.attention import ring as ring_module
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, along_context, run_of, work
 
 B, T, N, H = 2, 32, 8, 16
 # name: causal, window, documents, kv heads

@@ -12,15 +12,17 @@ from conftest import lower_step, make_layout, make_program, text_batch
 from parity import assert_equal, evaluate
 from test_context import B, H, T, abstract, collectives, value_and_grads
 
-from jaxtrain.attention import Mask, attention
-from jaxtrain.context import along_context, refuse_context
-from jaxtrain.errors import UserError
-from jaxtrain.generate import Sampling, generate
-from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss
-from jaxtrain.preflight import abstract_layout, check
-from jaxtrain.program import make_program as program_of
-from jaxtrain.settings import load_config
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.context import along_context, refuse
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.preflight import check
+from jaxtrain.training.program import make_program as program_of
+from jaxtrain.training.settings import load_config
 
 # -- the step equals one device -------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ STEPS = {
     "gpt-sequence": (
         "gpt",
         {"context": 4, "tensor": 2, "sequence_parallel": True},
-        {"loss": Loss(chunk_size=8), "execution": Execution(kernel="xla", remat="full")},
+        {"loss": Loss(chunk_size=8), "execution": Execution(kernel="xla", remat=POLICIES["full"])},
     ),
     "llama-sequence": ("llama", {"context": 4, "tensor": 2, "sequence_parallel": True}, {}),
     "llama-data": ("llama", {"data": 2, "context": 2, "tensor": 2}, {"accumulation": 2}),
@@ -185,7 +187,7 @@ def test_preflight_refuses_with_the_nearest_choice(bindings, words) -> None:  # 
 
 
 def test_what_preflight_did_not_see_is_refused_while_tracing() -> None:
-    assert refuse_context("ring", context=1, length=7, kernel="tpu") == []
+    assert list(refuse("ring", context=1, length=7, kernel="tpu")) == []
     layout = make_layout(context=4)
     with layout.active():
         shapes = abstract(layout, jnp.float32, 8)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtrain import convolution as module
-from jaxtrain.convolution import convolution, max_pool
+from jaxtrain.nn import convolution as module
+from jaxtrain.nn.convolution import convolution, max_pool
 
 FAR = 5 * 2**20
 

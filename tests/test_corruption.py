@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from conftest import make_layout, make_program, text_batch
 
-from jaxtrain.corruption import (
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.corruption import (
     Corruption,
     CorruptionError,
     compare_replicas,
@@ -20,9 +22,7 @@ from jaxtrain.corruption import (
     replica_digests,
     replicated_fraction,
 )
-from jaxtrain.errors import UserError
-from jaxtrain.models.gpt import GPT
-from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_length=8)
 BATCHES = [text_batch(rows=8, length=8, vocab_size=32, seed=seed) for seed in range(3)]
@@ -210,7 +210,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtrain.corruption import CorruptionError, compare_replicas, replayed
+from jaxtrain.training.corruption import CorruptionError, compare_replicas, replayed
 
 port, process = sys.argv[1], int(sys.argv[2])
 jax.config.update("jax_platforms", "cpu")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from conftest import make_layout, make_program
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import UNREADABLE, BadRecordError, BadRecords, weightless
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches
-from jaxtrain.errors import UserError
-from jaxtrain.models.resnet import ResNet
+from jaxtrain.models.convolutional.resnet import ResNet
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxtrain.data import image_transform as transform
-from jaxtrain.data.image import ImageData
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.images import transform as transform
+from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches
-from jaxtrain.errors import UserError
 
 PLAIN = {"mean": (0.0,), "std": (1.0,)}
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.data import packing
+from jaxtrain.data.text import packing
 
 LENGTHS = [1, 5, 2, 23, 1, 1, 7, 16, 8, 3]
 

@@ -244,7 +244,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtrain.data.pipeline import batches, process_rows, to_device
-from jaxtrain.data.text import TextData
+from jaxtrain.data.text.source import TextData
 
 port, process, spec = sys.argv[1], int(sys.argv[2]), eval(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import config
-from jaxtrain.data.documents import read_embedded
-from jaxtrain.data.image import ImageData
+from jaxtrain.config import reader
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.source import digest, is_heldout
-from jaxtrain.data.text import TextData
-from jaxtrain.errors import UserError
+from jaxtrain.data.text.documents import read_embedded
+from jaxtrain.data.text.source import TextData
 
 
 def text_of(packed):
@@ -137,18 +137,19 @@ class Root:
     text: TextData
     image: ImageData
     imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def test_settings_are_read_from_gin_and_written_back():
     bindings = ["TextData.sequence_length = 32", "ImageData.mean = (1, 2, 3)"]
     bindings += ["ImageData.channels = 3", "ImageData.crop = 'pad'"]
-    root = config.load(Root, None, bindings, search_path=Path())
+    root = reader.load(Root, None, bindings, search_path=Path())
     assert root.text == TextData(sequence_length=32)
     assert root.image == ImageData(mean=(1.0, 2.0, 3.0), channels=3, crop="pad")
-    again = config.to_gin(root).splitlines()
-    assert config.load(Root, None, [a for a in again if a], search_path=Path()) == root
+    again = reader.to_gin(root).splitlines()
+    assert reader.load(Root, None, [a for a in again if a], search_path=Path()) == root
     with pytest.raises(UserError, match="ImageData.crop = 'random'.*'none', 'pad', 'resized'"):
-        config.load(Root, None, ["ImageData.crop = 'random'"], search_path=Path())
+        reader.load(Root, None, ["ImageData.crop = 'random'"], search_path=Path())
 
 
 def test_paths_are_written_absolute_and_nothing_else_is(tmp_path, monkeypatch):
@@ -156,9 +157,9 @@ def test_paths_are_written_absolute_and_nothing_else_is(tmp_path, monkeypatch):
     (tmp_path / "embedded").write_text("a file that is called like a word")
 
     def written(*bindings):
-        root = config.load(Root, None, bindings, search_path=Path())
-        assert config.load(Root, None, config.to_gin(root).splitlines(), search_path=Path()) == root
-        text = config.to_gin(root, absolute=True)
+        root = reader.load(Root, None, bindings, search_path=Path())
+        assert reader.load(Root, None, reader.to_gin(root).splitlines(), search_path=Path()) == root
+        text = reader.to_gin(root, absolute=True)
         lines = dict(line.split(" = ") for line in text.splitlines() if line)
         return [lines[binding.split(" = ")[0]] for binding in bindings]
 
@@ -270,7 +271,7 @@ def test_a_split_shorter_than_a_row_is_refused(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("a few words\n" * 20)
     message = refusal(source=str(path), sequence_length=64)
-    assert "its held-out part has 1 documents with 13 tokens" in message
+    assert "its held-out part has 1 document with 13 tokens" in message
     assert "one row of TextData.sequence_length = 64 needs 65" in message
     assert "its training part" in refusal(source=str(path), sequence_length=300)
 

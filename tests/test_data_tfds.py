@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecordError, BadRecords
-from jaxtrain.data.image import ImageData
+from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches
-from jaxtrain.data.text import TextData
-from jaxtrain.errors import UserError
+from jaxtrain.data.text.source import TextData
 
 FIXTURES = Path(__file__).parent / "fixtures_tfds"
 

@@ -8,9 +8,9 @@ import tokenizers
 from conftest import unreadable
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxtrain.data.text import TextData
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer, split_at_lines
-from jaxtrain.errors import UserError
 
 CORPUS = [
     "def f(x):\n    return x + 1\n",

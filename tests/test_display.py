@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxtrain import Trainer, load_config, plan
-from jaxtrain.display import parts_of, sharding_picture
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.show.notebook import parts_of, sharding_picture
 
 
 @pytest.fixture(scope="module")

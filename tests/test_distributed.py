@@ -3,11 +3,11 @@
 import socket
 
 import pytest
-from cluster import slurm_job, start_processes
+from cluster import TOKEN, slurm_job, start_processes
 
-from jaxtrain.distributed import devices_per_process
-from jaxtrain.distributed.relay import Relay
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.cluster.joining import devices_per_process
+from jaxtrain.run.cluster.relay import Relay
 
 
 def test_simulated_devices_are_those_of_the_whole_run():
@@ -38,10 +38,14 @@ def test_a_relay_outlives_what_it_relays_to():
 
 PROGRAM = """
 import os, signal, sys, threading
+from pathlib import Path
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtrain.distributed import detect, start
-from jaxtrain.peers import Listeners, rendezvous
+from jaxtrain.run.cluster.detection import detect
+from jaxtrain.run.cluster.joining import start
+from jaxtrain.run.cluster.interface import Listeners
+from jaxtrain.run.cluster.channel import rendezvous
+from jaxtrain.run.cluster.token import RunToken
 
 def say(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\\n")
@@ -57,7 +61,8 @@ def lost(process, host, why, table):
     os._exit(1)
 
 cluster = detect(os.environ)
-peers = rendezvous(cluster, {"jax": jax.__version__}, timeout_seconds=30)
+token = RunToken(os.environ, Path("/nowhere/token"))
+peers = rendezvous(cluster, {"jax": jax.__version__}, token=token, timeout_seconds=30)
 peers.listen(Listeners(on_lost=lost))
 signal.signal(signal.SIGTERM, stop)
 start(cluster, peers, simulated_devices=4, timeout_seconds=30, report=say)
@@ -77,7 +82,9 @@ say("ended")
 
 def two_tasks(tmp_path):
     """Two Slurm tasks on this machine."""
-    return start_processes(2, PROGRAM, folder=tmp_path, **slurm_job(2))
+    job = slurm_job(2)
+    job["environment"]["JAXTRAIN_TOKEN"] = TOKEN
+    return start_processes(2, PROGRAM, folder=tmp_path, **job)
 
 
 def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):

@@ -4,10 +4,10 @@ import pytest
 from cluster import free_ports
 from metadata_server import ATTRIBUTES, metadata_server
 
-from jaxtrain.distributed import detect
-from jaxtrain.distributed.launchers import expand_nodes
-from jaxtrain.errors import UserError
-from jaxtrain.peers import Cluster, Flags
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.cluster.cluster import Cluster, Flags
+from jaxtrain.run.cluster.detection import detect
+from jaxtrain.run.cluster.launchers import expand_nodes
 
 # -- by hand ---------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ def test_a_metadata_server_that_does_not_answer_is_said():
 def test_only_a_machine_with_chips_asks(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "jaxtrain.distributed.tpu_hosts._ask", lambda host, name: asked.append(host)
+        "jaxtrain.run.cluster.tpu_hosts._ask", lambda host, name: asked.append(host)
     )
     detect({}, root=tmp_path)
     assert asked == []

@@ -13,16 +13,21 @@ import pytest
 from conftest import make_layout, make_program, text_batch
 from rich.console import Console
 
-from jaxtrain import Trainer, load_config, preflight
-from jaxtrain.errors import UserError
-from jaxtrain.exchange import Exchange, with_exchange
-from jaxtrain.exchange.rules import mix_with_neighbours
-from jaxtrain.guard import BadStepError
-from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss
-from jaxtrain.metrics import MetricsLog, means, read_lines
-from jaxtrain.models.gpt import GPT
-from jaxtrain.optimizer import Optimizer, make_optimizer
+from jaxtrain import Trainer, load_config
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.nn.execution import Execution
+from jaxtrain.run.metrics import MetricsLog
+from jaxtrain.run.metrics_file import read_lines
+from jaxtrain.training import preflight
+from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.rules import mix_with_neighbours
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.exchange.shares import means
+from jaxtrain.training.guard import BadStepError
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.sgd import SGD
 
 MODEL = GPT(vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, context_length=8)
 # Eight rows a batch, more targets in later rows: no two replicas have equally many.
@@ -34,7 +39,7 @@ TOLERANCE = 5e-6
 def sgd(momentum: float = 0.9) -> optax.GradientTransformation:
     """Linear in the gradient: no clipping. Decay and Nesterov momentum are."""
     settings = Optimizer(
-        name="sgd", learning_rate=0.1, momentum=momentum, weight_decay=0.01, clip_norm=None
+        rule=SGD(momentum=momentum), learning_rate=0.1, weight_decay=0.01, clip_norm=None
     )
     return make_optimizer(settings, optax.constant_schedule(0.1))
 

@@ -11,10 +11,11 @@ import pytest
 from conftest import make_layout, make_program, text_batch
 from test_exchange import BATCHES, MODEL, compiled, program_on, run, synchronous, values
 
-from jaxtrain.exchange import Exchange, with_exchange
-from jaxtrain.exchange.compression import BLOCK, Int8, TopK, dequantise, largest, quantise
-from jaxtrain.precision import Precision
-from jaxtrain.sharding import on_each_device
+from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel.sharding import on_each_device
+from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantise, largest, quantise
+from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.settings import Exchange
 
 P = jax.P
 REPLICAS = 4

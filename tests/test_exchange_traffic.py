@@ -1,16 +1,27 @@
 """What moves over `data` in the compiled step of every exchange: kind, bytes and when."""
 
+import dataclasses
 import functools
 import math
 import re
 
 import jax
+import optax
 import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 
-from jaxtrain.exchange import Exchange, with_exchange
-from jaxtrain.models.gpt import GPT
-from jaxtrain.planning.collectives import Collective, collectives
+from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
+from jaxtrain.analysis.planning.textbook.facts import Facts
+from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.optimizers.adafactor import Adafactor
+from jaxtrain.training.optimizers.muon import Muon
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.schedule_free import ScheduleFree
+from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.settings import load_config
 
 MODEL = GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16)
 BATCH = text_batch(rows=16, length=16, vocab_size=64)
@@ -120,3 +131,33 @@ def test_over_other_axes_replicas_move_what_the_synchronous_step_moves():
     assert gathers("gossip") <= gathers("synchronous")
     assert gathers("int8") <= gathers("synchronous")
     assert re.search("involuntary", compiled(tuple(sizes.items()), "gossip"), re.I) is None
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Optimizer(),
+        Optimizer(rule=SGD(), average_decay=0.9),
+        Optimizer(rule=Adafactor()),
+        Optimizer(rule=Muon()),
+        Optimizer(rule=ScheduleFree()),
+    ],
+    ids=lambda one: one.name,
+)
+def test_the_plan_of_local_sgd_has_all_that_is_averaged(optimizer):
+    """Every floating array of a synchronous state, each shard once, as float32."""
+    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    config = load_config("gpt_quickstart", ["Exchange.method = 'local_sgd'"])
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, model=MODEL), optimizer=optimizer
+    )
+    layout = make_layout(**sizes)
+    planned = sum(one.total_bytes for one in exchange_traffic(Facts(config, layout)))
+    made = make_optimizer(optimizer, optax.constant_schedule(1.0))
+    state = make_program(MODEL, layout, optimizer=made).abstract_state()
+    numbers = [
+        math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves((state.params, state.opt_state))
+        if x.ndim
+    ]
+    assert planned == 4 * sum(numbers)

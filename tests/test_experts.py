@@ -9,25 +9,29 @@ import pytest
 from conftest import make_layout
 from flax import nnx
 
-from jaxtrain.errors import UserError
-from jaxtrain.experts import Experts, router_statistics, slots_per_expert
-from jaxtrain.layers import normal
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.experts import Experts, router_statistics, slots_per_expert
 
 B, T, D, F, E, k = 3, 10, 8, 12, 4, 2
 OUT = ("batch", "length", "embed")
 WEIGHTS = ("router", "gate", "up", "down")
 
 
-def experts(capacity_factor: float | None) -> Experts:
+def experts(capacity_factor: float | None) -> tuple[Experts, dict[str, nnx.Param]]:
+    """The part and its parameters, wide enough that every expert matters."""
     made = Experts(
-        jax.random.key(0), embed_dim=D, mlp_dim=F, num_experts=E, experts_per_token=k,
-        capacity_factor=capacity_factor, into_residual=normal(1.0),
+        embed_dim=D, mlp_dim=F, num_experts=E, experts_per_token=k,
+        capacity_factor=capacity_factor, residual_stddev=1.0, balance_weight=1.0,
+        router_z_weight=0.0, num_layers=1,
     )  # fmt: skip
-    for name in WEIGHTS:  # wide enough that every expert matters
-        value = getattr(made, name).get_value()
-        drawn = jax.random.normal(jax.random.key(len(name)), value.shape) * 0.5
-        setattr(made, name, getattr(made, name).replace(drawn))
-    return made
+    own = made.weights(jax.random.split(jax.random.key(0), 1))["experts"]
+    assert tuple(own) == WEIGHTS
+    for name, weight in own.items():
+        drawn = jax.random.normal(jax.random.key(len(name)), weight.get_value().shape) * 0.5
+        own[name] = weight.replace(drawn)
+    return made, own
 
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D), np.float32))
@@ -45,8 +49,12 @@ def dense(weights: dict[str, jax.Array], x_BTD: jax.Array, kept_BTE: jax.Array) 
     return (y * (gates * kept_BTE)[..., None]).sum(2)
 
 
-def values(module: Experts) -> dict[str, jax.Array]:
-    return {name: getattr(module, name).get_value() for name in WEIGHTS}
+def run_whole(part: Experts, own: dict[str, nnx.Param], x: jax.Array, out=OUT):
+    return part({"experts": own}, x, Mask(), Execution(), out=out)
+
+
+def values(own: dict[str, nnx.Param]) -> dict[str, jax.Array]:
+    return {name: weight.get_value() for name, weight in own.items()}
 
 
 def outcome(run, weights, x):
@@ -56,13 +64,11 @@ def outcome(run, weights, x):
     return jax.jit(run)(weights, x), jax.jit(jax.grad(loss, (0, 1)))(weights, x)
 
 
-def run_with(module: Experts, out: tuple[str, ...] = OUT):
-    """The module as a function of its weights."""
-    structure, _ = nnx.split(module)
+def run_with(part: Experts, own: dict[str, nnx.Param], out: tuple[str, ...] = OUT):
+    """The part as a function of its weights."""
 
     def run(weights, x):
-        named = {n: getattr(module, n).replace(weights[n]) for n in WEIGHTS}
-        return nnx.merge(structure, nnx.State(named))(x, None, out)[0]
+        return run_whole(part, {n: own[n].replace(weights[n]) for n in WEIGHTS}, x, out)[0]
 
     return run
 
@@ -83,8 +89,8 @@ def kept_by_hand(weights: dict[str, np.ndarray], capacity: int) -> np.ndarray:
 
 @pytest.mark.parametrize("capacity_factor", [None, E / k, 1.0, 0.4])
 def test_outputs_and_gradients_equal_every_expert_on_every_token(capacity_factor):
-    module = experts(capacity_factor)
-    ours, weights = run_with(module), values(module)
+    part, own = experts(capacity_factor)
+    ours, weights = run_with(part, own), values(own)
     capacity = T if capacity_factor is None else math.ceil(capacity_factor * T * k / E)
     kept = kept_by_hand({n: np.asarray(w) for n, w in weights.items()}, capacity)
     dropped = B * T * k - kept.sum()
@@ -96,19 +102,19 @@ def test_outputs_and_gradients_equal_every_expert_on_every_token(capacity_factor
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         gradients, expected_gradients,
     )  # fmt: skip
-    statistics = module(X, None, OUT)[1]
-    assert statistics["dropped"] == pytest.approx(dropped / k)
+    auxiliary = run_whole(part, own, X)[1]
+    assert auxiliary["router_dropped"] == pytest.approx(dropped / k)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_rows_split_over_context_equal_whole_rows(sequence_parallel):
-    module = experts(None)
-    weights, x = values(module), jnp.concatenate([X, X])[:4, :8]
-    expected = outcome(run_with(module), weights, x)
+    part, own = experts(None)
+    weights, x = values(own), jnp.concatenate([X, X])[:4, :8]
+    expected = outcome(run_with(part, own), weights, x)
     axes = ("batch", "residual_length", "embed")
     layout = make_layout(0, sequence_parallel=sequence_parallel, expert=2, context=2, tensor=2)
     with layout.active():
-        found = outcome(run_with(module, axes), weights, x)
+        found = outcome(run_with(part, own, axes), weights, x)
     assert found[0].sharding.spec == layout.activation(axes)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
@@ -118,16 +124,16 @@ def test_rows_split_over_context_equal_whole_rows(sequence_parallel):
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_an_expert_that_nobody_chooses_and_one_that_all_choose(capacity_factor):
     """All rows go to one rank: the buffers between ranks hold them."""
-    module = experts(capacity_factor)
-    module.router = module.router.replace(jnp.zeros((D, E)).at[0].set(jnp.array([3.0, 2, 1, 0])))
+    part, own = experts(capacity_factor)
+    own["router"] = own["router"].replace(jnp.zeros((D, E)).at[0].set(jnp.array([3.0, 2, 1, 0])))
     x = jnp.abs(jnp.concatenate([X, X[:1]]))  # four rows; every token likes experts 0 and 1
-    expected = module(x, None, OUT)[0]
+    expected = run_whole(part, own, x)[0]
     layout = make_layout(0, expert=4)
     with layout.active():
-        found, statistics = jax.jit(lambda x: module(x, None, OUT))(x)
+        found, auxiliary = jax.jit(lambda x: run_whole(part, own, x))(x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    assert statistics["max_load"] / x[..., 0].size == pytest.approx(E / k)
-    assert statistics["dropped"] == (0 if capacity_factor is None else 4 * (T - T * k / E))
+    assert auxiliary["router_max_load"] / x[..., 0].size == pytest.approx(E / k)
+    assert auxiliary["router_dropped"] == (0 if capacity_factor is None else 4 * (T - T * k / E))
 
 
 def test_statistics_by_hand_and_padding_left_out():
@@ -160,6 +166,6 @@ def test_slots_are_the_closed_form_and_never_more_than_a_row_can_fill(arguments,
 
 def test_a_capacity_with_split_rows_is_refused():
     layout = make_layout(0, context=2)
-    module = experts(1.25)
+    part, own = experts(1.25)
     with layout.active(), pytest.raises(UserError, match=r"capacity_factor=1.25 .* Mesh.context"):
-        jax.jit(lambda x: module(x, None, OUT))(X)
+        jax.jit(lambda x: run_whole(part, own, x))(X)

@@ -9,16 +9,20 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import guard, preflight
-from jaxtrain.attempts.goodput import Account
-from jaxtrain.attempts.lock import RunLock, Superseded
-from jaxtrain.attempts.run import begin
-from jaxtrain.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from jaxtrain.commands import main
+from jaxtrain.cli import main
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecord, BadRecordError, BadRecords
-from jaxtrain.errors import UserError
-from jaxtrain.peers import Cluster, ClusterError, Flags, rendezvous
-from jaxtrain.settings import load_config
+from jaxtrain.run.attempts.begin import begin
+from jaxtrain.run.attempts.goodput import Account
+from jaxtrain.run.attempts.lock import RunLock, Superseded
+from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.cluster.channel import rendezvous
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
+from jaxtrain.run.cluster.door import Strangers
+from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.training import guard, preflight
+from jaxtrain.training.settings import Checkpoint, load_config
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "failures.md").read_text()
@@ -85,12 +89,13 @@ def heard(tmp_path_factory) -> list[str]:
     """What the program says to a mistake, a damage or a clash."""
     return [
         *_bindings(),
+        *load_config("mixtral_tiny", ["Optimizer.name=lion", "Train.model=@GPT()"]).notes,
         *_sizes(tmp_path_factory.mktemp("text")),
         *_bad_steps(),
         _bad_record(),
         *_checkpoints(tmp_path_factory.mktemp("run")),
         *_clash(tmp_path_factory.mktemp("locked")),
-        *_processes(),
+        *_processes(tmp_path_factory.mktemp("pair")),
         Account(({"step": 60.0, "data": 30.0}, {"step": 60.0}, {})).sentence(),
     ]
 
@@ -104,7 +109,7 @@ def refused(*bindings: str, config: str = "gpt_quickstart") -> list[str]:
 
 def _bindings() -> list[str]:
     wrong = ["GPTT.num_layers = 2", "GPT.num_layer = 2", "GPT.num_layers = '2'",
-             "Llama.num_layers = 2", "GPT.num_layers is 2", "Remat.policy = dots"]  # fmt: skip
+             "Llama.num_layers = 2", "GPT.num_layers is 2", "GPT.num_layers = two"]  # fmt: skip
     return [*(refused(one)[0] for one in wrong), *refused(config="gpt_quickstar")]
 
 
@@ -169,17 +174,22 @@ def _clash(folder: Path) -> list[str]:
     return [*refused, str(Superseded(folder, 1, 2))]
 
 
-def _processes() -> list[str]:
+def _processes(folder: Path) -> list[str]:
     said = []
+    token = RunToken({}, folder / "token")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         cluster = Cluster(kind="flags", coordinator=address, num_processes=2, process_id=0)
         with pytest.raises(UserError) as raised:
-            rendezvous(cluster, {}, timeout_seconds=0.2)
+            rendezvous(cluster, {}, token=token, timeout_seconds=0.2)
         said.append(str(raised.value))
     with pytest.raises(ClusterError) as missing:
-        rendezvous(cluster, {}, timeout_seconds=0.2, report=said.append)
-    return [*said, str(missing.value)]
+        rendezvous(cluster, {}, token=token, timeout_seconds=0.2, report=said.append)
+    with pytest.raises(UserError) as weak:
+        RunToken({"JAXTRAIN_TOKEN": "secret"}, folder / "token")
+    Strangers(said.append).note("10.0.0.7", "closed its connection")
+    tokens = [token.absent(address, 1), token.differs(address, 1), weak.value]
+    return [*said, str(missing.value), *map(str, tokens)]
 
 
 # -- the page --------------------------------------------------------------------------------------

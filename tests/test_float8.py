@@ -12,24 +12,28 @@ from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from jaxtrain.errors import UserError
-from jaxtrain.float8 import E4M3, E5M2, quantize
-from jaxtrain.layers import Execution, contract
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.narrow import products_in, weight_product
-from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
-from jaxtrain.precision import Precision
-from jaxtrain.sharding import Layout, Sharding
-from jaxtrain.step import with_shardings
+from jaxtrain.analysis.planning.machines.targets import (
+    compiler_options,
+    parse_target,
+    target_devices,
+)
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, quantize
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout, Sharding
+from jaxtrain.training.step import with_shardings
 
 # Of both formats: half a step relative to the number, and half a step where numbers are so small
 # that the steps no longer shrink with them (OCP's "8-bit Floating Point Specification").
 ROUNDING = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)
 BATCH = text_batch(rows=8, length=16, vocab_size=32)
-FLOAT8 = Execution(kernel="reference", matmul="float8")
+FLOAT8 = Execution(kernel="reference", einsum=float8_einsum)
 
 
 def error_of(x, dtype) -> np.ndarray:
@@ -60,8 +64,7 @@ def test_an_array_is_scaled_to_its_format_and_rounded_to_nearest(dtype):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen_in_the_product(value):
     x = jnp.ones((4, 8)).at[1, 2].set(value)
-    with products_in("float8"):
-        assert jnp.isnan(weight_product("RD,DF->RF", x, jnp.ones((8, 4)))).any()
+    assert jnp.isnan(float8_einsum("RD,DF->RF", x, jnp.ones((8, 4)), None)).any()
 
 
 def test_an_array_of_zeros_stays_zero():
@@ -85,8 +88,7 @@ def test_product_and_gradients_are_within_the_error_of_their_operands(equation):
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in EQUATIONS[equation])
     inputs, result = equation.split("->")
     left, right = inputs.split(",")
-    with products_in("float8"):
-        y, transpose = jax.vjp(lambda x, w: weight_product(equation, x, w), x, w)
+    y, transpose = jax.vjp(lambda x, w: float8_einsum(equation, x, w, None), x, w)
     g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
     dx, dw = transpose(g)
     for found, of, a, b in (
@@ -117,9 +119,8 @@ def test_a_product_on_a_mesh_is_that_of_one_device(sizes):
     }
 
     def both(x, up, down):
-        with products_in("float8"):
-            for param, (equation, _, out) in zip((up, down), weights.values(), strict=True):
-                x = contract(equation, x, param, out)
+        for param, (equation, _, out) in zip((up, down), weights.values(), strict=True):
+            x = FLOAT8.contract(equation, x, param, out)
         return (x * jnp.cos(jnp.arange(x.size).reshape(x.shape))).sum()
 
     params = [
@@ -197,7 +198,7 @@ def lower_for(target, matmul):
         model,
         layout,
         precision=Precision(compute="bfloat16", matmul=matmul),
-        execution=Execution(kernel="xla", matmul=matmul),
+        execution=Execution(kernel="xla", einsum=EINSUMS[matmul]),
     )
     state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
     batch = with_shardings(batch, program.batch_shardings(batch))

@@ -9,21 +9,15 @@ import pytest
 from conftest import make_layout, make_program
 
 from jaxtrain import Trainer, load_config
-from jaxtrain.attention import Mask
-from jaxtrain.errors import UserError
-from jaxtrain.generate import (
-    Sampling,
-    empty_cache,
-    for_one_text,
-    generate,
-    next_logits,
-    sample,
-)
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.models.lstm import LSTM
-from jaxtrain.precision import Precision
-from jaxtrain.transformer import hidden, logits
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.recurrent.lstm import LSTM
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.run.generate import Sampling, for_one_text, generate, next_logits, sample
 
 SIZES = {
     "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),
@@ -98,7 +92,8 @@ def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
         program = dataclasses.replace(program, layout=for_one_text(program.layout))
 
         def run(state, program=program):
-            cache = empty_cache(sizes, 1, 12, jnp.dtype("bfloat16"))
+            dtype = jnp.dtype("bfloat16")
+            cache = empty_cache(sizes.cached, layers=sizes.layers, rows=1, room=12, dtype=dtype)
             return next_logits(program.model(state), np.array([PROMPT]), cache, program.execution)
 
         with program.layout.active():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from jaxtrain.attempts.goodput import CAUSES, Account, Goodput, read_account
-from jaxtrain.attempts.phases import NAMES, Phases
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.goodput import CAUSES, Account, Goodput, read_account
+from jaxtrain.run.attempts.phases import NAMES, Phases
 
 DAY = 24 * 3600
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtrain import guard as guarding
-from jaxtrain.errors import UserError
-from jaxtrain.guard import BadStepError, Guard, History, Rewind, judge
-from jaxtrain.metrics import MetricsLog
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.metrics import MetricsLog
+from jaxtrain.training import guard as guarding
+from jaxtrain.training.guard import BadStepError, Guard, History, Rewind, judge
 
 # -- the verdict -----------------------------------------------------------------------------------
 
@@ -195,9 +195,9 @@ def test_refusals(changes, sentence):
 
 
 def test_replicas_with_steps_of_their_own_are_refused():
-    assert list(guarding.refuse(Guard(), "diloco")) == []
-    assert list(guarding.refuse(Guard(policy="skip"), "synchronous")) == []
-    (sentence,) = guarding.refuse(Guard(policy="rewind"), "int8")
+    assert list(guarding.refuse(Guard(), exchange="diloco")) == []
+    assert list(guarding.refuse(Guard(policy="skip"), exchange="synchronous")) == []
+    (sentence,) = guarding.refuse(Guard(policy="rewind"), exchange="int8")
     assert sentence.startswith("Guard.policy='rewind' with Exchange.method='int8': ")
-    (sentence,) = guarding.refuse(Guard(spike_sigma=6.0), "gossip")
+    (sentence,) = guarding.refuse(Guard(spike_sigma=6.0), exchange="gossip")
     assert "set Guard.spike_sigma=None or Exchange.method='synchronous'" in sentence

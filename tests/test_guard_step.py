@@ -12,14 +12,17 @@ import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 from rich.console import Console
 
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
 from jaxtrain.data.batch import Batch
-from jaxtrain.guard import Guard, History
-from jaxtrain.metrics import METRICS_FILE, MetricsLog, read_lines
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.resnet import ResNet
-from jaxtrain.optimizer import Optimizer, Schedule, make_optimizer, make_schedule
-from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.models.convolutional.resnet import ResNet
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.metrics import MetricsLog
+from jaxtrain.run.metrics_file import METRICS_FILE, read_lines
+from jaxtrain.training.guard import Guard, History
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.settings import Checkpoint
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_length=8)
 FIRST, BROKEN, SECOND = (text_batch(rows=8, length=8, vocab_size=32, seed=n) for n in range(3))

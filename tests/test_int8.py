@@ -15,23 +15,28 @@ from jax.ad_checkpoint import checkpoint_name
 from test_float8 import dtypes_of_products
 from test_tensor_layouts import grid
 
-from jaxtrain.contraction import sides
-from jaxtrain.errors import UserError
-from jaxtrain.int8 import quantize
-from jaxtrain.layers import Execution, contract
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.narrow import products_in, weight_product
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
-from jaxtrain.precision import Precision
-from jaxtrain.remat import RESIDUAL, remat
-from jaxtrain.sharding import Layout, Sharding, shard
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.machines.targets import (
+    compiler_options,
+    parse_target,
+    target_devices,
+)
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.products.dot import sides
+from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.products.int8 import int8_einsum, quantize
+from jaxtrain.nn.remat import POLICIES, RESIDUAL, remat
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout, Sharding, shard
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)
 BATCH = text_batch(rows=8, length=16, vocab_size=32)
-INT8 = Execution(kernel="reference", matmul="int8")
+INT8 = Execution(kernel="reference", einsum=int8_einsum)
 STREAM = ("batch", "residual_length", "embed")
 
 
@@ -83,8 +88,7 @@ EQUATIONS = {
 
 
 def product_and_gradients(equation, x, weight, gradient=None):
-    with products_in("int8"):
-        y, transpose = jax.vjp(lambda *both: weight_product(equation, *both), x, weight)
+    y, transpose = jax.vjp(lambda *both: int8_einsum(equation, *both, None), x, weight)
     gradient = jnp.ones_like(y) if gradient is None else gradient
     return y, *transpose(gradient)
 
@@ -154,8 +158,8 @@ def test_what_int32_cannot_hold_is_refused():
         "Precision.matmul='int8': int32 holds the sum of 133,144 products, and 'RD,DF->RF' adds up "
         "133,145; use Precision.matmul='compute'"
     )
-    with pytest.raises(UserError, match=re.escape(sentence)), products_in("int8"):
-        jax.eval_shape(lambda *both: weight_product("RD,DF->RF", *both), x, weight)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        jax.eval_shape(lambda *both: int8_einsum("RD,DF->RF", *both, None), x, weight)
 
 
 # -- on a mesh -------------------------------------------------------------------------------------
@@ -187,9 +191,8 @@ def two_products(dtype):
     ]
 
     def loss(x, up, down):
-        with products_in("int8"):
-            h = contract("BTD,DF->BTF", shard(x, ("batch", "length", "embed")), up)
-            x = contract("BTF,FD->BTD", h, down, STREAM)
+        h = INT8.contract("BTD,DF->BTF", shard(x, ("batch", "length", "embed")), up)
+        x = INT8.contract("BTF,FD->BTD", h, down, STREAM)
         return (x.astype(jnp.float32) * jnp.cos(jnp.arange(x.size).reshape(x.shape))).sum()
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2)), jnp.asarray(x, dtype), params
@@ -232,7 +235,7 @@ def test_two_of_three_products_of_the_layers_are_int8_and_no_others(sizes):
     layout, found = make_layout(**sizes), {}
     for matmul in ("compute", "int8"):
         settings = Precision(compute="bfloat16", matmul=matmul)
-        execution = dataclasses.replace(INT8, matmul=matmul)
+        execution = dataclasses.replace(INT8, einsum=EINSUMS[matmul])
         program = make_program(MODEL, layout, precision=settings, execution=execution)
         with layout.active():
             step = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
@@ -243,9 +246,6 @@ def test_two_of_three_products_of_the_layers_are_int8_and_no_others(sizes):
     # In bfloat16: the weights' gradients, the head, attention's scores.
     found["compute"]["bfloat16", "bfloat16", "bfloat16"] -= 2 * products
     assert found["int8"] - collections.Counter({in_int8: 2 * products}) == found["compute"]
-
-
-POLICIES = ["none", "elementwise", "dots", "full", "offload"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -260,12 +260,11 @@ def test_what_is_kept_is_what_is_kept_otherwise(sizes, policy):
 
     def kept(matmul):
         def mlp(x, up, down):
-            with products_in(matmul):
-                x = shard(checkpoint_name(x, RESIDUAL), ("batch", "length", "embed"))
-                h = jax.nn.gelu(contract("BTD,DF->BTF", x, up))
-                return jnp.sin(contract("BTF,FD->BTD", h, down, STREAM))
+            x = shard(checkpoint_name(x, RESIDUAL), ("batch", "length", "embed"))
+            h = jax.nn.gelu(contract("BTD,DF->BTF", x, up, by=EINSUMS[matmul]))
+            return jnp.sin(contract("BTF,FD->BTD", h, down, STREAM, by=EINSUMS[matmul]))
 
-        layer = remat(mlp, policy, prevent_cse=False)
+        layer = remat(mlp, POLICIES[policy], prevent_cse=False)
         back = jax.eval_shape(lambda *given: jax.vjp(layer, *given)[1], x, *params)
         return collections.Counter((a.shape, a.dtype.name) for a in jax.tree.leaves(back))
 
@@ -278,7 +277,7 @@ def test_loss_scaling_does_for_float16_what_it_does_otherwise():
     found = {}
     for matmul in ("compute", "int8"):
         settings = Precision(compute="float16", loss_scale=2.0**15, matmul=matmul)
-        execution = dataclasses.replace(INT8, matmul=matmul)
+        execution = dataclasses.replace(INT8, einsum=EINSUMS[matmul])
         program = make_program(MODEL, make_layout(fsdp=1), precision=settings, execution=execution)
         batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
         with program.layout.active():
@@ -307,7 +306,7 @@ def compiled_step() -> tuple[str, dict[str, int]]:
         model,
         layout,
         precision=Precision(compute="bfloat16", matmul="int8"),
-        execution=Execution(kernel="reference", matmul="int8"),
+        execution=INT8,
     )
     lowered = lower_step(program, text_batch(rows=8, length=128, vocab_size=128))
     quick: Any = {**compiler_options(target), "exec_time_optimization_effort": -1.0}

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from conftest import needs_libtpu, text_batch
 
-from jaxtrain.kernels import OLD_GPU, Request, choose, platform_of, platform_of_device, refuse
-from jaxtrain.planning.compiled import lower, planned_layout
-from jaxtrain.planning.targets import compiler_options, parse_target
-from jaxtrain.preflight import layout as layout_of
-from jaxtrain.program import make_program, resolve_kernel, resolved
-from jaxtrain.settings import load_config
+from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
+from jaxtrain.nn.attention.kernels import Request, choose, refuse
+from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
+from jaxtrain.training.layouts import layout as layout_of
+from jaxtrain.training.program import make_program, resolve_kernel, resolved
+from jaxtrain.training.settings import load_config
 
 GOOD = Request(
     platform="gpu", dtype="bfloat16", causal=True, window=None, segment_ids=False, cached=False,
@@ -102,16 +103,16 @@ def asked(**changes: Any) -> Request:
 def test_refusals(name: str) -> None:
     kernel, changes, sentences = REFUSALS[name]
     expected = [f"Attention.kernel={kernel!r} {sentence}" for sentence in sentences]
-    assert refuse(kernel, asked(**changes)) == expected
+    assert list(refuse(kernel, asked(**changes))) == expected
 
 
 def test_what_kernels_can_do_is_not_refused() -> None:
     everything = {"window": 9, "segment_ids": True, "cached": True, "head_dim": 20, "T": 7}
-    assert refuse("reference", asked(**everything, dtype="float16")) == []
-    assert refuse("xla", asked(**everything)) == []
-    assert refuse("cudnn", asked(window=9, T=1000, S=1000)) == []
-    assert refuse("triton", asked(segment_ids=True)) == []
-    assert refuse("tpu", asked(platform="tpu", window=9, segment_ids=True)) == []
+    assert list(refuse("reference", asked(**everything, dtype="float16"))) == []
+    assert list(refuse("xla", asked(**everything))) == []
+    assert list(refuse("cudnn", asked(window=9, T=1000, S=1000))) == []
+    assert list(refuse("triton", asked(segment_ids=True))) == []
+    assert list(refuse("tpu", asked(platform="tpu", window=9, segment_ids=True))) == []
 
 
 # -- what 'auto' means ----------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_auto_takes_the_fastest_that_can_and_says_why(name: str) -> None:
     assert found.kernel == kernel
     assert why in found.why
     # What it takes is not refused; what stands before it in the table is, or merges no blocks.
-    assert refuse(kernel, asked(**changes)) == []
+    assert list(refuse(kernel, asked(**changes))) == []
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,15 @@ import pytest
 from cluster import ROOT, start_processes
 from metadata_server import ATTRIBUTES, metadata_server
 
-from jaxtrain.attempts import supervise
+from jaxtrain.run.attempts import supervise
+from jaxtrain.run.cluster.token import RunToken
 
 yaml = pytest.importorskip("yaml")
 
 SCRIPTS = ROOT / "tpu_scripts"
 PROGRAM = """
 import dataclasses, json, os, sys
-from jaxtrain.distributed import detect
+from jaxtrain.run.cluster.detection import detect
 found = dataclasses.asdict(detect(os.environ))
 sys.stdout.write("FOUND " + json.dumps(found) + "\\n")
 """
@@ -69,11 +70,26 @@ def pod_environments(name: str) -> list[dict[str, str]]:
         for variable in container.get("env", []):
             if "value" in variable:
                 pod[variable["name"]] = variable["value"]
+            elif "secretKeyRef" in variable["valueFrom"]:
+                assert variable["name"] == "JAXTRAIN_TOKEN"
+                pod["JAXTRAIN_TOKEN"] = "of-the-secret-" + "3c" * 16
             else:
                 path = variable["valueFrom"]["fieldRef"]["fieldPath"]
                 pod[variable["name"]] = labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]
         pods.append(pod)
     return pods
+
+
+@pytest.mark.parametrize("name", ["gke_jobset.yaml", "gke_jobset_gpu.yaml"])
+def test_a_jobset_takes_the_token_from_a_secret_that_its_head_says_how_to_make(name, tmp_path):
+    pods = pod_environments(name)
+    found = {RunToken(pod, tmp_path / "token").find() for pod in pods}
+    assert len(found) == 1
+    _, _, container = read_jobset(name)
+    [variable] = [one for one in container["env"] if one["name"] == "JAXTRAIN_TOKEN"]
+    secret = variable["valueFrom"]["secretKeyRef"]
+    head = (SCRIPTS / name).read_text().partition("apiVersion")[0]
+    assert f"create secret generic {secret['name']} --from-file={secret['key']}=" in head
 
 
 @pytest.mark.parametrize("name", ["gke_jobset.yaml", "gke_jobset_gpu.yaml"])

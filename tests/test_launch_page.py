@@ -1,6 +1,5 @@
 """Every command of docs/launch.md, by dry run: the scripts take it, the configs bind it."""
 
-import collections
 import json
 import os
 import re
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import load_config, options
-from jaxtrain.attempts import supervise
+from jaxtrain import load_config
+from jaxtrain.cli import parser
+from jaxtrain.run.attempts import supervise
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "launch.md").read_text()
@@ -48,7 +48,7 @@ def run_block(block: str, folder: Path) -> tuple[str, list[list[str]]]:
 def check_train(words: list[str]) -> None:
     """The command line takes these words, and the config its bindings."""
     request = supervise.parse(["--", *words])
-    whole = options.parser(collections.defaultdict(lambda: lambda _: 0))
+    whole = parser()
     train = whole.parse_args(request.train)
     load_config(train.config, bindings=train.gin_bindings)
 
@@ -59,8 +59,13 @@ def test_a_block_of_the_page_runs(block, tmp_path):
     checked = 0
     for name, *words in called:
         if name == "kubectl":
-            assert words[:2] == ["apply", "-f"]
-            assert (ROOT / words[2]).is_file()
+            if words[0] == "create":
+                made = shlex.join(words)
+                manifests = (ROOT / "tpu_scripts").glob("gke_jobset*.yaml")
+                assert all(made in manifest.read_text() for manifest in manifests)
+            else:
+                assert words[:2] == ["apply", "-f"]
+                assert (ROOT / words[2]).is_file()
         elif name == "sbatch":
             place = words.index("tpu_scripts/slurm.sbatch")
             known = (ROOT / words[place]).read_text()
@@ -72,7 +77,7 @@ def test_a_block_of_the_page_runs(block, tmp_path):
         checked += 1
     for line in printed.splitlines():
         command = shlex.split(line)[-1]
-        assert shlex.split(line)[0] in ("gcloud", "env", "mkdir")
+        assert shlex.split(line)[0] in ("gcloud", "env", "mkdir", "bash")
         if "worker.sh start" in command:
             check_train(shlex.split(command)[5:])
         checked += 1

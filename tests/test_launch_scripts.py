@@ -4,12 +4,15 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launch_shell import COMMANDS, SCRIPTS, TRAIN, USER, Shell
+
+from jaxtrain.run.cluster.token import RunToken
 
 
 @pytest.fixture
@@ -79,6 +82,7 @@ SEEN_THROUGH = {
     [
         (["create"], {}, 1),
         (["create", "--spot"], {}, 1),
+        (["create", "--firewall", "--slices", "2"], {"describe": ["active"]}, 4),
         (["create", "--queued"], {"describe": ["active"]}, 2),
         (["create", "--spot", "--slices", "3"], {"describe": ["active"]}, 2),
         (["setup"], {}, 2),
@@ -89,8 +93,10 @@ SEEN_THROUGH = {
         (["fetch", "--slices", "2"], {}, 3),
         (["delete", "--yes"], {}, 1),
         (["delete", "--yes", "--slices", "2"], {}, 1),
+        (["delete", "--yes", "--firewall"], {}, 2),
         (["watch", *TRAIN], SEEN_THROUGH, 10),
         (["watch", "--spot", "--slices", "2", "--delete", *TRAIN], SEEN_THROUGH, 15),
+        (["watch", "--firewall", "--delete", *TRAIN], SEEN_THROUGH, 14),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -136,6 +142,71 @@ def test_what_is_asked_for_reaches_gcloud(shell):
     shell("run", *TRAIN, RUN="second")
     command = shell.calls()[0][-1].removeprefix("--command=")
     assert shlex.split(command)[2:] == ["start", "my-bucket", "second", *TRAIN[1:]]
+
+
+def test_a_firewall_lets_in_the_run_s_own_machines_and_leaves_ssh_to_the_network(shell):
+    shell("create", "--firewall", NETWORK="mine")
+    own, others, create = shell.calls()
+    assert own == [
+        *shlex.split("compute firewall-rules create jaxtrain-my-tpu-own --network=mine"),
+        *shlex.split("--project=my-project --direction=INGRESS --target-tags=jaxtrain-my-tpu"),
+        *shlex.split("--action=ALLOW --rules=all --source-tags=jaxtrain-my-tpu --priority=800"),
+    ]
+    assert others[3] == "jaxtrain-my-tpu-others"
+    assert others[-4:] == shlex.split(
+        "--action=DENY --rules=tcp:1-21,tcp:23-65535,udp --source-ranges=0.0.0.0/0 --priority=900"
+    )
+    assert "--tags=jaxtrain-my-tpu" in create
+    # Made by an earlier TPU of this name, and gone before this one is deleted: both are well.
+    there = {"firewall-rules create": ["rule there"], "firewall-rules delete": ["no rule"]}
+    done = shell("create", "--firewall", answers=there)
+    assert (done.returncode, done.stderr, len(shell.calls())) == (0, "", 3)
+    done = shell("delete", "--yes", "--firewall", answers=there)
+    assert (done.returncode, done.stderr, len(shell.calls())) == (0, "", 2)
+    done = shell("create", "--firewall", answers={"firewall-rules": ["no right"]})
+    assert (done.returncode, len(shell.calls())) == (1, 1)
+    assert "jaxtrain: gcloud failed: ERROR: " in done.stderr
+    assert "'compute.firewalls.create' permission" in done.stderr
+
+
+# -- the token -------------------------------------------------------------------------------------
+
+
+def test_setup_makes_a_token_once_and_gives_it_to_all_workers_as_a_file(shell):
+    done = shell("setup", "--slices", "2")
+    kept = shell.folder / ".jaxtrain" / "my-tpu" / "jaxtrain.token"
+    token = kept.read_text().strip()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert RunToken({"JAXTRAIN_TOKEN": token}, kept).find() == token.encode()
+    copies = [call for call in shell.calls() if "scp" in call]
+    assert [str(kept) in call for call in copies] == [True, True]
+    said = done.stdout + done.stderr + shell.record.read_text()
+    shell("setup")
+    assert kept.read_text().strip() == token
+    shell("setup", TPU_NAME="another")
+    other = shell.folder / ".jaxtrain" / "another" / "jaxtrain.token"
+    assert other.read_text().strip() != token
+    assert token not in said + shell("setup", "--dry-run").stdout
+
+
+def test_a_slurm_job_makes_a_token_for_its_tasks_unless_there_is_one(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$JAXTRAIN_TOKEN" >>given\necho "$@" >>words\n')
+    srun.chmod(0o755)
+    words = ["bash", SCRIPTS / "slurm.sbatch", "train", "llama_1b", "--workdir", "x"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for more in ({}, {}, {"JAXTRAIN_TOKEN": "g" * 40}):
+        done = subprocess.run(
+            words, env=environment | more, cwd=tmp_path, check=True, capture_output=True
+        )
+        assert done.stdout + done.stderr == b""
+    first, second, given = (tmp_path / "given").read_text().split()
+    assert first != second
+    assert given == "g" * 40
+    for token in (first, second, given):
+        assert RunToken({"JAXTRAIN_TOKEN": token}, tmp_path / "token").find() == token.encode()
+        assert token not in (tmp_path / "words").read_text()
 
 
 def test_a_clone_is_packed_without_what_does_not_belong(shell):

@@ -127,7 +127,8 @@ def test_a_worker_starts_one_supervisor_that_outlives_the_connection(tmp_path):
     """worker.sh itself, with stand-ins for what it starts."""
     home = tmp_path / "home"
     stubs = {
-        "home/jaxtrain-env/bin/jaxtrain": 'echo "$$ $*"; read -r word <go',
+        "home/jaxtrain-env/bin/jaxtrain": 'echo "$JAXTRAIN_TOKEN" >given\n'
+        'echo "$$ $*"; read -r word <go',
     }
     for name, text in stubs.items():
         file = tmp_path / name
@@ -135,6 +136,7 @@ def test_a_worker_starts_one_supervisor_that_outlives_the_connection(tmp_path):
         file.write_text(f"#!/bin/sh\n{text}\n")
         file.chmod(0o755)
     os.mkfifo(home / "go")
+    (home / "jaxtrain.token").write_text("the-token\n")
     environment = {"HOME": str(home), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     look = "flock -n jaxtrain.lock echo stopped || echo running"
     assert f"'--command={look}'" in (SCRIPTS / "watch.sh").read_text()
@@ -162,6 +164,9 @@ def test_a_worker_starts_one_supervisor_that_outlives_the_connection(tmp_path):
         time.sleep(0.01)
     pid, _, words = log.read_text().strip().partition(" ")
     try:
+        # By the environment, and on no command line and in no log.
+        assert (home / "given").read_text() == "the-token\n"
+        assert "the-token" not in log.read_text()
         assert words == "supervise -- train -b Train.steps = 2 --workdir gs://my-bucket/first"
         assert os.getsid(int(pid)) not in (os.getsid(0), int(pid) + 1)
         assert ssh(look) == "running\n"

@@ -12,10 +12,10 @@ import time
 import pytest
 from without_jax import Process
 
-from jaxtrain.attempts import lock, records
-from jaxtrain.attempts.lock import RunLock, Superseded
-from jaxtrain.errors import UserError
-from jaxtrain.files import write_atomically
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import write_atomically
+from jaxtrain.run.attempts import lock, records
+from jaxtrain.run.attempts.lock import RunLock, Superseded
 
 BEAT_SECONDS = 0.05
 HOLDER = """
@@ -235,7 +235,7 @@ def test_of_racing_starters_one_wins(start, tmp_path, links):
 # the next look waits for a beat: a short one, so that the race does not wait for the real one.
 NO_LINKS = """
 import dataclasses, errno
-from jaxtrain.attempts import records
+from jaxtrain.run.attempts import records
 records._UNKNOWN = dataclasses.replace(records._UNKNOWN, beat_seconds=1.0)
 def link(*_):
     raise OSError(errno.EPERM, "no links here")
@@ -323,7 +323,7 @@ def test_what_is_written_replaces_whole_and_leaves_nothing_beside(tmp_path):
 
 def test_neither_lock_nor_supervisor_imports_jax(start):
     process = start(
-        "import jaxtrain.attempts.lifeline, jaxtrain.attempts.lock, jaxtrain.attempts.supervise\n"
+        "from jaxtrain.run.attempts import lifeline, lock, supervise\n"
         "tell([name for name in sys.modules if name.split('.')[0] in ('jax', 'numpy', 'rich')])"
     )
     assert process.line() == "[]"

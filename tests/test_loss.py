@@ -7,17 +7,19 @@ import pytest
 from conftest import make_layout, make_program, text_batch
 from jax.extend.core import jaxprs_in_params
 
-from jaxtrain.attention import Mask
+from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.errors import UserError
-from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss, cross_entropy, label, next_token
-from jaxtrain.loss_chunks import over_chunks
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.planning.flops import count_flops
-from jaxtrain.precision import Precision
-from jaxtrain.transformer import hidden, logits
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.training.objectives.chunks import over_chunks
+from jaxtrain.training.objectives.classification import Classification
+from jaxtrain.training.objectives.losses import Loss, cross_entropy
+from jaxtrain.training.objectives.next_token import NextToken
 
 RNG = np.random.default_rng(0)
 LOGITS = (4 * RNG.normal(size=(3, 5, 11))).astype(np.float32)
@@ -73,14 +75,19 @@ class FixedLogits:
         return self.logits_BC, statistics
 
 
-def test_label_sums_over_the_images_that_count():
+def classified(model, batch, settings, *, train):
+    sums, _ = Classification().sums(model, None, batch, Execution(), settings, train=train)
+    return sums
+
+
+def test_classification_sums_over_the_images_that_count():
     logits = jnp.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 9.0]])
     mask = np.array([1, 1, 1, 0], np.float32)
     batch = Batch(np.zeros((4, 1, 1, 1)), np.array([0, 1, 1, 1], np.int32), mask)
-    sums, _ = label(FixedLogits(logits), None, batch, Execution(), Loss(), train=True)
+    sums = classified(FixedLogits(logits), batch, Loss(), train=True)
     right, wrong = np.log(1 + np.exp(-2.0)), np.log(1 + np.exp(2.0))
-    assert sums["weight"] == 3
-    assert sums["correct"] == 2
+    assert Classification().counts(batch) == {"weight": 3}
+    assert sums["accuracy"] == 2
     np.testing.assert_allclose(sums["loss"], 2 * right + wrong, rtol=1e-6)
 
 
@@ -89,9 +96,9 @@ def test_smoothing_and_z_loss_are_for_training_only():
     batch = Batch(np.zeros((5, 1, 1, 1)), TARGETS[0], np.ones(5, np.float32))
     settings = Loss(z_weight=0.1, label_smoothing=0.1)
     model = FixedLogits(logits)
-    plain = label(model, None, batch, Execution(), Loss(), train=True)[0]["loss"]
-    trained = label(model, None, batch, Execution(), settings, train=True)[0]["loss"]
-    evaluated = label(model, None, batch, Execution(), settings, train=False)[0]["loss"]
+    plain = classified(model, batch, Loss(), train=True)["loss"]
+    trained = classified(model, batch, settings, train=True)["loss"]
+    evaluated = classified(model, batch, settings, train=False)["loss"]
     assert evaluated == plain
     assert abs(trained - plain) > 0.1
 
@@ -113,14 +120,16 @@ def test_next_token_sums_losses_and_weights_over_unmasked_targets():
     def run(model, batch):
         mask = Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
         h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, execution)
-        return next_token(model, None, batch, execution, Loss(), train=True), logits(model, h_BTD)
+        sums = NextToken().sums(model, None, batch, execution, Loss(), train=True)
+        return sums, logits(model, h_BTD)
 
     (sums, statistics), found = run(model, BATCH)
     found = np.asarray(found, np.float64)
     log_softmax = found - np.log(np.exp(found).sum(-1, keepdims=True))
     picked = np.take_along_axis(log_softmax, BATCH.targets[..., None], -1)[..., 0]
     np.testing.assert_allclose(sums["loss"], -(picked * BATCH.loss_mask).sum(), rtol=1e-6)
-    assert sums["weight"] == BATCH.loss_mask.sum()
+    counts = NextToken().counts(BATCH)
+    assert counts == {"weight": BATCH.loss_mask.sum(), "tokens": BATCH.inputs.size}
     assert statistics is None
 
 

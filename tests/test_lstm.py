@@ -16,21 +16,24 @@ from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import places, some_tokens
 
-from jaxtrain import load_config, preflight
+from jaxtrain import load_config
 from jaxtrain.__main__ import main
-from jaxtrain.attention import Mask
-from jaxtrain.errors import UserError
-from jaxtrain.generate import Sampling, generate, next_logits
-from jaxtrain.layers import Cache, Execution
-from jaxtrain.models.lstm import LSTM
-from jaxtrain.pipeline.schedules import Pipeline
-from jaxtrain.planning.compiled import lower
-from jaxtrain.planning.flops import count_flops
-from jaxtrain.planning.memory import argument_bytes
-from jaxtrain.planning.profile import layer_profile
-from jaxtrain.planning.sizes import lstm_parameters
-from jaxtrain.step import parameter_shapes
-from jaxtrain.transformer import hidden, logits
+from jaxtrain.analysis.planning.compiled.compiled import lower
+from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.profile import layer_profile
+from jaxtrain.analysis.planning.textbook.sizes import lstm_parameters
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.recurrent.lstm import LSTM
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.run.generate import Sampling, generate, next_logits
+from jaxtrain.training import layouts, preflight
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.step import parameter_shapes
 
 V, D, L, T = 64, 32, 2, 16
 SIZES = LSTM(vocab_size=V, num_layers=L, embed_dim=D, context_length=24)
@@ -134,7 +137,8 @@ def test_a_state_carried_token_by_token_equals_the_whole_text() -> None:
     def after(tokens, cache):  # noqa: ANN001, ANN202
         return next_logits(nnx.merge(structure, params), tokens, cache, Execution())
 
-    last, cache = after(tokens[:, :prompt], Cache(SIZES.empty_state(2), jnp.int32(0)))
+    empty = empty_cache(SIZES.cached, layers=L, rows=2, room=0, dtype=jnp.dtype("bfloat16"))
+    last, cache = after(tokens[:, :prompt], empty)
     found = [last]
     for place in range(prompt, 9):
         last, cache = after(tokens[:, place : place + 1], cache)
@@ -178,10 +182,13 @@ def test_it_trains_and_generates(tiny_config, tmp_path, capsys) -> None:
 # Mesh and other fields of Program.
 LAYOUTS = {
     "zero0": ({"fsdp": 8, "zero": 0}, {}),
-    "zero1_full": ({"fsdp": 8, "zero": 1}, {"execution": Execution(remat="full")}),
-    "zero2_elementwise": ({"fsdp": 8, "zero": 2}, {"execution": Execution(remat="elementwise")}),
+    "zero1_full": ({"fsdp": 8, "zero": 1}, {"execution": Execution(remat=POLICIES["full"])}),
+    "zero2_elementwise": (
+        {"fsdp": 8, "zero": 2},
+        {"execution": Execution(remat=POLICIES["elementwise"])},
+    ),
     "zero3_unrolled": ({"fsdp": 8, "zero": 3}, {"execution": Execution(layers_per_iteration=0)}),
-    "hsdp_dots": ({"data": 2, "fsdp": 4}, {"execution": Execution(remat="dots")}),
+    "hsdp_dots": ({"data": 2, "fsdp": 4}, {"execution": Execution(remat=POLICIES["dots"])}),
     "pipe": ({"pipe": 2, "data": 2, "fsdp": 2}, {"pipeline": Pipeline(microbatches=2)}),
 }
 
@@ -244,7 +251,7 @@ def config(*bindings: str) -> Any:
 
 
 def test_arguments_are_those_of_the_compiled_step_to_the_byte() -> None:
-    layout = preflight.layout(config(), jax.devices())
+    layout = layouts.layout(config(), jax.devices())
     stats: Any = lower(config(), layout).compile().memory_analysis()
     # The compiled step has no place for what it does not read: the order is in the recurrence.
     positions = 4 * T * config().train.global_batch_size // 8
@@ -252,7 +259,7 @@ def test_arguments_are_those_of_the_compiled_step_to_the_byte() -> None:
 
 
 def test_a_layer_keeps_its_input_four_gates_its_cell_and_its_output() -> None:
-    layout = preflight.abstract_layout(config(), 8)
+    layout = layouts.abstract_layout(config(), 8)
     found = layer_profile(config(), layout, "cpu")
     assert found.stream == 4 * T * D
     # And whether each place goes on, 1 byte, and the state before the first.

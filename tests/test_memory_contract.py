@@ -11,12 +11,12 @@ import optax
 import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.optimizer import Optimizer, make_optimizer
-from jaxtrain.planning.formulas import zero_bytes
-from jaxtrain.precision import Precision
-from jaxtrain.sharding import is_variable
+from jaxtrain.analysis.planning.textbook.formulas import zero_bytes
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 
 MODELS = {
     "gpt": GPT(vocab_size=64, num_layers=1, embed_dim=32, num_heads=4, context_length=16),

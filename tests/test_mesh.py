@@ -12,23 +12,23 @@ import pytest
 from conftest import lower_step, make_program, needs_libtpu, text_batch
 from jax.sharding import AxisType
 
-from jaxtrain.errors import UserError
-from jaxtrain.mesh import (
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.compiled.hlo import parse
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel.devices import simulate_devices
+from jaxtrain.parallel.mesh import (
     MESH_AXES,
     Mesh,
     abstract_mesh,
     make_mesh,
     order_over_slices,
-    simulate_devices,
     slices_of,
 )
-from jaxtrain.models.llama import Llama
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.hlo import parse
-from jaxtrain.planning.targets import tpu_devices
-from jaxtrain.precision import Precision
-from jaxtrain.settings import load_config
-from jaxtrain.sharding import Layout, Sharding, is_variable, logical_axes
+from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
+from jaxtrain.training.settings import load_config
 
 
 def test_the_free_axis_takes_what_is_left():

@@ -4,6 +4,7 @@ import io
 import json
 import time
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ from PIL import Image
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from jaxtrain import metrics
-from jaxtrain.errors import UserError
-from jaxtrain.guard import BadStepError
+from jaxtrain.config.errors import UserError
+from jaxtrain.parallel import chips
+from jaxtrain.run import metrics, metrics_file
+from jaxtrain.training.guard import BadStepError
 
 RATES = {"tokens_per_second", "step_seconds", "mfu"}
 TRAIN_KEYS = {"step", "loss", "grad_norm", "learning_rate"} | RATES
@@ -301,7 +303,7 @@ def test_an_interrupted_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", power_cut)
     with pytest.raises(OSError, match="power cut"):
-        metrics.drop_lines_past(file, 1)
+        metrics_file.drop_lines_past(file, 1)
     assert [line["step"] for line in read(tmp_path)] == [1, 2]
 
 
@@ -341,9 +343,21 @@ def test_the_plot_is_a_picture_at_evaluations_and_at_the_end(tmp_path):
     assert not list(tmp_path.glob(".*tmp"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+def test_runs_of_one_process_draw_with_the_same_fonts(tmp_path):
+    """As a notebook's, which trains again and again: matplotlib keeps each thread's fonts open."""
+    counts = []
+    for number in range(4):
+        files = metrics_file.MetricsFiles(tmp_path / f"{number}", 0, {})
+        files.write({"step": 1, "loss": 2.0})
+        files.close()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert counts[1:] == counts[:1] * 3
+
+
 def test_a_resumed_runs_plot_shows_the_whole_curve(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(metrics, "loss_png", lambda lines, refs: drawn.append(lines) or b"")
+    monkeypatch.setattr(metrics_file, "loss_png", lambda lines, refs: drawn.append(lines) or b"")
     for first, last in ((0, 4), (4, 6)):
         log = make_log(tmp_path, first_step=first)
         run(log, first + 1, last)
@@ -389,6 +403,6 @@ def test_without_a_folder_there_are_figures_but_no_files(tmp_path, monkeypatch):
 
 
 def test_peaks():
-    assert metrics.peak_flops("NVIDIA H200") == 989e12
-    assert metrics.peak_flops("TPU v5 lite") == 197e12
-    assert metrics.peak_flops("cpu") is None
+    assert chips.peak_flops("NVIDIA H200") == 989e12
+    assert chips.peak_flops("TPU v5 lite") == 197e12
+    assert chips.peak_flops("cpu") is None

@@ -9,21 +9,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import C, D, F, K, N, V, name_of, parameters, places, some_tokens
 
-from jaxtrain.attention import Mask
-from jaxtrain.errors import UserError
-from jaxtrain.experts import slots_per_expert
-from jaxtrain.generate import Sampling, generate
-from jaxtrain.layers import Execution
-from jaxtrain.models.mixtral import Mixtral
-from jaxtrain.pipeline.schedules import Pipeline
-from jaxtrain.sharding import is_variable
-from jaxtrain.transformer import hidden, logits
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.experts import slots_per_expert
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 E = 4
 PEER = Mixtral(
@@ -116,10 +120,56 @@ def test_logits_and_losses_equal_transformers(changes: dict[str, Any]) -> None:
         assert balance > 1.05 * sizes.experts_per_token  # an even load would give k
         assert auxiliary["router_balance_loss"] / C == pytest.approx(balance, rel=1e-4)
         nats = -jax.nn.log_softmax(found[0, :-1])[jnp.arange(C - 1), tokens[0, 1:]].mean()
-        loss = float(nats + auxiliary["auxiliary"] / C)
+        loss = float(nats + auxiliary["auxiliary_loss"] / C)
         assert loss == pytest.approx(theirs.loss.item(), abs=1e-4)
         z = torch.logsumexp(theirs.router_logits[0].float(), -1).square().sum().item()
         assert auxiliary["router_z_loss"] == pytest.approx(z, rel=1e-4)
+
+
+def test_auxiliary_losses_are_means_over_tokens_as_in_transformers():
+    """Of documents, however many targets count; each row by itself, as its tokens weigh."""
+    torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    sizes = dataclasses.replace(PEER, num_layers=1, balance_weight=0.05, router_z_weight=0.01)
+    model = peer(sizes)
+    values = translate(sizes, model)
+    batch = text_batch(rows=3, length=C, vocab_size=V)
+    lengths = [C, C - 5, 2]
+    real = np.arange(C) < np.array(lengths)[:, None]
+    batch = dataclasses.replace(
+        batch,
+        segment_ids=real.astype(np.int32),
+        positions=np.tile(np.arange(C, dtype=np.int32), (3, 1)),
+    )
+    balance = z = 0.0
+    for tokens, length in zip(batch.inputs, lengths, strict=True):
+        row = torch.tensor(tokens[None], dtype=torch.long)
+        padding = (torch.arange(C) < length)[None].long()
+        with torch.no_grad():
+            theirs = model(row, attention_mask=padding, output_router_logits=True)
+        balance += length * theirs.aux_loss.item() / sum(lengths)
+        partition = torch.logsumexp(theirs.router_logits[0].reshape(C, -1)[:length].float(), -1)
+        z += partition.square().sum().item() / sum(lengths)
+    one = np.zeros_like(batch.loss_mask)
+    one[0, 3] = 1
+    program = make_program(sizes, make_layout())
+    state = program.create(0)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, v: v.replace(jnp.asarray(values[name_of(path)])),
+        state.params,
+        is_leaf=is_variable,
+    )
+    state = dataclasses.replace(state, params=params)
+    norms = []
+    with program.layout.active():
+        gradients = jax.jit(program.gradients)
+        for mask in (real.astype(np.float32), one, np.zeros_like(one)):
+            found, metrics, _ = gradients(state, dataclasses.replace(batch, loss_mask=mask))
+            assert metrics["router_balance_loss"] == pytest.approx(balance, rel=1e-4)
+            assert metrics["router_z_loss"] == pytest.approx(z, rel=1e-4)
+            assert metrics["auxiliary_loss"] == pytest.approx(0.05 * balance + 0.01 * z, rel=1e-4)
+            norms.append(float(optax.global_norm(found)))
+    # Without any target the auxiliary losses alone have a gradient: not one that grows.
+    assert 0 < norms[2] < norms[0]
 
 
 # -- on a mesh as on one device -------------------------------------------------------------------
@@ -178,9 +228,24 @@ def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     assert_equal(evaluate(program, BATCH), one_device("capacity"))
 
 
+def test_replicas_that_tell_each_other_everything_are_one_device_too():
+    """Each has its own number of targets and of tokens, and the means are over all of them."""
+    program = with_exchange(
+        Exchange(method="top_k", keep=1.0), make_program(MODELS["capacity"], make_layout(data=4))
+    )
+    state = program.create(0)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    with program.layout.active():
+        step = program.jit_train_step()
+        state, _ = step(state, batch)
+        _, metrics = step(state, batch)
+    for name, value in one_device("capacity")["metrics"].items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
+
+
 @pytest.mark.slow
 def test_remat_and_unrolling_change_nothing():
-    execution = Execution(kernel="xla", remat="full", layers_per_iteration=2)
+    execution = Execution(kernel="xla", remat=POLICIES["full"], layers_per_iteration=2)
     layout = make_layout(2, sequence_parallel=True, fsdp=2, expert=2, tensor=2)
     program = make_program(SIZES, layout, accumulation=2, execution=execution)
     assert_equal(evaluate(program, BATCH), one_device("dropless"))

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, some_tokens, split
 
-from jaxtrain import transformer
-from jaxtrain.attention import Mask
-from jaxtrain.layers import Cache, Execution
-from jaxtrain.models import gpt
-from jaxtrain.precision import to_compute
-from jaxtrain.sharding import is_variable
+from jaxtrain.nn import mlp, transformer
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import to_compute
+from jaxtrain.parallel.sharding import is_variable
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -187,7 +187,8 @@ def test_with_cache_equals_without(name: str) -> None:
     execution, tokens = Execution(kernel="reference"), some_tokens(2, T)
     expected, _ = hidden(name, execution, params, tokens, places(2, T), Mask())
     # More room than tokens, and rubbish in it: what is not filled must not be seen.
-    shape = (sizes.num_layers, 2, T + 3, sizes.num_kv_heads, sizes.head_dim)
+    facts = sizes.attention
+    shape = (sizes.layers, 2, T + 3, facts.num_kv_heads, facts.key_dim)
     cache = Cache((jnp.full(shape, 7.0), jnp.full(shape, 7.0)), jnp.int32(0))
     found, start = [], 0
     for length in (prompt, *[1] * (T - prompt)):
@@ -211,9 +212,9 @@ def test_gelu_and_its_gradient_equal_torchs(
     monkeypatch: pytest.MonkeyPatch, platform: str, dtype: str, rounding: float
 ) -> None:
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(gpt, "platform_of", lambda mesh: platform)
+    monkeypatch.setattr(mlp, "platform_of", lambda mesh: platform)
     x = jnp.linspace(-12, 12, 4801).astype(dtype)
-    y, back = jax.vjp(gpt.gelu, x)
+    y, back = jax.vjp(mlp.gelu, x)
     (gradient,) = back(jnp.ones_like(x))
     assert y.dtype == gradient.dtype == dtype
     theirs = torch.tensor(np.asarray(x, np.float64), requires_grad=True)

@@ -10,14 +10,16 @@ from conftest import text_batch
 from flax import nnx
 from tiny_models import LLAMA, MODELS, C, D, V, name_of, parameters, split
 
-from jaxtrain.attention import Mask
-from jaxtrain.errors import UserError
-from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss, next_token
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.sharding import logical_axes
-from jaxtrain.tables import RULES
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.parallel.tables import RULES
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.objectives.next_token import NextToken
 
 SIZES = {
     **MODELS,
@@ -35,7 +37,7 @@ BATCH = text_batch(rows=2, length=C, vocab_size=V)
 def loss_fn(name: str, execution: Execution):  # noqa: ANN201
     def loss(params):  # noqa: ANN001, ANN202
         model = nnx.merge(split(name)[0], params)
-        return next_token(model, {}, BATCH, execution, Loss(), train=True)[0]["loss"]
+        return NextToken().sums(model, {}, BATCH, execution, Loss(), train=True)[0]["loss"]
 
     return loss
 
@@ -62,7 +64,7 @@ def loss_and_grads(name: str, execution: Execution) -> Any:
 def test_loop_and_remat_do_not_change_the_mathematics(
     name: str, remat: str, layers_per_iteration: int
 ) -> None:
-    execution = Execution(remat=remat, layers_per_iteration=layers_per_iteration)
+    execution = Execution(remat=POLICIES[remat], layers_per_iteration=layers_per_iteration)
     loss, grads = loss_and_grads(name, execution)
     expected_loss, expected_grads = loss_and_grads(name, Execution())
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -77,7 +79,7 @@ def test_loop_and_remat_do_not_change_the_mathematics(
 
 def kept_for_backward(name: str, remat: str, layers_per_iteration: int) -> list[Any]:
     """Abstract values of what the backward pass is handed, besides what is no activation."""
-    execution = Execution(remat=remat, layers_per_iteration=layers_per_iteration)
+    execution = Execution(remat=POLICIES[remat], layers_per_iteration=layers_per_iteration)
     loss = loss_fn(name, execution)
     kept = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], split(name)[1]))
     weights = {v.get_value().shape for v in parameters(MODELS[name]).values()}
@@ -122,7 +124,7 @@ def test_elementwise_keeps_one_array_between_the_products_of_an_mlp() -> None:
 @pytest.mark.parametrize("layers_per_iteration", [1, 2, 0])
 def test_the_program_shows_the_remat(layers_per_iteration: int) -> None:
     def text(remat: str) -> str:
-        execution = Execution(remat=remat, layers_per_iteration=layers_per_iteration)
+        execution = Execution(remat=POLICIES[remat], layers_per_iteration=layers_per_iteration)
         return str(jax.make_jaxpr(jax.grad(loss_fn("llama", execution)))(split("llama")[1]))
 
     assert "remat" not in text("none")

@@ -12,17 +12,20 @@ import pytest
 from conftest import make_layout, make_program, text_batch
 from flax import nnx
 
-from jaxtrain import preflight
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
-from jaxtrain.errors import UserError
-from jaxtrain.exchange import Exchange, with_exchange
-from jaxtrain.models.gpt import GPT
-from jaxtrain.moments import Rounded, keep_moments, round_to_bfloat16
-from jaxtrain.optimizer import Optimizer, make_optimizer
-from jaxtrain.pipeline.stages import Stages
-from jaxtrain.settings import load_config
-from jaxtrain.sharding import shardings
-from jaxtrain.step import with_shardings
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.parallel.sharding import shardings
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training import preflight
+from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.optimizers.moments import Rounded, keep_moments, round_to_bfloat16
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rule import rules
+from jaxtrain.training.pipeline.stages import Stages
+from jaxtrain.training.settings import Checkpoint, load_config
+from jaxtrain.training.step import with_shardings
 
 CONSTANT = optax.constant_schedule(1e-2)
 ULP = 2.0**-7  # between the bfloat16 numbers from 1 to 2
@@ -218,7 +221,8 @@ def test_a_regression_learns_as_with_float32_moments_and_to_nearest_does_not():
     all later steps too short. b2 = 0.998 takes 0.2 % off it a step, and bfloat16's neighbours are
     at least 0.39 % apart."""
     D, rows, steps, seeds = 16, 8, 3000, 3
-    settings = {"learning_rate": 3e-3, "b2": 0.998, "weight_decay": 0.0, "clip_norm": None}
+    rule = AdamW(b2=0.998)
+    settings = {"rule": rule, "learning_rate": 3e-3, "weight_decay": 0.0, "clip_norm": None}
 
     def final_loss(optimizer, seed):
         key, wanted_key, noise_key = jax.random.split(jax.random.key(seed), 3)
@@ -247,7 +251,7 @@ def test_a_regression_learns_as_with_float32_moments_and_to_nearest_does_not():
     rate = optax.constant_schedule(settings["learning_rate"])
     exact = losses(make_optimizer(Optimizer(**settings), rate))
     rounded = losses(make_optimizer(Optimizer(moments="bfloat16", **settings), rate))
-    adam = to_nearest(optax.scale_by_adam(0.9, settings["b2"]))
+    adam = to_nearest(optax.scale_by_adam(0.9, rule.b2))
     nearest = losses(optax.chain(adam, optax.scale_by_learning_rate(rate)))
     # What three seeds differ by is what a run's noise makes of the loss.
     spread = exact.max() - exact.min()
@@ -261,18 +265,23 @@ MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_leng
 BATCH = text_batch(rows=8, length=8, vocab_size=32)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", rules())
 def test_every_rule_keeps_its_moments_in_the_dtype_asked_for(name):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(**SHAPES))
-    count = 2 if name == "adamw" else 1
     for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(Optimizer(name=name, moments=dtype), CONSTANT)
+        settings = Optimizer(rule=rules()[name](), moments=dtype)
+        optimizer = make_optimizer(settings, CONSTANT)
         before = optimizer.init(params)
         _, after = jax.eval_shape(optimizer.update, params, before, params)
+        kept = [array for shape in SHAPES.values() for array in settings.keeps(*shape)]
+        wanted = sorted((x.shape, "float32" if x.exact else dtype) for x in kept)
         for state in (before, after):
-            leaves = [x.dtype.name for x in jax.tree.leaves(state) if x.dtype != jnp.int32]
-            assert leaves == [dtype] * count * len(SHAPES)
+            found = [(x.shape, x.dtype.name) for x in jax.tree.leaves(state) if x.ndim]
+            assert sorted(found) == wanted
         assert jax.tree.structure(before) == jax.tree.structure(after)
+        assert sum(x.bytes(dtype) for x in kept) == sum(
+            x.nbytes for x in jax.tree.leaves(before) if x.ndim
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,25 @@ import pytest
 from conftest import make_layout, make_program, text_batch
 from test_float8 import lower_for, operands_of_products
 
-from jaxtrain import preflight
-from jaxtrain.errors import UserError
-from jaxtrain.layers import Execution
-from jaxtrain.models.gpt import GPT
-from jaxtrain.narrow import refuse_matmul
-from jaxtrain.planning.targets import compiler_options, parse_target
-from jaxtrain.precision import Precision
-from jaxtrain.settings import load_config
+from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.products.eight_bit import EINSUMS, refuse
+from jaxtrain.training import preflight
+from jaxtrain.training.settings import load_config
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)
 BATCH = text_batch(rows=8, length=16, vocab_size=32)
 PLAIN = Execution(kernel="reference")
 FORMATS = ["float8", "int8"]
+OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
 
 def first_loss(matmul, layout, **changes):
-    program = dataclasses.replace(
-        make_program(MODEL, layout, execution=dataclasses.replace(PLAIN, matmul=matmul)), **changes
-    )
+    execution = dataclasses.replace(PLAIN, einsum=EINSUMS[matmul])
+    program = dataclasses.replace(make_program(MODEL, layout, execution=execution), **changes)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with layout.active():
         grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
@@ -54,7 +54,7 @@ def losses(matmul) -> np.ndarray:
     """Of the same batch 40 times, from three seeds."""
     layout = make_layout(fsdp=1)
     settings = Precision(compute="bfloat16", matmul=matmul)
-    execution = dataclasses.replace(PLAIN, matmul=matmul)
+    execution = dataclasses.replace(PLAIN, einsum=EINSUMS[matmul])
     program = make_program(MODEL, layout, precision=settings, execution=execution)
     step = program.jit_train_step()
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
@@ -158,7 +158,8 @@ def test_where_8_bits_are_not_to_be_had_they_are_refused(matmul, config, target,
     ],
 )
 def test_devices_that_no_plan_is_made_for_have_the_formats_of_their_units(kind, formats):
-    refused = {m for m in FORMATS if list(refuse_matmul(m, "gpu", kind, MODEL))}
+    asked = {"platform": "gpu", "device_kind": kind, **OF_A_GPT}
+    refused = {m for m in FORMATS if list(refuse(m, **asked))}
     assert refused == set(FORMATS) - formats
 
 

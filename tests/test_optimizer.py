@@ -10,10 +10,15 @@ import pytest
 from conftest import make_layout, make_program, text_batch
 from flax import nnx
 
-from jaxtrain.errors import UserError
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.resnet import ResNet
-from jaxtrain.optimizer import Optimizer, Schedule, averaged, make_optimizer, make_schedule
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.convolutional.resnet import ResNet
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.optimizers.lion import Lion
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.schedule import Schedule, make_schedule, notes
+from jaxtrain.training.optimizers.sgd import SGD
 
 STEPS = 20
 # name -> (shape, what the dimensions mean, whether it is decayed)
@@ -99,12 +104,14 @@ def sgd(optim, decayed, others):
     return optim.SGD(groups, lr=1e-2, momentum=0.8, nesterov=True, weight_decay=0.3)
 
 
-ADAMW = {"name": "adamw", "b1": 0.8, "b2": 0.9, "epsilon": 1e-6}
-SGD = {"name": "sgd", "momentum": 0.8}
+ADAMW = {"rule": AdamW(b1=0.8, b2=0.9, epsilon=1e-6)}
+NESTEROV = {"rule": SGD(momentum=0.8)}
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-@pytest.mark.parametrize(("settings", "make"), [(ADAMW, adamw), (SGD, sgd)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("settings", "make"), [(ADAMW, adamw), (NESTEROV, sgd)], ids=["adamw", "sgd"]
+)
 def test_update_rules_and_clipping_equal_torch(settings, make, clip_norm):
     settings = Optimizer(**settings, learning_rate=1e-2, weight_decay=0.3, clip_norm=clip_norm)
     assert_same_path(
@@ -135,7 +142,7 @@ def test_lion_equals_its_published_rule():
             yield dict(params)
 
     settings = Optimizer(
-        name="lion", learning_rate=rate, weight_decay=decay, clip_norm=None, b1=b1, b2=b2
+        rule=Lion(b1=b1, b2=b2), learning_rate=rate, weight_decay=decay, clip_norm=None
     )
     assert_same_path(ours(settings, optax.constant_schedule(rate)), published())
 
@@ -152,7 +159,7 @@ def test_exactly_the_weights_of_products_and_lookups_decay(model, sizes):
     shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
     params = jax.tree.map(lambda shape: jnp.ones(shape.shape), shapes)
     optimizer = make_optimizer(
-        Optimizer(name="sgd", weight_decay=1.0, clip_norm=None), optax.constant_schedule(1.0)
+        Optimizer(rule=SGD(), weight_decay=1.0, clip_norm=None), optax.constant_schedule(1.0)
     )
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
@@ -182,7 +189,7 @@ def test_the_average_equals_torch():
     )
     params = state_of(INITIAL)
     opt_state, plain_state = optimizer.init(params), plain.init(params)
-    start = averaged(opt_state)
+    start = averaged(opt_state, params)
     jax.tree.map(np.testing.assert_array_equal, start, params)
     module = torch.nn.ParameterDict({n: torch.zeros(v.shape) for n, v in INITIAL.items()})
     theirs = swa.AveragedModel(module, multi_avg_fn=swa.get_ema_multi_avg_fn(DECAY))
@@ -196,7 +203,7 @@ def test_the_average_equals_torch():
         for name, parameter in module.items():
             parameter.data = torch.tensor(np.asarray(params[name].get_value()))
         theirs.update_parameters(module)
-        found = averaged(opt_state)
+        found = averaged(opt_state, params)
         for name, average in theirs.module.items():
             np.testing.assert_allclose(
                 found[name].get_value(),
@@ -210,7 +217,7 @@ def test_the_average_equals_torch():
 @pytest.mark.parametrize("decay", [0.5, 0.9999, 0.9999999])
 def test_the_first_parameters_have_no_part_in_the_average(decay):
     optimizer = make_optimizer(
-        Optimizer(name="sgd", average_decay=decay, weight_decay=0.0, clip_norm=None, momentum=0.0),
+        Optimizer(rule=SGD(momentum=0.0), average_decay=decay, weight_decay=0.0, clip_norm=None),
         optax.constant_schedule(1.0),
     )
     params = {"w": nnx.Param(jnp.full((4,), 1e6), axes=("embed",))}
@@ -218,15 +225,15 @@ def test_the_first_parameters_have_no_part_in_the_average(decay):
     opt_state = optimizer.init(params)
     _, opt_state = optimizer.update(gradient, opt_state, params)
     # 1e6 - (1e6 - 1): to float32's rounding of the million's share, an eighth.
-    np.testing.assert_allclose(averaged(opt_state)["w"].get_value(), 1.0, atol=0.25)
+    np.testing.assert_allclose(averaged(opt_state, params)["w"].get_value(), 1.0, atol=0.25)
 
 
 def test_bfloat16_parameters_are_averaged_in_float32():
     optimizer = make_optimizer(
-        Optimizer(name="sgd", average_decay=0.9), optax.constant_schedule(1.0)
+        Optimizer(rule=SGD(), average_decay=0.9), optax.constant_schedule(1.0)
     )
     params = {"w": nnx.Param(jnp.ones((4,), jnp.bfloat16), axes=("embed",))}
-    assert averaged(optimizer.init(params))["w"].get_value().dtype == jnp.float32
+    assert averaged(optimizer.init(params), params)["w"].get_value().dtype == jnp.float32
 
 
 def test_without_a_decay_no_average_is_kept():
@@ -235,7 +242,7 @@ def test_without_a_decay_no_average_is_kept():
         make_optimizer(Optimizer(average_decay=decay), optax.constant_schedule(1.0)).init(params)
         for decay in (None, 0.9)
     )
-    assert averaged(without) is None
+    assert averaged(without, params) is None
     assert jax.tree.structure(with_average[:-1]) == jax.tree.structure(without)
 
 
@@ -265,11 +272,13 @@ def trained():
 
 def test_the_average_on_eight_devices_equals_one(trained):
     (_, one, _), (program, eight, _) = trained
-    found, expected = averaged(eight.opt_state), averaged(one.opt_state)
+    found, expected = (averaged(state.opt_state, state.params) for state in (eight, one))
     # Adam's first steps are of size learning_rate whatever the gradient's: where it is next to
     # nothing, the order of a sum decides, as it does of the parameters.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), found, expected)
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, averaged(program.abstract_state().opt_state))
+    abstract = program.abstract_state()
+    average = averaged(abstract.opt_state, abstract.params)
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, average)
     assert jax.tree.map(lambda x: x.sharding, found) == wanted
     # ZeRO 1: the average lies split over fsdp as the moments do, the parameters do not.
     moments = jax.tree.leaves(eight.opt_state[1].mu)
@@ -283,15 +292,17 @@ def test_the_average_on_eight_devices_equals_one(trained):
 def test_evaluation_uses_the_average(trained):
     for program, state, batch in trained:
         consensus = program.consensus(state)
-        jax.tree.map(np.testing.assert_array_equal, consensus.params, averaged(state.opt_state))
+        jax.tree.map(
+            np.testing.assert_array_equal, consensus.params, averaged(state.opt_state, state.params)
+        )
         assert jax.tree.map(lambda x: x.sharding, consensus.params) == jax.tree.map(
             lambda x: x.sharding, state.params
         )
         evaluate = jax.jit(program.eval_step)
         with program.layout.active():
             zeros = program.no_sums(state, batch)
-            plain, average = (evaluate(s, batch, zeros)["loss"] for s in (state, consensus))
-        assert float(plain) != float(average)
+            plain, smooth = (evaluate(s, batch, zeros)["loss"] for s in (state, consensus))
+        assert float(plain) != float(smooth)
         without = dataclasses.replace(state, opt_state=())
         assert program.consensus(without) is without
 
@@ -301,45 +312,145 @@ def test_evaluation_uses_the_average(trained):
 PEAK, FINAL = 0.3, 0.1
 
 
-def torch_schedule(name: str, warmup: int, decay: int):
+# name -> what else it is given; `length` is a decay's from the peak to the run's last step.
+TORCH = {
+    "constant": lambda of, optimizer, length: of.ConstantLR(optimizer, factor=1.0),
+    "linear": lambda of, optimizer, length: of.LinearLR(optimizer, 1.0, FINAL, length),
+    "cosine": lambda of, optimizer, length: of.CosineAnnealingLR(optimizer, length, PEAK * FINAL),
+    "wsd": lambda of, optimizer, length: of.ConstantLR(optimizer, factor=1.0),
+}
+WSD_DECAY = 6
+
+
+def torch_schedule(name: str, warmup: int):
     """The learning rate of every step, from PyTorch's schedulers in sequence."""
     torch = pytest.importorskip("torch")
     schedulers = torch.optim.lr_scheduler
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    rest = STEPS - warmup
     parts, ends = [], []
     if warmup:
-        parts.append(schedulers.LambdaLR(optimizer, lambda step: step / warmup))
-        ends.append(warmup)
-    if name == "cosine":
-        parts.append(schedulers.CosineAnnealingLR(optimizer, T_max=rest, eta_min=FINAL * PEAK))
-    elif name == "linear":
-        parts.append(schedulers.LinearLR(optimizer, 1.0, FINAL, total_iters=rest))
-    else:
-        parts.append(schedulers.ConstantLR(optimizer, factor=1.0))
+        parts.append(schedulers.LambdaLR(optimizer, lambda epoch: (epoch + 1) / warmup))
+        ends.append(warmup - 1)  # the step of the peak is the decay's first
+    parts.append(TORCH[name](schedulers, optimizer, STEPS - max(warmup, 1)))
     if name == "wsd":
-        parts.append(schedulers.LinearLR(optimizer, 1.0, FINAL, total_iters=decay))
-        ends.append(STEPS - decay)
+        parts.append(schedulers.LinearLR(optimizer, 1.0, FINAL, total_iters=WSD_DECAY))
+        ends.append(STEPS - 1 - WSD_DECAY)
     scheduler = schedulers.SequentialLR(optimizer, parts, ends)
+    return followed(optimizer, scheduler)
+
+
+def followed(optimizer, scheduler) -> list[float]:
+    """The learning rate of each of STEPS steps."""
     rates = []
-    for _ in range(STEPS + 1):
+    for step in range(STEPS):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        scheduler.step()
+        if step < STEPS - 1:
+            scheduler.step()
     return rates
 
 
-@pytest.mark.parametrize("warmup", [0, 4])
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+def rates_of(steps: int = STEPS, *, count: int | None = None, **settings) -> np.ndarray:
+    """The learning rates of a run's steps, or of its first `count`."""
+    schedule = make_schedule(Schedule(**settings), PEAK, steps)
+    return np.array([float(schedule(step)) for step in range(count or steps)])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("name", TORCH)
 def test_schedules_equal_torch(name, warmup):
-    decay = 6 if name == "wsd" else 0
-    settings = Schedule(name=name, warmup_steps=warmup, final_fraction=FINAL, decay_steps=decay)
-    schedule = make_schedule(settings, PEAK, STEPS)
-    rates = [float(schedule(step)) for step in range(STEPS + 1)]
-    np.testing.assert_allclose(rates, torch_schedule(name, warmup, decay), rtol=2e-6, atol=1e-8)
-    ends_at = PEAK if name == "constant" else PEAK * FINAL
-    assert rates[STEPS] == pytest.approx(ends_at, rel=1e-6)
-    assert max(rates) == pytest.approx(PEAK)
+    decay = WSD_DECAY if name == "wsd" else 0
+    rates = rates_of(name=name, warmup_steps=warmup, final_fraction=FINAL, decay_steps=decay)
+    np.testing.assert_allclose(rates, torch_schedule(name, warmup), rtol=2e-6, atol=1e-8)
+
+
+def test_one_cycle_equals_torch():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PEAK, total_steps=STEPS, pct_start=6 / STEPS, cycle_momentum=False,
+        final_div_factor=1 / 25 / FINAL,
+    )  # fmt: skip
+    rates = rates_of(name="one_cycle", warmup_steps=6, final_fraction=FINAL)
+    np.testing.assert_allclose(rates, followed(optimizer, scheduler), rtol=2e-6)
+
+
+def test_polynomial_equals_torch():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, STEPS - 1, power=3.0)
+    rates = rates_of(name="polynomial", power=3.0, final_fraction=0.0)
+    np.testing.assert_allclose(rates, followed(optimizer, scheduler), rtol=2e-6, atol=1e-8)
+
+
+def test_inverse_sqrt_is_its_formula():
+    """lr = peak min(s / w, sqrt(w / s)) (arXiv 1706.03762, section 5.3), not below the last."""
+    step = np.arange(1, 401)
+    expected = PEAK * np.maximum(np.minimum(step / 4, np.sqrt(4 / step)), 0.15 * (step > 4))
+    rates = rates_of(400, name="inverse_sqrt", warmup_steps=4, final_fraction=0.15)
+    np.testing.assert_allclose(rates, expected, rtol=2e-6)
+    assert rates[-1] == pytest.approx(0.15 * PEAK)
+
+
+def test_warm_restarts_are_cosines_from_peak_to_end_one_after_the_other():
+    """lr = final + (peak - final) (1 + cos(pi t / n)) / 2 for t = 0..n (arXiv 1608.03983)."""
+    cycle = FINAL + (1 - FINAL) * (1 + np.cos(np.pi * np.arange(6) / 5)) / 2
+    expected = PEAK * np.concatenate([[1 / 3, 2 / 3], cycle, cycle, cycle])
+    rates = rates_of(20, name="warm_restarts", warmup_steps=3, decay_steps=5, final_fraction=FINAL)
+    np.testing.assert_allclose(rates, expected, rtol=2e-6)
+
+
+ENDING = [
+    {"name": "linear"},
+    {"name": "cosine", "warmup_steps": 3},
+    {"name": "polynomial"},
+    {"name": "one_cycle", "warmup_steps": 5},
+    {"name": "wsd", "decay_steps": 1},
+    {"name": "wsd", "decay_steps": 4, "warmup_steps": 2},
+]
+
+
+@pytest.mark.parametrize("settings", ENDING, ids=str)
+@pytest.mark.parametrize("steps", [7, 20, 1000])
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+def test_the_last_step_has_the_final_fraction_and_the_one_before_has_more(settings, steps, final):
+    rates = rates_of(steps, **settings, final_fraction=final)
+    assert rates[-1] == pytest.approx(final * PEAK, rel=1e-7, abs=0)
+    assert final == 1 or rates[-2] > rates[-1]
+    top = max(settings.get("warmup_steps", 0), 1)
+    assert rates[top - 1] == rates.max() == pytest.approx(PEAK, rel=1e-7)
+    first = 1 if top == 1 else 1 / 25 if settings["name"] == "one_cycle" else 1 / top
+    assert rates[0] == pytest.approx(first * PEAK)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "one_cycle"])
+def test_a_run_made_longer_with_its_decays_length_keeps_its_rates(name):
+    short = Schedule(name=name, warmup_steps=3)
+    rates = rates_of(20, name=name, warmup_steps=3)
+    kept = short.with_same_decay(20)
+    longer = rates_of(40, name=name, warmup_steps=3, decay_steps=kept.decay_steps)
+    np.testing.assert_array_equal(longer[:20], rates)
+    np.testing.assert_array_equal(longer[20:], rates[-1])
+    assert kept.with_same_decay(40) == kept
+    constant = Schedule(name="constant")
+    assert constant.with_same_decay(20) == constant
+
+
+def test_a_warm_up_longer_than_the_run_grows_as_far_as_it_goes():
+    for settings in ({"name": "cosine"}, {"name": "wsd", "decay_steps": 2}, {"name": "constant"}):
+        rates = rates_of(5, warmup_steps=50, **settings)
+        np.testing.assert_allclose(rates, PEAK * np.arange(1, 6) / 50, rtol=1e-6)
+        (note,) = notes(Schedule(warmup_steps=50, **settings), 5)
+        assert "Schedule.warmup_steps=50 is more than Train.steps=5" in note
+        assert "grows to 10% of" in note
+    # The peak is in the last step: there is nothing to decay in.
+    assert rates_of(4, name="cosine", warmup_steps=4)[-1] == pytest.approx(PEAK)
+    assert not list(notes(Schedule(warmup_steps=4), 4))
+    wsd = {"name": "wsd", "warmup_steps": 8, "decay_steps": 4}
+    (note,) = notes(Schedule(**wsd), 10)
+    assert "the learning rate decays over 2 steps" in note
+    expected = [*np.arange(1, 9) / 8, 0.55, 0.1]
+    np.testing.assert_allclose(rates_of(10, **wsd), PEAK * np.array(expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -358,31 +469,23 @@ def test_schedules_equal_torch(name, warmup):
             lambda: Optimizer(average_decay=1.0),
             "Optimizer.average_decay=1.0; use None, or a number above 0 and below 1 such as 0.999",
         ),
-        (lambda: Optimizer(b2=1.0), "Optimizer.b2=1.0; use 0 to below 1"),
-        (
-            lambda: Schedule(warmup_steps=-1),
-            "Schedule.warmup_steps=-1, Schedule.decay_steps=0; use 0 or more",
-        ),
+        (lambda: AdamW(b2=1.0), "AdamW.b2=1.0; use 0 to below 1"),
+        (lambda: Schedule(warmup_steps=-1), "Schedule.warmup_steps=-1; use 0 or more"),
         (lambda: Schedule(final_fraction=2.0), "Schedule.final_fraction=2.0; use 0 to 1"),
         (
             lambda: Schedule(name="wsd"),
-            "Schedule.name='wsd' with Schedule.decay_steps=0: 'wsd' wants decay_steps above 0, "
-            "the others 0",
+            "Schedule.name='wsd' with Schedule.decay_steps=0; say how many steps decay, such as a "
+            "tenth of Train.steps",
         ),
         (
-            lambda: Schedule(name="cosine", decay_steps=5),
-            "Schedule.name='cosine' with Schedule.decay_steps=5: 'wsd' wants decay_steps above 0, "
-            "the others 0",
+            lambda: Schedule(name="constant", decay_steps=5),
+            "Schedule.decay_steps=5 does nothing for Schedule.name='constant', which does not "
+            "end; use 0",
         ),
         (
-            lambda: make_schedule(Schedule(name="wsd", warmup_steps=8, decay_steps=4), PEAK, 10),
-            "Schedule.warmup_steps=8 + Schedule.decay_steps=4 is more than Train.steps=10; use "
-            "Train.steps = 12 or more, or a shorter warm-up",
-        ),
-        (
-            lambda: make_schedule(Schedule(warmup_steps=50), PEAK, 30),
-            "Schedule.warmup_steps=50 is more than Train.steps=30; use Train.steps = 50 or more, "
-            "or a shorter warm-up",
+            lambda: Schedule(power=1.0),
+            "Schedule.power=1.0 does nothing for Schedule.name='cosine'; leave it at 2.0 or set "
+            "Schedule.name='polynomial'",
         ),
     ],
 )

@@ -14,10 +14,10 @@ import test_step
 from conftest import make_layout, make_program, text_batch
 from parity import assert_equal, evaluate
 
-from jaxtrain.layers import Execution
-from jaxtrain.mesh import MESH_AXES
-from jaxtrain.models.mixtral import Mixtral
-from jaxtrain.pipeline.schedules import Pipeline
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn.execution import Execution
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 TESTS = Path(__file__).parent
 BATCH = text_batch(rows=16, length=16, vocab_size=48)

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import TOLERANCE, assert_equal, evaluate
 
-from jaxtrain.generate import Sampling, generate
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.pipeline.schedules import Pipeline
-from jaxtrain.remat import Remat
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 64
 BATCH = text_batch(rows=ROWS, length=LENGTH, vocab_size=48)
@@ -117,7 +117,7 @@ def test_accumulation_remat_and_a_chunked_loss_work_inside_a_stage():
         make_layout(pipe=2, fsdp=2),
         pipeline=Pipeline(microbatches=2),
         accumulation=2,
-        execution=dataclasses.replace(base.execution, remat=Remat(policy="full").policy),
+        execution=dataclasses.replace(base.execution, remat=POLICIES["full"]),
         loss=dataclasses.replace(base.loss, chunk_size=4),
     )
     assert_equal(evaluate(program, BATCH), expected)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.pipeline.backward import Backward, cut
+from jaxtrain.training.pipeline.backward import Backward, cut
 
 D, F, B = 8, 16, 4
 

@@ -8,18 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.errors import UserError
-from jaxtrain.pipeline.schedules import (
-    Action,
-    Kind,
-    Pipeline,
-    check,
-    cut_layers,
-    forward_only,
-    make_schedule,
-    sends,
-    slots,
-)
+from jaxtrain.config.errors import UserError
+from jaxtrain.training.pipeline.schedules import Pipeline, cut_layers, forward_only, make_schedule
+from jaxtrain.training.pipeline.slots import sends, slots
+from jaxtrain.training.pipeline.table import Action, Kind, check
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 6, 8, 16)]
 

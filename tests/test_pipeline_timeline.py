@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from jaxtrain.pipeline.schedules import Kind, forward_only, make_schedule
-from jaxtrain.pipeline.timeline import (
+from jaxtrain.analysis.planning.timeline import (
     closed_form_bubble,
     closed_form_peak,
     closed_form_ticks,
@@ -17,6 +16,8 @@ from jaxtrain.pipeline.timeline import (
     table,
     timeline_figure,
 )
+from jaxtrain.training.pipeline.schedules import forward_only, make_schedule
+from jaxtrain.training.pipeline.table import Kind
 
 CASES = [
     (name, p, m * p if name == "interleaved" else m, v)

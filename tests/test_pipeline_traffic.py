@@ -5,14 +5,15 @@ import collections
 import pytest
 from conftest import lower_step, make_program, needs_libtpu, text_batch
 
-from jaxtrain.layers import Execution
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.llama import Llama
-from jaxtrain.pipeline.schedules import Pipeline, make_schedule, sends
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.targets import tpu_devices
-from jaxtrain.precision import Precision
-from jaxtrain.sharding import Layout
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.pipeline.slots import sends
 
 pytestmark = needs_libtpu
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxtrain.planning import activations
+from jaxtrain.analysis.planning.textbook import formulas
 
 B, T, D, N, K, F = 3, 16, 96, 4, 2, 80
 H = D // N
@@ -107,68 +107,64 @@ def grouped(torch, q, k, v):
 
 
 def test_a_gpt_layer_keeps_what_korthikanti_says():
-    assert kept(gpt(plain, dropout=0.1)) == activations.gpt_layer(B, T, D, N)
-    assert activations.gpt_layer(B, T, D, N) == B * T * D * (34 + 5 * N * T / D)
+    assert kept(gpt(plain, dropout=0.1)) == formulas.gpt_layer(B, T, D, N)
+    assert formulas.gpt_layer(B, T, D, N) == B * T * D * (34 + 5 * N * T / D)
 
 
 def test_a_gpt_layer_without_dropout():
-    assert kept(gpt(plain, dropout=0)) == activations.gpt_layer_without_dropout(B, T, D, N)
+    assert kept(gpt(plain, dropout=0)) == formulas.gpt_layer_without_dropout(B, T, D, N)
 
 
 def test_a_gpt_layer_with_a_flash_kernel():
-    assert kept(gpt(flash, dropout=0)) == activations.gpt_layer_flash(B, T, D, N)
+    assert kept(gpt(flash, dropout=0)) == formulas.gpt_layer_flash(B, T, D, N)
 
 
 def test_a_llama_layer():
-    assert kept(llama(grouped)) == activations.llama_layer(B, T, D, N, K, F)
-    lighter = activations.llama_layer_flash(B, T, D, N, K, F)
-    saved = activations.llama_layer(B, T, D, N, K, F) - lighter
+    assert kept(llama(grouped)) == formulas.llama_layer(B, T, D, N, K, F)
+    lighter = formulas.llama_layer_flash(B, T, D, N, K, F)
+    saved = formulas.llama_layer(B, T, D, N, K, F) - lighter
     assert saved == 2 * B * N * T * T - 4 * B * N * T
 
 
 def test_tensor_parallel_devices_together_hold_the_rest_once():
     """Whole on each of t: 10 B T D of a GPT with dropout, 8 without, 8 of a Llama (in bytes)."""
     layers = (
-        (10, activations.gpt_layer),
-        (8, activations.gpt_layer_without_dropout),
-        (8, activations.gpt_layer_flash),
+        (10, formulas.gpt_layer),
+        (8, formulas.gpt_layer_without_dropout),
+        (8, formulas.gpt_layer_flash),
     )
     for whole, layer in layers:
         for t in (2, 4):
             together = t * layer(B, T, D, N, tensor=t)
             assert together - layer(B, T, D, N) == (t - 1) * whole * B * T * D
-    llamas = (activations.llama_layer, activations.llama_layer_flash)
+    llamas = (formulas.llama_layer, formulas.llama_layer_flash)
     for layer in llamas:
         together = 4 * layer(B, T, D, N, K, F, tensor=4)
         assert together - layer(B, T, D, N, K, F) == 3 * 8 * B * T * D
 
 
 def test_sequence_parallel_devices_hold_everything_once():
-    assert 4 * activations.gpt_layer_sequence(B, T, D, N, tensor=4) == activations.gpt_layer(
-        B, T, D, N
-    )
+    assert 4 * formulas.gpt_layer_sequence(B, T, D, N, tensor=4) == formulas.gpt_layer(B, T, D, N)
     sizes = (B, T, D, N, K, F)
-    split = activations.llama_layer_flash_sequence(*sizes, tensor=4)
-    assert 4 * split == activations.llama_layer_flash(*sizes)
+    split = formulas.llama_layer_flash_sequence(*sizes, tensor=4)
+    assert 4 * split == formulas.llama_layer_flash(*sizes)
 
 
 def test_gpt3s_scores_are_most_of_its_activations():
     """5 a s / h is 80 for GPT-3 and 64 for the 530B model (arXiv 2205.05198, section 5), so
     selective recomputation saves 70 and 65 percent."""
     for N, D, ratio, saved in ((96, 12288, 80, 0.70), (128, 20480, 64, 0.65)):
-        whole = activations.gpt_layer(1, 2048, D, N)
-        selective = activations.gpt_layer_selective(1, 2048, D, N)
-        assert activations.scores(1, 2048, N) / (2048 * D) == ratio
+        whole = formulas.gpt_layer(1, 2048, D, N)
+        selective = formulas.gpt_layer_selective(1, 2048, D, N)
+        assert formulas.scores(1, 2048, N) / (2048 * D) == ratio
         assert 1 - selective / whole == pytest.approx(saved, abs=0.01)
-        assert activations.layer_full_remat(1, 2048, D) == selective / 17
+        assert formulas.layer_full_remat(1, 2048, D) == selective / 17
 
 
 def test_logits():
-    assert activations.logits(2, 16, 1000) == 4 * 2 * 16 * 1000
-    assert activations.logits(2, 16, 1000, tensor=8, element_bytes=2) == 2 * 2 * 16 * 125
+    assert formulas.logits(2, 16, 1000) == 4 * 2 * 16 * 1000
+    assert formulas.logits(2, 16, 1000, tensor=8, element_bytes=2) == 2 * 2 * 16 * 125
     # A Llama 8B's, of one row: as much as the layer inputs of 32 layers twice over.
-    row = activations.logits(1, 8192, 128256)
+    row = formulas.logits(1, 8192, 128256)
     assert row == pytest.approx(3.9 * 2**30, rel=0.01)
-    assert math.isclose(
-        row / (32 * activations.layer_full_remat(1, 8192, 4096)), 1.957, rel_tol=1e-3
-    )
+    assert math.isclose(row / (32 * formulas.layer_full_remat(1, 8192, 4096)), 1.957, rel_tol=1e-3)

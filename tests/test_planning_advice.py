@@ -4,11 +4,11 @@ import functools
 
 import pytest
 
-from jaxtrain.planning.advice import fixes_for
-from jaxtrain.planning.pricing import price
-from jaxtrain.planning.targets import parse_target
-from jaxtrain.planning.variants import bindings_of, changed, refusal
-from jaxtrain.settings import load_config
+from jaxtrain.analysis.planning.advice import fixes_for
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.search import price
+from jaxtrain.analysis.planning.variants import bindings_of, changed, refusal
+from jaxtrain.training.settings import load_config
 
 NONE = ("Train.accumulation=5", "Remat.policy='none'")
 

@@ -10,17 +10,18 @@ from conftest import needs_libtpu
 from jax.sharding import PartitionSpec as P
 from test_planning_traffic import LLAMA, MODELS, audited, config_of
 
-from jaxtrain.errors import UserError
-from jaxtrain.models.llama import LlamaModel
-from jaxtrain.planning.audit import SMALL_THINGS, Row, audit, over_dcn, over_hosts
-from jaxtrain.planning.collectives import Collective
-from jaxtrain.planning.placement import misplaced, paddings, replicated
-from jaxtrain.planning.traffic import Expected
-from jaxtrain.preflight import abstract_layout, check, layout
-from jaxtrain.program import make_program
-from jaxtrain.settings import load_config
-from jaxtrain.sharding import Sharding, shard
-from jaxtrain.step import with_shardings
+from jaxtrain.analysis.planning.compiled.audit import SMALL_THINGS, Row, audit, over_dcn, over_hosts
+from jaxtrain.analysis.planning.compiled.collectives import Collective
+from jaxtrain.analysis.planning.compiled.placement import misplaced, paddings, replicated
+from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.parallel.sharding import Sharding, shard
+from jaxtrain.training.layouts import abstract_layout, layout
+from jaxtrain.training.preflight import check
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import with_shardings
 
 SIZES = {"data": 2, "fsdp": 4}
 KIB = 1024
@@ -91,6 +92,8 @@ def test_a_gather_written_as_a_sum_is_a_gather():
     row = one(audit([moved("all-reduce", "fsdp", 1, 100)], expected, SIZES))
     assert row.explained
     assert "all-gather as all-reduce" in row.cause
+    # Counted alike: an all-reduce is given the whole array, a gather only a device's part.
+    assert (row.bytes, row.textbook_bytes) == (100 * KIB, 100 * KIB)
 
 
 def test_what_nobody_expects_is_flagged_unless_it_is_small():
@@ -137,13 +140,13 @@ def test_axes_over_slices_and_hosts_are_slow():
 @needs_libtpu
 def test_a_sharding_without_need_is_found_in_a_compiled_step(monkeypatch):
     """Between two parts of the model every device is given the whole batch, and drops it again."""
-    finish = LlamaModel.finish
+    finish = Decoder.finish
 
     def planted(self, x_BTD):  # noqa: ANN001, ANN202
         x_BTD = jax.sharding.reshard(finish(self, x_BTD), P(None, None, None))
         return shard(jax.lax.optimization_barrier(x_BTD), ("batch", "length", "embed"))
 
-    monkeypatch.setattr(LlamaModel, "finish", planted)
+    monkeypatch.setattr(Decoder, "finish", planted)
     # Two layers: no other test compiles this, so none is handed the planted program.
     step, mesh = test_traffic.step_of("llama", 2, data=8)
     config = config_of(dataclasses.replace(LLAMA, num_layers=2), {"data": 8})

@@ -6,8 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from jaxtrain.errors import UserError
-from jaxtrain.planning.budget import plan_budget, show
+from jaxtrain.analysis.planning.budget import plan_budget, show
+from jaxtrain.config.errors import UserError
 
 
 def printed(budget, width=100):

@@ -12,15 +12,16 @@ from conftest import make_layout, make_program, text_batch
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.analysis.planning.textbook.flops import Flops, count_flops
 from jaxtrain.data.batch import Batch
-from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.models.mixtral import Mixtral
-from jaxtrain.models.resnet import ResNet
-from jaxtrain.pipeline.schedules import Pipeline
-from jaxtrain.planning.flops import Flops, count_flops
+from jaxtrain.models.convolutional.resnet import ResNet
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 T, V, ROWS = 64, 512, 8
 
@@ -233,7 +234,7 @@ def test_a_resnets_step_is_three_forward_passes_less_the_gradient_of_the_images(
     first, total = multiply_adds_by_hand(sizes, image)
     assert flops.matmul == rows * 2 * (3 * total - first)
     # The usual formula counts products with padding too, and the gradient of the images.
-    assert flops.matmul < rows * sizes.flops_per_image((image, image, 3))
+    assert flops.matmul < rows * sizes.flops((image, image, 3))
 
 
 # -- whole steps -----------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ BATCH = abstract(text_batch(rows=ROWS, length=T, vocab_size=V))
 
 def program_of(model: Any, *, layers_per_iteration: int = 1, remat: str = "none", **changes: Any):
     execution = Execution(
-        kernel="reference", layers_per_iteration=layers_per_iteration, remat=remat
+        kernel="reference", layers_per_iteration=layers_per_iteration, remat=POLICIES[remat]
     )
     layout = changes.pop("layout", None) or make_layout(data=1)
     return make_program(model, layout, execution=execution, **changes)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxtrain.planning import formulas
-from jaxtrain.planning.formulas import Traffic, wire_bytes
+from jaxtrain.analysis.planning.textbook import formulas
+from jaxtrain.analysis.planning.textbook.formulas import Traffic, wire_bytes
 
 
 def sent(traffic, devices):

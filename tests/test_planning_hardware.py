@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxtrain.models.gpt import GPT
-from jaxtrain.narrow import refuse_matmul
-from jaxtrain.planning.hardware import CHIPS, GPU_MEMORY_FRACTION, chip_of
-from jaxtrain.planning.targets import compiler_options, parse_target, target_devices
+from jaxtrain.analysis.planning.machines.targets import (
+    compiler_options,
+    parse_target,
+    target_devices,
+)
+from jaxtrain.nn.products import eight_bit
+from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, chip_of
+
+OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
 # Multiply-adds per clock of one device, and the clock in Hz. TPUs: matrix units x rows x columns;
 # GPUs: cores x tensor cores x multiply-adds of one (white papers).
@@ -25,7 +30,14 @@ MATRIX_UNITS = {
     "h100": (132 * 4 * 512, 1.83e9),
     "h200": (132 * 4 * 512, 1.83e9),
     "b200": (148 * 4 * 1024, 1.85e9),
+    "l4": (58 * 4 * 128, 2.04e9),
+    # GeForce accumulates in float32 at half the rate of its tensor cores.
+    "rtx3090": (82 * 4 * 64, 1.695e9),
+    "rtx4090": (128 * 4 * 64, 2.52e9),
+    "rtx5090": (170 * 4 * 64, 2.407e9),
 }
+ONE_HOST = ("rtx3090", "rtx4090", "rtx5090")  # without a network that is known
+OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
 
 def test_there_is_a_figure_of_everything_except_of_cpus():
@@ -34,9 +46,10 @@ def test_there_is_a_figure_of_everything_except_of_cpus():
         assert chip.name == name
         figures = (
             chip.bf16_flops, chip.float32_flops, chip.hbm_bytes, chip.hbm_bandwidth,
-            chip.link_bandwidth, chip.dcn_bandwidth,
+            chip.link_bandwidth,
         )  # fmt: skip
         assert all((figure is None) == (name == "cpu") for figure in figures)
+        assert (chip.dcn_bandwidth is None) == (name in (*ONE_HOST, "cpu"))
 
 
 @pytest.mark.parametrize("name", MATRIX_UNITS)
@@ -45,9 +58,26 @@ def test_peak_flops_are_those_of_the_matrix_units(name):
     assert CHIPS[name].bf16_flops == pytest.approx(2 * per_clock * clock, rel=5e-3)
 
 
-@pytest.mark.parametrize("name", ["a100", "a100-40", "h100", "h200", "b200"])
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.kind == "gpu"])
 def test_tf32_runs_at_half_the_rate(name):
-    assert CHIPS[name].float32_flops == CHIPS[name].bf16_flops / 2
+    # The papers and data sheets round either figure.
+    assert CHIPS[name].float32_flops == pytest.approx(CHIPS[name].bf16_flops / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["l4", *ONE_HOST])
+def test_memory_s_bandwidth_is_that_of_its_pins(name):
+    """Pins x bits/s of one: GDDR6 at 12.5 Gb/s, GDDR6X at 19.5 and 21, GDDR7 at 28."""
+    pins, rate = {
+        "l4": (192, 12.5e9), "rtx3090": (384, 19.5e9), "rtx4090": (384, 21e9),
+        "rtx5090": (512, 28e9),
+    }[name]  # fmt: skip
+    assert CHIPS[name].hbm_bandwidth == pytest.approx(pins * rate / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("l4", 64), ("rtx4090", 64), ("rtx5090", 128)])
+def test_a_board_without_nvlink_has_its_slot(name, gigabytes):
+    """The data sheets give both directions together, without what the coding takes."""
+    assert 2 * CHIPS[name].link_bandwidth == pytest.approx(gigabytes * 1e9 * 128 / 130)
 
 
 @pytest.mark.parametrize("name", MATRIX_UNITS)
@@ -55,7 +85,8 @@ def test_tf32_runs_at_half_the_rate(name):
 def test_8_bits_run_twice_as_fast_where_training_in_them_is_not_refused(name, matmul):
     chip = CHIPS[name]
     flops = getattr(chip, f"{matmul}_flops")
-    if list(refuse_matmul(matmul, chip.kind, chip.device_kinds[0], GPT())):
+    asked = {"platform": chip.kind, "device_kind": chip.device_kinds[0], **OF_A_GPT}
+    if list(eight_bit.refuse(matmul, **asked)):
         assert flops is None
     else:
         assert flops == pytest.approx(2 * chip.bf16_flops, rel=3e-3)
@@ -92,8 +123,10 @@ def test_links_together_carry_nine_tenths_of_the_documented_bandwidth(name, giga
 
 
 @pytest.mark.parametrize(
-    ("name", "nominal"), [("a100", 80e9), ("a100-40", 40e9), ("h100", 80e9), ("h200", 141e9)]
-)
+    ("name", "nominal"),
+    [("a100", 80e9), ("a100-40", 40e9), ("h100", 80e9), ("h200", 141e9), ("rtx3090", 24e9),
+     ("rtx4090", 24e9), ("rtx5090", 32e9)],
+)  # fmt: skip
 def test_programs_on_a_gpu_get_three_quarters_of_its_memory(name, nominal):
     # A board has a little more than is written on it.
     assert 1 <= CHIPS[name].hbm_bytes / (GPU_MEMORY_FRACTION * nominal) < 1.07

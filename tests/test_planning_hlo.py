@@ -7,10 +7,10 @@ from conftest import needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.planning.collectives import collectives, summarize
-from jaxtrain.planning.groups import mesh_axes, replica_groups
-from jaxtrain.planning.hlo import Tensor, parse
-from jaxtrain.planning.targets import tpu_devices
+from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
+from jaxtrain.analysis.planning.compiled.groups import mesh_axes, replica_groups
+from jaxtrain.analysis.planning.compiled.hlo import Tensor, parse
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
 
 SIZES = {"a": 2, "b": 4}
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from conftest import needs_libtpu
 
-from jaxtrain.planning.liveness import Buffer, fullest, padded_bytes
-from jaxtrain.planning.targets import tpu_devices
+from jaxtrain.analysis.planning.compiled.liveness import Buffer, fullest, padded_bytes
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import pytest
 from conftest import needs_libtpu
 
-from jaxtrain import preflight
-from jaxtrain.attention import Attention
-from jaxtrain.mesh import Mesh
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.optimizer import Optimizer
-from jaxtrain.pipeline.schedules import Pipeline
-from jaxtrain.planning.compiled import compile_step, lower, planned_layout
-from jaxtrain.planning.memory import argument_bytes, memory
-from jaxtrain.planning.profile import layer_profile
-from jaxtrain.planning.targets import parse_target
-from jaxtrain.precision import Precision
-from jaxtrain.remat import Remat
-from jaxtrain.settings import Config, load_config
-from jaxtrain.sharding import Sharding
+from jaxtrain.analysis.planning.compiled.compiled import compile_step, lower, planned_layout
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.textbook.memory import argument_bytes, memory
+from jaxtrain.analysis.planning.textbook.profile import layer_profile
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.remat import Remat
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training import layouts
+from jaxtrain.training.optimizers.optimizer import Optimizer
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.settings import Config, load_config
 
 T, V = 16, 64
 TINY_GPT = GPT(vocab_size=V, num_layers=2, embed_dim=32, num_heads=4, context_length=T)
@@ -78,7 +78,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_are_those_of_the_compiled_step_to_the_byte(name):
     config = ARGUMENTS[name]
-    layout = preflight.layout(config, jax.devices()[:8])
+    layout = layouts.layout(config, jax.devices()[:8])
     stats: Any = lower(config, layout).compile().memory_analysis()
     found = argument_bytes(config, layout)
     assert found.total == stats.argument_size_in_bytes
@@ -100,7 +100,7 @@ def profile(policy: str, mesh: dict | None = None, **sections):
     devices = 1
     for size in config.mesh.sizes(8 if mesh else 1).values():
         devices *= size
-    return layer_profile(config, preflight.abstract_layout(config, devices), "cpu")
+    return layer_profile(config, layouts.abstract_layout(config, devices), "cpu")
 
 
 STREAM = 4 * T * D
@@ -147,7 +147,7 @@ def test_tensor_divides_what_is_inside_and_sequence_parallelism_the_stream():
 def estimate_and_compiler(config: Config, target: str) -> tuple[int, int]:
     machine = parse_target(target)
     estimate = memory(
-        config, preflight.abstract_layout(config, machine.devices), machine.chip.kind
+        config, layouts.abstract_layout(config, machine.devices), machine.chip.kind
     ).temporaries
     live = compile_step(config, planned_layout(config, machine), machine).live_bytes
     assert live is not None, "it fits, so that the compiler says"
@@ -200,7 +200,7 @@ def test_gpus_kernel_is_profiled_where_there_is_no_cudnn():
     def kept(kernel: str, platform: str) -> int:
         config = load_config("llama_1b", [*bindings, f"Attention.kernel = '{kernel}'"])
         config = dataclasses.replace(config, remat=Remat(policy="none"))
-        layout = preflight.abstract_layout(config, 8)
+        layout = layouts.abstract_layout(config, 8)
         return layer_profile(config, layout, platform).kept_bytes
 
     flash = kept("cudnn", "gpu")

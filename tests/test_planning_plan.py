@@ -8,9 +8,9 @@ from conftest import needs_libtpu
 
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
-from jaxtrain.errors import UserError
-from jaxtrain.planning.hardware import CHIPS
-from jaxtrain.planning.targets import parse_target, target_devices
+from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
+from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.chips import CHIPS
 
 # The keys that the contract promises.
 KEYS = {
@@ -107,7 +107,7 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     table = first.table()
     assert "FITS" in table
-    assert "Assumed: 70% of 197 TFLOP/s" in table
+    assert "Assumed: 100% of 197 TFLOP/s (bfloat16) in products" in table
 
 
 @needs_libtpu
@@ -217,7 +217,7 @@ def test_a_kernel_of_another_chip_is_refused():
 
 
 def test_running_out_of_memory_is_explained():
-    from jaxtrain.planning.out_of_memory import explain, is_out_of_memory
+    from jaxtrain.analysis.planning.advice import explain, is_out_of_memory
 
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         jax.numpy.zeros((2**46,)).block_until_ready()
@@ -233,7 +233,7 @@ def test_running_out_of_memory_is_explained():
 
 @needs_libtpu
 def test_running_out_of_a_tpu_s_vector_memory_is_no_matter_of_the_model_s_size():
-    from jaxtrain.planning.out_of_memory import explain, is_out_of_memory
+    from jaxtrain.analysis.planning.advice import explain, is_out_of_memory
 
     device = target_devices(parse_target("v5e:2x2"))[0]
     sharding = jax.sharding.SingleDeviceSharding(device)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxtrain.planning import rooflines
+from jaxtrain.analysis.planning.textbook import rooflines
 
 ALPHA, BETA = 3e-6, 50e9
 

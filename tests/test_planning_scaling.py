@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from jaxtrain.planning import scaling
-from jaxtrain.planning.scaling import CHINCHILLA, REPLICATION
+from jaxtrain.analysis.planning.textbook import scaling
+from jaxtrain.analysis.planning.textbook.scaling import CHINCHILLA, REPLICATION
 
 GOPHER = 5.76e23  # FLOPs that Gopher was trained with, and Chinchilla again
 

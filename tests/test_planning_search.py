@@ -5,11 +5,10 @@ import functools
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.errors import UserError
-from jaxtrain.planning.pricing import price
-from jaxtrain.planning.search import SHOWN, search
-from jaxtrain.planning.targets import parse_target
-from jaxtrain.planning.variants import changed, refusal
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.search import SHOWN, price, search
+from jaxtrain.analysis.planning.variants import changed, refusal
+from jaxtrain.config.errors import UserError
 
 KERNEL = ["Attention.kernel = 'tpu'"]
 TARGET = "v5e:4x4"

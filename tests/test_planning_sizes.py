@@ -6,12 +6,12 @@ import math
 import jax
 import pytest
 
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.models.mixtral import Mixtral
-from jaxtrain.planning import sizes
-from jaxtrain.settings import load_config
-from jaxtrain.step import parameter_shapes
+from jaxtrain.analysis.planning.textbook import sizes
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import parameter_shapes
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import collections
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 import types
@@ -13,13 +14,9 @@ import pytest
 from conftest import make_program, text_batch
 from jax.experimental import topologies
 
-from jaxtrain.errors import UserError
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.llama import Llama
-from jaxtrain.planning import gpu
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.hardware import CHIPS
-from jaxtrain.planning.targets import (
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.machines import gpu
+from jaxtrain.analysis.planning.machines.targets import (
     TPU_GRIDS,
     compiler_options,
     native_stderr_kept,
@@ -27,9 +24,13 @@ from jaxtrain.planning.targets import (
     target_devices,
     tpu_devices,
 )
-from jaxtrain.precision import Precision
-from jaxtrain.sharding import Layout, Sharding
-from jaxtrain.step import with_shardings
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel.chips import CHIPS
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout, Sharding
+from jaxtrain.training.step import with_shardings
 
 
 def libtpu():
@@ -49,7 +50,15 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
         ("a100-80:1x8", "did you mean 'a100'"),
         ("v7x:2x2x1", "did you mean '7x'"),
         ("tpu7x:2x2x1", "did you mean '7x'"),
-        ("abacus:1", "there are v4, v5e, v5p, v6e, 7x, a100, a100-40, h100, h200, b200, cpu"),
+        (
+            "abacus:1",
+            "there are v4, v5e, v5p, v6e, 7x, a100, a100-40, h100, h200, b200, l4, rtx3090, "
+            "rtx4090, rtx5090, cpu",
+        ),
+        ("4090:1x2", "did you mean 'rtx4090'"),
+        ("rtx4090:2x8", "one host can be planned for; the nearest is 'rtx4090:1x8'"),
+        ("rtx5090:16", "the nearest is 'rtx5090:1x8'"),
+        ("rtx3090:2x3", "the nearest is 'rtx3090:1x4'"),
         ("v5e", "not written as v5e:GRID, for example 'v5e:2x2'"),
         ("v5p:4x4x", "not written as v5p:GRID, for example 'v5p:2x2x2'"),
         ("h200:eight", "not written as h200:HOSTSxGPUS, for example 'h200:1x8'"),
@@ -89,7 +98,8 @@ def test_what_does_not_exist_is_refused_with_the_nearest(target, says):
     [
         ("v4:8x8x16", 1024), ("v5e:16x16", 256), ("v5p:4x4x12", 192), ("v5p:8x8x16", 1024),
         ("v6e:8x8", 64), ("7x:1x1x1", 2), ("7x:8x8x8", 1024), ("a100:4x8", 32), ("a100-40:1x8", 8),
-        ("h100:128x8", 1024), ("h200:1x8", 8), ("b200:3x4", 12), ("cpu:8", 8),
+        ("h100:128x8", 1024), ("h200:1x8", 8), ("b200:3x4", 12), ("l4:2x8", 16),
+        ("rtx3090:1x2", 2), ("rtx4090:1x1", 1), ("rtx5090:1x4", 4), ("cpu:8", 8),
     ],
 )  # fmt: skip
 def test_a_target_counts_its_devices_and_writes_its_name(target, devices):
@@ -137,7 +147,7 @@ def test_without_libtpu_the_user_learns_what_to_install():
     """In a process of its own: a libtpu that another test has loaded would stay."""
     done = python(
         "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)\n"
-        "from jaxtrain.planning.targets import tpu_devices; tpu_devices('v5e:2x4')"
+        "from jaxtrain.analysis.planning.machines import targets; targets.tpu_devices('v5e:2x4')"
     )
     assert done.returncode == 1
     assert "UserError: target 'v5e:2x4' is compiled by libtpu, which is not" in done.stderr
@@ -164,8 +174,9 @@ def test_simulated_devices_are_those_of_this_process():
 
 def test_a_new_process_simulates_as_many_as_are_asked_for():
     done = python(
-        "import jax; from jaxtrain.planning.targets import parse_target, target_devices\n"
-        "devices = target_devices(parse_target('cpu:5')); print(len(devices), jax.device_count())"
+        "import jax; from jaxtrain.analysis.planning.machines import targets\n"
+        "devices = targets.target_devices(targets.parse_target('cpu:5'))\n"
+        "print(len(devices), jax.device_count())"
     )
     assert done.stdout == "5 5\n"
 
@@ -196,15 +207,24 @@ def test_native_stderr_is_kept_and_given_back(capfd):
         ("a100-40", "NVIDIA A100-SXM4-40GB", 42331013120, 108, "major: 8 minor: 0"),
         ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 132, "major: 9 minor: 0"),
         ("b200", "NVIDIA B200", 191514411008, 148, "major: 10 minor: 0"),
+        # What PyTorch reports of these, in hundredths of a GiB.
+        ("l4", "NVIDIA L4", 22.03, 58, "major: 8 minor: 9"),
+        ("rtx3090", "NVIDIA GeForce RTX 3090", 23.70, 82, "major: 8 minor: 6"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", 23.64, 128, "major: 8 minor: 9"),
+        ("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, 170, "major: 12 minor: 0"),
     ],
 )
 def test_a_gpu_is_described_as_its_driver_would(name, description, memory, cores, capability):
     text = gpu.target_config(CHIPS[name])
     assert f'\ndevice_description_str: "{description}"\n' in text
-    assert f"\n  device_memory_size: {memory}\n" in text
+    size = int(re.search(r"\n  device_memory_size: (\d+)\n", text)[1])
+    assert size == memory if isinstance(memory, int) else round(size / 2**30, 2) == memory
     assert f"\n  core_count: {cores}\n" in text
     assert f"\n  cuda_compute_capability {{ {capability} " in text
-    assert ("ACCELERATED" in text) == (not name.startswith("a100"))
+    assert ("ACCELERATED" in text) == (name in ("h100", "h200", "b200"))
+    # CUDA's programming guide: 48 warps of 32 on a core of these, 64 on one of the others.
+    threads = 1536 if name == "l4" or name.startswith("rtx") else 2048
+    assert f"\n  threads_per_core_limit: {threads}\n" in text
     assert text.count("{") == text.count("}")
 
 
@@ -251,7 +271,11 @@ def test_without_the_cuda_plugin_the_user_learns_what_to_do(installed, says, mon
 
 
 @pytest.mark.cuda_compile
-@pytest.mark.parametrize("target", ["a100:1x8", "a100-40:1x8", "h100:1x8", "h200:1x8", "b200:1x8"])
+@pytest.mark.parametrize(
+    "target",
+    ["a100:1x8", "a100-40:1x8", "h100:1x8", "h200:1x8", "b200:1x8", "l4:1x8", "rtx3090:1x8",
+     "rtx4090:1x8", "rtx5090:1x8"],
+)  # fmt: skip
 def test_the_cuda_compiler_compiles_a_train_step_where_no_gpu_is(target, capfd):
     found = parse_target(target)
     devices = target_devices(found)

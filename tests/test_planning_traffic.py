@@ -13,23 +13,24 @@ import test_traffic
 from conftest import lower_step, needs_libtpu
 from test_traffic import LAYERS, LENGTH, MODELS, MODES, ROWS, VOCAB, step_of
 
-from jaxtrain.attention import Attention
-from jaxtrain.exchange import Exchange
-from jaxtrain.loss import Loss
-from jaxtrain.mesh import Mesh
-from jaxtrain.models.mixtral import Mixtral
-from jaxtrain.pipeline.schedules import Pipeline
-from jaxtrain.planning import facts, formulas
-from jaxtrain.planning.audit import Row, audit
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.targets import tpu_devices
-from jaxtrain.planning.traffic import Expected, branch_counts, expected
-from jaxtrain.precision import Precision
-from jaxtrain.preflight import abstract_layout, layout
-from jaxtrain.program import make_program
-from jaxtrain.remat import Remat
-from jaxtrain.settings import Config, load_config
-from jaxtrain.sharding import Sharding
+from jaxtrain.analysis.planning.compiled.audit import Row, audit
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.analysis.planning.textbook import facts, formulas
+from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.analysis.planning.textbook.traffic import branch_counts, expected
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.remat import Remat
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.layouts import abstract_layout, layout
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import Config, load_config
 
 MIXTRAL = Mixtral(
     vocab_size=VOCAB, num_layers=LAYERS, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512,

@@ -11,14 +11,14 @@ from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.errors import UserError
-from jaxtrain.guard import GOOD_STEPS_TO_DOUBLE
-from jaxtrain.layers import Execution
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.models.resnet import ResNet
-from jaxtrain.precision import Precision, to_compute
+from jaxtrain.models.convolutional.resnet import ResNet
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision, to_compute
+from jaxtrain.training.guard import GOOD_STEPS_TO_DOUBLE
 
 SMALL = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "context_length": 8}
 GPT_MODEL = GPT(**SMALL)

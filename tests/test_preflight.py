@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxtrain.errors import UserError
-from jaxtrain.preflight import check
-from jaxtrain.settings import load_config
+from jaxtrain.config.errors import UserError
+from jaxtrain.training.preflight import check
+from jaxtrain.training.settings import load_config
 
 GPT = ["Mesh.fsdp = 4", "Mesh.tensor = 2"]
 
@@ -75,20 +75,21 @@ def test_the_quickstart_passes():
         ),
         (
             ["Train.accumulation = 3"],
-            ["Train.global_batch_size=16", "Train.accumulation=3", "multiple of 12 is 12"],
+            [
+                "Train.global_batch_size=16", "Train.accumulation=3",
+                "multiple of 12 is 12, or set Train.accumulation=2",
+            ],
         ),
         (
             ["TextData.sequence_length = 512"],
             ["TextData.sequence_length=512 is longer than GPT.context_length=256"],
         ),
         (["GPT.vocab_size = 128"], ["GPT.vocab_size=128 is smaller than the tokenizer's 256"]),
-        (["Loss.chunk_size = 100"], ["Loss.chunk_size=100 does not divide", "nearest is 128"]),
         (
             ["Scan.layers_per_iteration = 3"],
             ["Scan.layers_per_iteration=3 does not divide GPT.num_layers=4", "nearest is 2"],
         ),
         (["Attention.kernel = 'cudnn'"], ["Attention.kernel='cudnn'", "the nearest kernel"]),
-        (["Schedule.warmup_steps = 9999"], ["Schedule.warmup_steps=9999", "Train.steps="]),
         (
             ["Sharding.sequence_parallel = True", "Mesh.tensor = 1", "Mesh.fsdp = 8"],
             ["Sharding.sequence_parallel=True with Mesh.tensor=1"],
@@ -147,11 +148,36 @@ def test_everything_wrong_is_said_at_once():
         "GPT.vocab_size = 257",
         "Train.global_batch_size = 30",
         "TextData.sequence_length = 512",
-        "Schedule.warmup_steps = 9999",
     )
     lines = message.splitlines()
-    for word in ("vocab_size=257", "global_batch_size=30", "sequence_length=512", "warmup_steps"):
+    for word in ("vocab_size=257", "global_batch_size=30", "sequence_length=512"):
         assert sum(word in line for line in lines) == 1, word
+
+
+def test_a_mesh_that_cannot_be_hides_nothing_that_needs_none():
+    message = refused(
+        "Mesh.fsdp = 3",
+        "Train.accumulation = 3",
+        "TextData.sequence_length = 512",
+        "Scan.layers_per_iteration = 3",
+        "Exchange.period = 4",
+        "Corruption.compare_replicas_every = 1",
+    )
+    for words in (
+        "Mesh.fsdp=3, Mesh.tensor=2: the product 6",
+        "Train.global_batch_size=16 does not divide over Train.accumulation=3",
+        "TextData.sequence_length=512 is longer",
+        "Scan.layers_per_iteration=3 does not divide",
+        "Exchange.period=4 does nothing",
+    ):
+        assert sum(words in line for line in message.splitlines()) == 1, words
+    assert len(message.splitlines()) == 5
+
+
+def test_an_axis_that_nothing_uses_hides_no_size_that_does_not_divide():
+    message = refused("Mesh.expert = 2", "Mesh.fsdp = 2", "GPT.vocab_size = 257")
+    assert "Mesh.expert=2: GPT has nothing" in message
+    assert "GPT.vocab_size=257 does not divide over Mesh.tensor=2" in message
 
 
 def test_a_cnn_refuses_the_tensor_axis():

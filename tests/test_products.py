@@ -10,12 +10,12 @@ from conftest import make_layout
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.attention import Mask
-from jaxtrain.blocked_attention import blocked_attention
-from jaxtrain.layers import contract
-from jaxtrain.narrow import weight_product
-from jaxtrain.remat import remat
-from jaxtrain.sharding import Layout, shard
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.blocked import blocked_attention
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.products.dot import einsum
+from jaxtrain.nn.remat import POLICIES, remat
+from jaxtrain.parallel.sharding import Layout, shard
 
 SIZES = dict(B=4, T=32, D=24, F=96, N=4, K=2, H=6, P=3, V=40)
 EQUATIONS = [
@@ -122,7 +122,7 @@ def test_no_activation_is_copied(equation):
 
 def test_an_einsum_over_heads_copies_activations():
     # Otherwise there is no reason for `product` to have a way of its own.
-    assert copied(weight_product, "BTNH,NHD->BTD")
+    assert copied(einsum, "BTNH,NHD->BTD")
 
 
 @pytest.mark.parametrize("equation", ["BTNH,NHD->BTD", "BTD,DNH->BTNH", "BTD,DF->BTF"])
@@ -144,7 +144,7 @@ def test_elementwise_remat_keeps_what_attention_gives_and_nothing_from_inside():
     def attend(q):
         return blocked_attention(jnp.sin(q), q, q, Mask()).sum()
 
-    back = jax.vjp(remat(attend, "elementwise", prevent_cse=False), q)[1]
+    back = jax.vjp(remat(attend, POLICIES["elementwise"], prevent_cse=False), q)[1]
     sizes = sorted(x.size for x in jax.tree.leaves(back))
     # A number a row of scores, the result, and what went in.
     assert sizes == [q.size // 8, q.size, q.size]

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
-from jaxtrain.errors import UserError
-from jaxtrain.planning.flops import count_flops
-from jaxtrain.planning.hlo import parse
-from jaxtrain.profiling import Recorder
-from jaxtrain.profiling.costs import costs, readers
-from jaxtrain.profiling.events import Run, newest_trace, shared_out, until_done
-from jaxtrain.profiling.scopes import place_of
+from jaxtrain.analysis.planning.compiled.hlo import parse
+from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.analysis.profiling.ceilings import Ceilings, ceilings
+from jaxtrain.analysis.profiling.costs import costs, readers
+from jaxtrain.analysis.profiling.events import Run, newest_trace, shared_out, until_done
+from jaxtrain.analysis.profiling.recorder import Recorder
+from jaxtrain.analysis.profiling.scopes import place_of
+from jaxtrain.config.errors import UserError
 
 BINDINGS = ["Train.steps = 8", "Train.eval_every = 4", "Attention.kernel = 'reference'"]
 
@@ -247,3 +248,22 @@ def test_readers_are_found_behind_views_and_inside_loops():
 
 def _where(module, name):
     return next(c for c, inside in module.computations.items() if name in inside.instructions)
+
+
+def test_what_caches_hold_has_the_rate_of_its_size():
+    top = Ceilings(100.0, 1.0, "by hand", cached=((10, 8.0), (100, 4.0), (1000, 1.0)))
+    assert [top.rate(size) for size in (1, 10, 99, 100, 5000)] == [8.0, 8.0, 8.0, 4.0, 1.0]
+    # Twenty runs of 100 bytes are served by a cache, one of 2,000 by the memory.
+    assert top.least_seconds(0, 2000, 20) == 500.0
+    assert top.least_seconds(0, 2000, 1) == 2000.0
+    assert top.bound(100_000, 2000, 20) == "arithmetic"
+    assert top.bound(100_000, 2000, 1) == "memory"
+    assert Ceilings(100.0, 1.0, "a chip").least_seconds(0, 2000, 20) == 2000.0
+
+
+def test_the_rates_of_this_machine_fall_with_the_size(devices):
+    top = ceilings(devices[0], "float32")
+    sizes, rates = zip(*top.cached, strict=True)
+    assert list(sizes) == sorted(sizes)
+    assert list(rates) == sorted(rates, reverse=True)
+    assert rates[-1] == top.bandwidth

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jaxtrain.progress import Display, clock, quantity
+from jaxtrain.run.show.progress import Display, clock, quantity
 
 
 def line(step, seconds=0.1, mfu=0.5):

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -10,8 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.__main__ import main
-from jaxtrain.commands import _COMMANDS
-from jaxtrain.options import parser
+from jaxtrain.cli import parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -20,12 +20,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # How a command begins that is not run here -> why.
 NOT_RUN = {
     "jaxtrain verify gpt_quickstart": "tests/test_verify.py runs it and reads its table",
+    "jaxtrain sweep gpt_quickstart": "tests/test_sweep.py trains one of three runs",
     "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
 # What makes a command of the docs short; everything else runs as it is written.
 SHORT_TEXT = [
     "Train.steps = 2",
-    "Schedule.warmup_steps = 1",
     "Train.eval_batches = 1",
     "GPT.num_layers = 2",
     "GPT.embed_dim = 32",
@@ -33,7 +33,6 @@ SHORT_TEXT = [
 ]
 SHORT_IMAGES = [
     "Train.steps = 2",
-    "Schedule.warmup_steps = 1",
     "Train.eval_batches = 1",
     "ResNet.width = 8",
 ]
@@ -120,7 +119,7 @@ def test_what_is_not_run_stands_on_a_page_and_has_a_reason():
         assert found, f"{start}: on no page"
         for program, *words in found:
             if program == "jaxtrain":
-                parser(_COMMANDS).parse_args(words)
+                parser().parse_args(words)
 
 
 def test_shell_commands_stand_in_blocks_that_are_run():
@@ -131,7 +130,9 @@ def test_shell_commands_stand_in_blocks_that_are_run():
         # Commands for machines and buckets that are not here: tests/test_launch_page.py and
         # tests/test_bucket_runs.py read those.
         others = {"bash"} if page.name in ("launch.md", "buckets.md") else set()
-        assert languages <= {"", "sh", "python", "diff"} | others, f"{page.name}: {languages}"
+        assert languages <= {"", "sh", "python", "diff", "gin"} | others, (
+            f"{page.name}: {languages}"
+        )
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
@@ -151,10 +152,23 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 def test_the_tree_of_the_readme_is_the_folder():
     tree = re.search(r"```\njaxtrain/\n(.*?)```", README, re.S).group(1)
     named = set(re.findall(r"^  (\w+(?:\.py|/))", tree, re.M))
-    inside = {p.name for p in (ROOT / "jaxtrain").glob("*.py")} - {"__init__.py"}
+    inside = {p.name for p in (ROOT / "jaxtrain").glob("*.py")} - {"__init__.py", "__main__.py"}
     folders = {f"{p.parent.name}/" for p in (ROOT / "jaxtrain").glob("*/__init__.py")}
     assert named == inside | folders
     assert len(README.splitlines()) <= 200
+
+
+def test_the_picture_of_the_chain_is_what_the_imports_are():
+    done = subprocess.run([sys.executable, "docs/chain.py"], cwd=ROOT, capture_output=True)
+    assert done.stdout == (ROOT / "docs" / "chain.svg").read_bytes(), "run make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_prose_has_at_most_120_columns(page):
+    """Code and tables aside, which cannot be folded."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M)
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "!", ">"))]
+    assert [line for line in lines if len(line) > 120] == []
 
 
 def test_every_config_stands_in_the_readme():

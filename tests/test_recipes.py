@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import needs_libtpu
+
+from jaxtrain.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -42,15 +45,21 @@ def apply_diff(root: Path, diff: str) -> None:
         (root / file).write_text(text)
 
 
-def train(root: Path, *arguments: str) -> tuple[str, list[dict]]:
-    """Trains in the copy; the output and the lines of metrics.jsonl."""
+def run(root: Path, *arguments: str) -> str:
+    """What jaxtrain prints, run in the copy."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "jaxtrain", "train", *arguments, "--workdir", "run"]
-    shutil.rmtree(root / "run", ignore_errors=True)
+    command = [sys.executable, "-m", "jaxtrain", *arguments]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(root: Path, *arguments: str) -> tuple[str, list[dict]]:
+    """Trains in the copy; the output and the lines of metrics.jsonl."""
+    shutil.rmtree(root / "run", ignore_errors=True)
+    out = run(root, "train", *arguments, "--workdir", "run")
     lines = (root / "run" / "metrics.jsonl").read_text().splitlines()
-    return done.stdout, [json.loads(line) for line in lines]
+    return out, [json.loads(line) for line in lines]
 
 
 def bindings(*texts: str) -> list[str]:
@@ -71,18 +80,104 @@ def test_the_recipe_of_a_model(copy):
     assert lines[-1]["eval_loss"] < 0.5 * entropy
 
 
+def test_the_recipe_s_model_is_planned(copy):
+    arguments = ("--target", "v5e:2x4", "--no-compile", "--json", "plan.json")
+    run(copy, "plan", "attention_only", *arguments)
+    plan = json.loads((copy / "plan.json").read_text())
+    D, N, H, V = 64, 4, 16, 256
+    held = (4 * D * N * H // 2 + V * D // 2) * 4 // 4  # over tensor, in float32, over fsdp
+    assert plan["memory"]["params"] == held
+    assert plan["step_seconds"] > 0
+    causes = {row["cause"] for row in plan["traffic"]}
+    table = {"parameters: token_embedding", "gradients: token_embedding"}
+    assert {"attention output", "embedding"} | table <= causes
+    assert not any("mlp" in cause or "norm" in cause for cause in causes)  # there is none
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_the_recipe_s_model_has_the_textbook_s_traffic(copy):
+    larger = ("embed_dim = 512", "num_heads = 8", "num_layers = 2", "vocab_size = 1024")
+    layout = ("Mesh.fsdp = 2", "Mesh.tensor = 4", "Sharding.sequence_parallel = True")
+    more = bindings(*(f"AttentionOnly.{size}" for size in larger), *layout, "Remat.policy = 'full'")
+    run(copy, "plan", "attention_only", "--target", "v5e:2x4", "--json", "plan.json", *more)
+    rows = json.loads((copy / "plan.json").read_text())["traffic"]
+    assert [row["cause"] for row in rows if not row["explained"] or not row["count"]] == []
+    assert "attention output" in {row["cause"] for row in rows}
+
+
+@pytest.mark.slow
+def test_the_recipe_s_model_is_proved(copy):
+    out = run(copy, "verify", "attention_only")
+    assert re.search(r"^8 proved in", out, re.M), out
+
+
+def test_a_model_in_a_module_of_one_s_own_is_planned(tmp_path, monkeypatch, capsys):
+    """Imported by the file or after -b; in layouts of which the closed forms ask for its parts."""
+    text = FILES["jaxtrain/models/transformers/attention_only.py"]
+    ours = "from jaxtrain.models.model import"
+    assert ours in text
+    (tmp_path / "my_models.py").write_text(text.replace(ours, "from jaxtrain.models import"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tmp_path / "mine.gin"
+    config.write_text(FILES["configs/attention_only.gin"])
+    plain = ["plan", str(config), "--target", "cpu:8", "--no-compile", "--allow-imports"]
+    assert main([*plain[:-1], *bindings("import my_models")]) == 2
+    assert "pass --allow-imports if you trust that module" in capsys.readouterr().err
+    assert main([*plain, *bindings("import my_models")]) == 0
+    assert "gradients: layers/qkv" in capsys.readouterr().out
+    config.write_text("import my_models\n" + config.read_text())
+    cube = ["Mesh.tensor = 8", "Mesh.fsdp = 1", "Sharding.tensor_layout = '3d'"]
+    stages = ["Mesh.pipe = 2", "Mesh.fsdp = 1", "Mesh.tensor = 4", "AttentionOnly.num_layers = 2"]
+    for layout, said in ((cube, "attention: into the"), (stages, "pipeline boundary")):
+        assert main([*plain, *bindings(*layout)]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_the_recipes_of_a_dataset_and_of_a_mesh_axis(copy):
-    run = copy / "counting.gin"
-    run.write_text(
-        "Train.model = @AttentionOnly()\nTrain.data = @CountingData()\nTrain.steps = 10\n"
+    config = copy / "counting.gin"
+    config.write_text(
+        "Train.model = @AttentionOnly()\nTrain.data = @CountingData()\nTrain.steps = 12\n"
         "Train.global_batch_size = 16\nTrain.eval_batches = 2\nTrain.log_every = 1\n"
         "Precision.compute = 'float32'\nOptimizer.learning_rate = 1e-2\n"
     )
     losses = []
     for sizes in (["Mesh.replica = 2", "Mesh.fsdp = 2", "Mesh.tensor = 2"], []):
         devices = "8" if sizes else "1"
-        out, lines = train(copy, str(run), "--simulate-devices", devices, *bindings(*sizes))
+        out, lines = train(copy, str(config), "--simulate-devices", devices, *bindings(*sizes))
         losses.append([line["loss"] for line in lines if "loss" in line])
         assert ("replica=2 x fsdp=2 x tensor=2" in out) == bool(sizes)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0] - 0.5
+
+
+def test_the_recipe_of_a_model_outside_the_package(tmp_path):
+    """The page's model and config in a folder that is neither the package's nor the current one."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    model = FILES["jaxtrain/models/transformers/attention_only.py"]
+    model = model.replace("AttentionOnly", "MyModel")
+    (mine / "my_model.py").write_text(model)
+    (name, text) = re.search(r"```gin file=(\S+)\n(.*?)```", PAGE, re.S).groups()
+    (tmp_path / name).write_text(text)
+    # As the console script does: `python -m` would look in the current folder by itself.
+    script = tmp_path / "jaxtrain_script.py"
+    script.write_text("import sys\nfrom jaxtrain.cli import main\nsys.exit(main())\n")
+
+    def run(*words: str, folder: Path = tmp_path):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(script), *words]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    refused = run("train", name, "--simulate-devices", "8", "--workdir", "run")
+    assert refused.returncode == 2
+    assert "pass --allow-imports" in refused.stderr
+    trained = run("train", name, "--allow-imports", "--simulate-devices", "8", "--workdir", "run")
+    assert trained.returncode == 0, trained.stderr
+    assert "layers/qkv" in trained.stdout
+    lost = run("eval", "--workdir", "run", "--allow-imports")
+    assert lost.returncode == 2
+    assert "PYTHONPATH adds folders" in lost.stderr
+    again = run("eval", "--workdir", str(tmp_path / "run"), "--allow-imports", folder=mine)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["step"] == 20

@@ -8,10 +8,10 @@ import pytest
 from conftest import make_layout, make_program
 from flax import nnx
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.errors import UserError
-from jaxtrain.layers import Statistic
-from jaxtrain.models.resnet import Convolution, NormedConvolution, ResNet
+from jaxtrain.models.convolutional.resnet import Convolution, NormedConvolution, ResNet
+from jaxtrain.nn.parameters import Statistic
 
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 20: (3, 3, 3)}
 # Float32 through 20 to 50 convolutions: PyTorch and XLA add in other orders.
@@ -264,9 +264,7 @@ def test_accumulation_carries_the_statistics_through_every_microbatch():
 )
 def test_flops_and_parameters_are_the_published_ones(depth, image, giga_multiply_adds, millions):
     sizes = ResNet(depth=depth)
-    assert sizes.flops_per_image((image, image, 3)) / 6e9 == pytest.approx(
-        giga_multiply_adds, abs=1e-3
-    )
+    assert sizes.flops((image, image, 3)) / 6e9 == pytest.approx(giga_multiply_adds, abs=1e-3)
     params = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert count / 1e6 == pytest.approx(millions, abs=1e-3)
@@ -286,7 +284,7 @@ def test_flops_equal_the_products_of_the_torch_network():
     with torch.no_grad():
         network(torch.zeros(2, 1, 27, 27))
     sizes = ResNet(depth=20, num_classes=10, channels=1)
-    assert sizes.flops_per_image((27, 27, 1)) == 6 * sum(counted)
+    assert sizes.flops((27, 27, 1)) == 6 * sum(counted)
 
 
 def test_a_batchs_variance_is_taken_about_the_running_mean():

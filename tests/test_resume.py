@@ -5,6 +5,7 @@ its augmentation from Train.seed and the place in the stream, so that the step i
 """
 
 import dataclasses
+import platform
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import numpy as np
 import pytest
 from conftest import make_layout
 
-from jaxtrain import resume
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.pipeline import batches, to_device
 from jaxtrain.data.source import Dataset
-from jaxtrain.optimizer import averaged
-from jaxtrain.program import make_program
-from jaxtrain.settings import Config, load_config
-from jaxtrain.step import Program, TrainState
+from jaxtrain.run import resume
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import Checkpoint, Config, load_config
+from jaxtrain.training.step import Program, TrainState
 
 # Name -> mesh and ZeRO stage, and bindings.
 LAYOUTS = {
@@ -150,7 +152,8 @@ def test_every_layout_trains_alike(name, run):
     # Not vacuous: every step moves the loss, the average is not the parameters, moments are there.
     assert min(np.abs(np.diff(expected.losses))) > 1e3 * TOLERANCE
     (params, opt_state), *_ = expected.saved
-    for one, average in zip(*map(jax.tree.leaves, (params, averaged(opt_state))), strict=True):
+    both = (params, averaged(opt_state, params))
+    for one, average in zip(*map(jax.tree.leaves, both), strict=True):
         assert (one != average).any()
     assert all(x.any() for x in jax.tree.leaves(opt_state))
 
@@ -173,3 +176,31 @@ def test_every_layout_goes_on_from_every_other(writer, reader, run):
         assert losses == new.losses[SAVED:]
         assert_equal(in_model_order(new.program, state), new.last)
     assert new.step._cache_size() == 1
+
+
+def opened(letter: str) -> Dataset:
+    """Data with a digest and nothing to train on."""
+    nothing: Any = ()
+    return Dataset(nothing, nothing, letter * 64, {}, None, "tokens")
+
+
+def test_embedded_text_of_another_python_is_named_as_the_cause():
+    config = load_config("gpt_quickstart")
+    versions = {**resume.versions(), "python": "3.9.1"}
+    program = make_program(config, make_layout(fsdp=4, tensor=2))
+    position = resume.describe(config, program, "a" * 64, 0)["data"]
+    extra = {"config": config.operative(), "data": position, "versions": versions}
+    dataset = opened("b")
+    now = platform.python_version()
+    told = resume.other_data(extra, config, dataset)
+    assert told == f"the embedded text was that of Python 3.9.1, is that of {now}"
+    with pytest.raises(UserError) as caught:
+        resume.refuse_other_run(extra, config, dataset, step=4, workdir=Path("runs"))
+    told = f"under Python 3.9.1, whose library is its text, this is {now}: "
+    assert told in str(caught.value)
+    assert str(caught.value).endswith("use that Python, or another --workdir")
+    assert resume.other_data(extra, config, opened("a")) is None
+    other = load_config("gpt_quickstart", ["TextData.source = 'README.md'"])
+    told = resume.other_data(extra, other, dataset)
+    assert told is not None
+    assert told.startswith("TextData.source was 'embedded', is ")

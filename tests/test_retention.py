@@ -7,9 +7,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from jaxtrain.checkpoint import retention
-from jaxtrain.checkpoint.manifest import seal
-from jaxtrain.files import remove_tree
+from jaxtrain.config.files import remove_tree
+from jaxtrain.run.checkpoint import retention
+from jaxtrain.run.checkpoint.manifest import seal
 
 
 @hypothesis.given(

@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain.checkpoint import Checkpoint, Checkpoints
-from jaxtrain.commands import main
+from jaxtrain.cli import main
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import existing_path
-from jaxtrain.errors import UserError
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.settings import Checkpoint
 
 CANARY = "canary-7f3a9c"
 SECRETS = [
@@ -78,10 +79,10 @@ def test_a_pickle_beside_the_arrays_is_never_loaded(tmp_path):
 
 # Durations come from clocks that only grow: these say a wall time, to people or between machines.
 WALL_CLOCKS = {
-    "attempts/records.py",
-    "attempts/goodput.py",
-    "attempts/watchdog.py",
-    "metrics.py",
+    "run/attempts/records.py",
+    "run/attempts/goodput.py",
+    "run/attempts/watchdog.py",
+    "run/metrics_file.py",
 }
 
 

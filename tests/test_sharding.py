@@ -8,10 +8,10 @@ from conftest import make_layout
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.gathering import gather
-from jaxtrain.mesh import MESH_AXES
-from jaxtrain.sharding import logical_axes, parts_of, shard, shardings
-from jaxtrain.tables import TABLES
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.parallel.sharding import logical_axes, parts_of, shard, shardings
+from jaxtrain.parallel.tables import TABLES
 
 MATRIX = ("embed", "mlp")
 

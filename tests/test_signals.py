@@ -9,8 +9,8 @@ import threading
 import pytest
 from metadata_server import metadata_server
 
-from jaxtrain.attempts.maintenance import maintenance_notices, notice
-from jaxtrain.attempts.signals import STOP_SIGNALS, stop_signals
+from jaxtrain.run.attempts.maintenance import maintenance_notices, notice
+from jaxtrain.run.attempts.signals import STOP_SIGNALS, stop_signals
 
 
 class Asked:
@@ -25,7 +25,7 @@ class Asked:
         self.came.set()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_each_signal_asks_to_stop_by_its_name(number):
     asked = Asked()
     before = [signal.getsignal(one) for one in STOP_SIGNALS]
@@ -50,6 +50,40 @@ def test_a_second_interrupt_interrupts():
         interrupt_twice()
 
 
+def test_the_first_interrupt_is_answered_at_once(capsys):
+    asked = Asked()
+    with stop_signals(asked, answer="stopping"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.came.wait(10)
+        asked.came.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.came.wait(10)
+    assert capsys.readouterr().err == "jaxtrain: stopping\n"
+    assert asked.names == ["SIGTERM", "SIGINT"]
+
+
+def test_a_second_interrupt_stops_now_where_somebody_can():
+    asked, stopped = Asked(), threading.Event()
+    with stop_signals(asked, stop_now=stopped.set):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.came.wait(10)
+        assert not stopped.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopped.wait(10)
+    assert asked.names == ["SIGINT"]
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    asked = Asked()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_signals(asked):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.came.wait(10)
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    assert asked.names == ["SIGTERM"]
+
+
 def test_another_signals_number_is_not_a_request():
     asked, heard = Asked(), threading.Event()
     before = signal.signal(signal.SIGUSR2, lambda *_: heard.set())
@@ -64,7 +98,7 @@ def test_another_signals_number_is_not_a_request():
 
 BUSY = """
 import ctypes
-from jaxtrain.attempts.signals import stop_signals
+from jaxtrain.run.attempts.signals import stop_signals
 
 def stop(name):
     print("asked by", name, flush=True)

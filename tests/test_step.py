@@ -10,11 +10,12 @@ import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 from parity import TOLERANCE, assert_equal, evaluate
 
-from jaxtrain.layers import Execution
-from jaxtrain.loss import Loss
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.step import split_microbatches
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.step import split_microbatches
 
 MODELS = {
     "gpt": GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16),
@@ -103,7 +104,7 @@ def test_everything_at_once_equals_one_device():
         make_layout(2, sequence_parallel=True, data=2, fsdp=2, tensor=2),
         accumulation=2,
         loss=Loss(chunk_size=4),
-        execution=Execution(kernel="xla", remat="dots", layers_per_iteration=2),
+        execution=Execution(kernel="xla", remat=POLICIES["dots"], layers_per_iteration=2),
     )
     found = evaluate(program, BATCH)
     jax.tree.map(
@@ -130,7 +131,7 @@ def test_zero3_holds_one_gathered_layer_at_a_time(remat):
 
     def temporary(num_layers: int, zero: int) -> int:
         sizes = dataclasses.replace(MODELS["gpt"], num_layers=num_layers, embed_dim=embed_dim)
-        execution = Execution(kernel="reference", remat=remat)
+        execution = Execution(kernel="reference", remat=POLICIES[remat])
         program = make_program(sizes, make_layout(zero, fsdp=8), execution=execution)
         compiled = lower_step(program, BATCH).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -2,22 +2,24 @@
 
 import json
 import os
+import pty
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 from without_jax import WITHOUT_JAX, Process
 
-from jaxtrain.attempts.lock import RunLock
-from jaxtrain.attempts.records import newest_step
-from jaxtrain.attempts.supervise import QUICKSTART, Supervision, main, parse, supervise
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.lock import RunLock
+from jaxtrain.run.attempts.records import newest_step
+from jaxtrain.run.attempts.supervise import QUICKSTART, Supervision, main, parse, supervise
 
 # A stand-in for `train`: each attempt does what its entry in the plan says; the last one's repeats.
 TRAIN = """
-from jaxtrain.attempts.records import write_exit
-from jaxtrain.attempts.lifeline import report_to_supervisor
+from jaxtrain.run.attempts.records import write_exit
+from jaxtrain.run.attempts.lifeline import report_to_supervisor
 workdir, plan = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 lock = RunLock.acquire(workdir)
 def save(step, name="manifest.json"):
@@ -31,7 +33,7 @@ def kill(name="SIGKILL"):
 exec(plan[min(lock.attempt, len(plan)) - 1])
 """
 SUPERVISOR = """
-from jaxtrain.attempts.supervise import Supervision, supervise
+from jaxtrain.run.attempts.supervise import Supervision, supervise
 workdir, settings, *command = sys.argv[1:]
 settings = Supervision(**json.loads(settings))
 sys.exit(supervise(command, workdir, settings=settings, say=tell))
@@ -227,7 +229,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_lets_the_command_save(number, start, tmp_path):
     code = SAVES.replace("signal.SIGTERM", f"signal.{number.name}")
     process = start({}, code)
@@ -236,6 +238,24 @@ def test_a_signal_lets_the_command_save(number, start, tmp_path):
     assert process.line() == f"{number.name}: waiting 120 s for it to save"
     assert process.popen.stdout.read() == "saving\n"
     assert process.popen.wait() == 75
+    assert exit_of(tmp_path)["status"] == "preempted"
+
+
+def test_a_closed_terminal_lets_the_command_save(tmp_path):
+    """The supervisor's own lines go to that terminal, too."""
+    ours, theirs = pty.openpty()
+    settings, plan = json.dumps(FAST), train(tmp_path, SAVES.replace("SIGTERM", "SIGHUP"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_JAX + SUPERVISOR.replace(", say=tell", ""), str(tmp_path),
+         settings, *plan],
+        stderr=theirs, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(theirs)
+    assert process.stdout.readline() == "ready\n"
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.read() == "saving\n"
+    assert process.wait(30) == 75
     assert exit_of(tmp_path)["status"] == "preempted"
 
 

@@ -12,18 +12,19 @@ from flax import nnx
 from parity import assert_equal, evaluate
 from test_step import BATCH, MODELS, one_device
 
-from jaxtrain.errors import UserError
-from jaxtrain.generate import Sampling, generate
-from jaxtrain.layers import Execution, contract
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.gpt import GPTModel
-from jaxtrain.models.llama import LlamaModel
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.targets import tpu_devices
-from jaxtrain.preflight import abstract_layout, check
-from jaxtrain.settings import load_config
-from jaxtrain.sharding import Layout, Sharding, is_variable, logical_axes
-from jaxtrain.tables import factor_tensor
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
+from jaxtrain.parallel.tables import factor_tensor
+from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.preflight import check
+from jaxtrain.training.settings import load_config
 
 GRIDS = {
     "2d": (Sharding(tensor_layout="2d"), {"tensor": 4, "data": 2}),
@@ -43,7 +44,9 @@ def grid(name: str, model=None, devices=None) -> Layout:
         Mesh(**{"fsdp": 1, **sizes}), devices,
         tensor_layout=sharding.tensor_layout, tensor_depth=sharding.tensor_depth,
     )  # fmt: skip
-    return Layout.of(mesh, sharding, None if model is None else MODELS[model].num_kv_heads)
+    return Layout.of(
+        mesh, sharding, None if model is None else MODELS[model].attention.num_kv_heads
+    )
 
 
 CASES = [
@@ -123,8 +126,8 @@ def test_activations_take_what_the_papers_say(model, activation, name, monkeypat
 
         monkeypatch.setattr(owner, attribute, noted)
 
-    spy({"gpt": GPTModel, "llama": LlamaModel}[model], "run_layer", "residual", 2)
-    spy({"gpt": GPTModel, "llama": LlamaModel}[model], "finish", "last", 1)
+    spy(Decoder, "run_layer", "residual", 2)
+    spy(Decoder, "finish", "last", 1)
     spy(Execution, "attention", "queries", 1)
     spy(jax.nn, activation, "mlp", 0)
     program = make_program(MODELS[model], grid(name, model))

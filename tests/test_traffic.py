@@ -13,14 +13,15 @@ import jax
 import pytest
 from conftest import lower_step, make_program, needs_libtpu, text_batch
 
-from jaxtrain.layers import Execution
-from jaxtrain.mesh import Mesh, make_mesh
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.planning.collectives import collectives
-from jaxtrain.planning.targets import tpu_devices
-from jaxtrain.precision import Precision
-from jaxtrain.sharding import Layout, is_variable
+from jaxtrain.analysis.planning.compiled.collectives import collectives
+from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout, is_variable
 
 pytestmark = needs_libtpu
 
@@ -233,7 +234,7 @@ def step_of(model: str, num_layers: int = LAYERS, remat: str = "none", **layout:
         dataclasses.replace(MODELS[model], num_layers=num_layers),
         Layout(mesh, zero, bool(sequence_parallel)),
         precision=Precision(compute="bfloat16"),
-        execution=Execution(kernel="reference", remat=remat),
+        execution=Execution(kernel="reference", remat=POLICIES[remat]),
     )
     # The traffic is decided before the compiler searches for fast tilings: spare the search.
     options = {"exec_time_optimization_effort": -1.0}

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 
 import jax
@@ -11,11 +12,11 @@ import pytest
 from PIL import Image
 
 from jaxtrain import Trainer, load_config
-from jaxtrain.attempts.attempt import Preempted
-from jaxtrain.checkpoint import retention
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.pipeline import batches
-from jaxtrain.errors import UserError
-from jaxtrain.guard import BadStepError
+from jaxtrain.run.attempts.attempt import Preempted
+from jaxtrain.run.checkpoint import retention
+from jaxtrain.training.guard import BadStepError
 
 TIMES = {"step_seconds", "tokens_per_second", "mfu"}
 ACCOUNT = {"goodput", "goodput_seconds", "attempts", "restarts"}
@@ -115,6 +116,10 @@ def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config,
     [
         ("GPT.embed_dim = 64", "written by another model"),
         ("GPT.num_layers = 3", "written by another model"),
+        (
+            "Optimizer.name = 'lamb'",  # whose moments have AdamW's names and shapes
+            "with Optimizer.name = 'adamw', this configuration has 'lamb', to which its moments",
+        ),
         ("Train.seed = 1", "written with Train.seed = 0, this configuration has 1"),
         ("Train.global_batch_size = 16", "with Train.global_batch_size = 8, this configuration"),
         (
@@ -148,8 +153,11 @@ def test_a_run_with_a_relative_source_goes_on_from_any_folder(tiny_config, tmp_p
     repeated = load_config(tmp_path / "run" / "config.gin")
     assert repeated.train.data.source == str(here / "text.txt")
     (here / "text.txt").write_text("dif = x - y\n" * 400)
-    with pytest.raises(UserError, match="the data's sha256"):
+    with pytest.raises(UserError, match="the data's sha256 = .*; bring them back"):
         Trainer(repeated, tmp_path / "run")
+    told = Trainer(repeated, tmp_path / "run", read_only=True).other_data()
+    assert told is not None
+    assert re.fullmatch("the data's sha256 was [0-9a-f]{16}, is [0-9a-f]{16}", told)
     (here / "text.txt").write_text("sum = x + y\n" * 400)
     for folder, config in ((elsewhere, repeated), (here, load_config(tiny_config, bindings))):
         monkeypatch.chdir(folder)

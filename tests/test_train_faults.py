@@ -13,13 +13,13 @@ from test_corruption import flip_bit, with_parameter
 from test_train import arrays, lines
 
 from jaxtrain import Trainer, load_config
-from jaxtrain.attempts.lock import RunLock
-from jaxtrain.commands import main
-from jaxtrain.corruption import CorruptionError
+from jaxtrain.cli import main
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecordError
 from jaxtrain.data.pipeline import batches
-from jaxtrain.errors import UserError
-from jaxtrain.guard import BadStepError
+from jaxtrain.run.attempts.lock import RunLock
+from jaxtrain.training.corruption import CorruptionError
+from jaxtrain.training.guard import BadStepError
 
 
 class Touched:

@@ -8,18 +8,21 @@ import math
 import jax
 import pytest
 
-import jaxtrain.loss
-import jaxtrain.step
-from jaxtrain import attention, preflight, resume
-from jaxtrain import verify as verification
+import jaxtrain.training.step
 from jaxtrain.__main__ import main
-from jaxtrain.attention import Mask
-from jaxtrain.mesh import MESH_AXES
-from jaxtrain.settings import configs_folder, load_config
-from jaxtrain.step import Program
-from jaxtrain.verify.meshes import choose_meshes
-from jaxtrain.verify.proofs import claims
-from jaxtrain.verify.shrink import shrink
+from jaxtrain.analysis.verify import verify as verification
+from jaxtrain.analysis.verify.meshes import choose_meshes
+from jaxtrain.analysis.verify.proofs import claims
+from jaxtrain.analysis.verify.shrink import shrink
+from jaxtrain.config.shipped import configs_folder
+from jaxtrain.nn.attention import attention
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.run import resume
+from jaxtrain.training import preflight
+from jaxtrain.training.objectives.next_token import NextToken
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import Program
 
 SMALL = ["-b", "Mesh.fsdp = 2", "-b", "Mesh.tensor = 1", "-b", "Mesh.data = 1"]
 SHIPPED = sorted(path.stem for path in configs_folder().glob("*.gin"))
@@ -148,7 +151,7 @@ def test_a_gradient_that_is_reduced_twice_fails_the_mesh(prove, tiny_config, mon
 
 def test_a_mean_of_microbatch_means_fails_accumulation(prove, tiny_config, monkeypatch):
     """Every microbatch weighing the same, however many of its targets count."""
-    split = jaxtrain.step.split_microbatches
+    split = jaxtrain.training.step.split_microbatches
 
     def equal_weights(batch, count):
         micros = split(batch, count)
@@ -156,13 +159,13 @@ def test_a_mean_of_microbatch_means_fails_accumulation(prove, tiny_config, monke
         each = micros.loss_mask.sum((1, 2), keepdims=True)
         return dataclasses.replace(micros, loss_mask=micros.loss_mask * mean / each)
 
-    monkeypatch.setattr(jaxtrain.step, "split_microbatches", equal_weights)
+    monkeypatch.setattr(jaxtrain.training.step, "split_microbatches", equal_weights)
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["accumulation"])
     assert (status, verdicts) == (1, {"accumulation": "FAILED"})
 
 
 def test_a_mask_without_segments_fails_packing_and_isolation(prove, tiny_config, monkeypatch):
-    monkeypatch.setattr(jaxtrain.loss, "document_mask", lambda batch: Mask())
+    monkeypatch.setattr(NextToken, "mask", lambda self, batch: Mask())
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["packing", "isolation"])
     assert (status, verdicts) == (1, {"packing": "FAILED", "isolation": "FAILED"})
 

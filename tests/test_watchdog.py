@@ -1,5 +1,6 @@
 """Deadlines from known histories; a stuck process leaves stacks that name the place."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,15 +8,17 @@ import threading
 
 import pytest
 
-from jaxtrain.attempts.phases import NAMES, Activity, Phases
-from jaxtrain.attempts.watchdog import Deadlines, Watchdog, dump_stacks, write_reason
-from jaxtrain.errors import UserError
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.phases import NAMES, Activity, Phases
+from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
+from jaxtrain.training.settings import Deadlines
 
 # Argument 1: a folder; argument 2: how to get stuck.
 CHILD = """
 import ctypes, os, pathlib, sys, threading, time
-from jaxtrain.attempts.phases import NAMES, Phases
-from jaxtrain.attempts.watchdog import Deadlines, Watchdog, dump_stacks, write_reason
+from jaxtrain.run.attempts.phases import NAMES, Phases
+from jaxtrain.training.settings import Deadlines
+from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 
 folder = pathlib.Path(sys.argv[1])
 
@@ -219,3 +222,8 @@ def test_stacks_of_this_process_name_this_function(tmp_path):
     text = (tmp_path / "stacks.txt").read_text()
     assert "test_stacks_of_this_process_name_this_function" in text
     assert "is MainThread" in text
+
+
+def test_every_phase_has_a_deadline():
+    given = {field.name for field in dataclasses.fields(Deadlines)}
+    assert set(NAMES) == given - {"factor", "minimum_seconds"}

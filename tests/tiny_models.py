@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.models.gpt import GPT
-from jaxtrain.models.llama import Llama
-from jaxtrain.sharding import is_variable
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.parallel.sharding import is_variable
 
 V, D, N, K, F, C = 61, 32, 4, 2, 48, 24
 LLAMA = functools.partial(

@@ -9,8 +9,8 @@ import jaxtrain
 WITHOUT_JAX = f"""
 import json, os, pathlib, signal, sys, threading, time, types
 sys.path.insert(0, {str(Path(jaxtrain.__file__).parent.parent)!r})
-from jaxtrain.errors import UserError
-from jaxtrain.attempts.lock import RunLock, Superseded
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.lock import RunLock, Superseded
 def tell(line):
     os.write(1, (str(line) + "\\n").encode())  # also from a signal handler inside another
 """

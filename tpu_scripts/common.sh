@@ -4,7 +4,7 @@
 # shellcheck disable=SC2034  # the scripts that read this use them
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-DRY_RUN=${DRY_RUN:-} SPOT=${SPOT:-} QUEUED=${QUEUED:-} SLICES=${SLICES:-1}
+DRY_RUN=${DRY_RUN:-} SPOT=${SPOT:-} QUEUED=${QUEUED:-} FIREWALL=${FIREWALL:-} SLICES=${SLICES:-1}
 YES='' DELETE='' WHEEL='' RETRIES=10 words=()
 errors=$(mktemp "${TMPDIR:-/tmp}/jaxtrain-gcloud.XXXXXX")
 trap 'rm -f "$errors"' EXIT
@@ -44,6 +44,7 @@ options() { # options "ALLOWED ..." "$@": sets the variables above; `words` is w
       --dry-run) DRY_RUN=1 ;;
       --spot) SPOT=1 ;;
       --queued) QUEUED=1 ;;
+      --firewall) FIREWALL=1 ;;
       --yes) YES=1 ;;
       --delete) DELETE=1 ;;
       --slices) SLICES=$2 && shift ;;
@@ -55,7 +56,7 @@ options() { # options "ALLOWED ..." "$@": sets the variables above; `words` is w
   done
   [[ $SLICES =~ ^[1-9][0-9]*$ ]] || die 2 "--slices $SLICES: a whole number from 1 is needed"
   [[ $RETRIES =~ ^[0-9]+$ ]] || die 2 "--retries $RETRIES: a whole number is needed"
-  export DRY_RUN SPOT QUEUED SLICES
+  export DRY_RUN SPOT QUEUED FIREWALL SLICES
 }
 
 need() { # need NAME ...: these variables, and gcloud
@@ -75,6 +76,7 @@ need() { # need NAME ...: these variables, and gcloud
   done
   tpu=(compute tpus tpu-vm)
   queue=(compute tpus queued-resources)
+  tag=jaxtrain-$TPU_NAME
   remove=("${tpu[@]}" delete "$TPU_NAME" "${where[@]}" --quiet)
   [ "$QUEUED" != 1 ] || remove=("${queue[@]}" delete "$TPU_NAME" "${where[@]}" --force --quiet)
 }
@@ -92,6 +94,12 @@ ask() { # ask ANSWER WORD ...: what gcloud answers; in a dry run ANSWER
   shift
   run gcloud "$@" 2>"$errors" || return
   [ -z "$DRY_RUN" ] || echo "$answer"
+}
+
+remove_rules() { # the firewall's for this TPU; where there are none that is well too
+  run gcloud compute firewall-rules delete "$tag-own" "$tag-others" \
+    ${PROJECT:+"--project=$PROJECT"} --quiet 2>"$errors" ||
+    grep -q 'was not found' "$errors" || explain
 }
 
 state() { # state ANSWER: the TPU's state in a word; GONE where there is none
@@ -122,7 +130,7 @@ explain() { # says in one sentence what gcloud said; status 2: the user's to men
     *NOT_FOUND*) said="there is no TPU called $TPU_NAME in ZONE=$ZONE" ;;
     *)
       case $said in *PERMISSION_DENIED* | *INVALID_ARGUMENT* | *"active account"* | *"gcloud auth login"*) ;; *) status=1 ;; esac
-      said="gcloud failed: $(grep -m1 '^ERROR' "$errors" || tail -1 "$errors")" ;;
+      said="gcloud failed: $(grep -m1 '^ERROR' "$errors" || tail -1 "$errors")$(sed -n 's/^ - / /p' "$errors" | head -1)" ;;
   esac
   echo "jaxtrain: $said" >&2
   return "$status"

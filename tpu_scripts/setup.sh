@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # setup.sh [--wheel FILE] [--slices N] [--dry-run]
-# Installs jaxtrain[tpu] on every worker: from this clone as it stands, or from a wheel.
+# Installs jaxtrain[tpu] on every worker: from this clone as it stands, or from a wheel. Gives all
+# of them the token that the run's processes know each other by: made once, kept with mode 0600 in
+# ~/.jaxtrain/TPU_NAME here and in ~/jaxtrain.token there.
 #
 #   --wheel FILE  install this wheel instead of the clone
 #   --slices N    as for create.sh
@@ -20,8 +22,11 @@ else
   run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$here/.." --exclude=__pycache__ \
     pyproject.toml README.md LICENSE configs jaxtrain
 fi
+# A file, since what stands on a command line is in the list of processes and in gcloud's logs.
+token=~/.jaxtrain/$TPU_NAME/jaxtrain.token
+run bash "$here/worker.sh" token "$token"
 for node in "${nodes[@]}"; do
-  cloud "${tpu[@]}" scp "$package" "$here/worker.sh" "$node:" "${where[@]}" --worker=all
+  cloud "${tpu[@]}" scp "$package" "$here/worker.sh" "$token" "$node:" "${where[@]}" --worker=all
   cloud "${tpu[@]}" ssh "$node" "${where[@]}" --worker=all \
     "--command=bash worker.sh install $(quoted "${package##*/}")"
 done

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# watch.sh [--spot] [--queued] [--slices N] [--retries N] [--delete] [--dry-run] -- train [CONFIG] ...
+# watch.sh [--spot] [--queued] [--firewall] [--slices N] [--retries N] [--delete] [--dry-run]
+#   -- train [CONFIG] ...
 # Sees a run through: looks at the TPU, makes it anew after a preemption, sets it up and starts the
 # same run in the same folder, until its exit.json says done. It may also make the first TPU.
 #
 #   --retries N  give up after N in a row that did not bring the run back; 10
 #   --delete     delete the TPU when the run is done or has failed
 #   --dry-run    prints the commands of one preemption and the end of the run
-#   --spot, --queued, --slices N: as for create.sh
+#   --spot, --queued, --firewall, --slices N: as for create.sh
 # From the environment: what create.sh and run.sh read; POLL_SECONDS (30) between two looks.
 # Status: 0 done; 1 the run failed, or it gave up; 2 a mistake of yours.
 set -euo pipefail
 # shellcheck source=common.sh source-path=SCRIPTDIR
 source "$(dirname "$0")/common.sh"
-options "--spot --queued --slices --retries --delete --" "$@"
+options "--spot --queued --firewall --slices --retries --delete --" "$@"
 need TPU_NAME ZONE BUCKET ACCELERATOR_TYPE
 [ "${words[0]:-}" = train ] || die 2 "the command stands after --; write for example: watch.sh -- train gpt_quickstart"
 retries=0 assumed=PREEMPTED
@@ -30,6 +31,7 @@ retry() { # retry WHY
 
 end() { # end STATUS SENTENCE
   { [ -n "$DELETE" ] && cloud "${remove[@]}"; } || say_what_is_left
+  [ -z "$DELETE" ] || [ "$FIREWALL" != 1 ] || remove_rules || :
   [ -n "$DRY_RUN" ] && exit
   echo "jaxtrain: $2"
   exit "$1"

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Examples
-from jaxtrain.errors import UserError
 
 # What reading a damaged record raises: array_record RuntimeError (a chunk's hash differs), files
 # OSError and EOFError, Pillow any of them and UserError (a ValueError) from image_source.decode,

@@ -16,8 +16,9 @@ class Batch:
 
     Attributes:
       inputs: int32 tokens [B, T], or float32 images [B, H, W, C].
-      targets: int32 next tokens [B, T], or labels [B].
-      loss_mask: float32 [B, T] or [B]; 1 where the target counts, 0 where it does not.
+      targets: int32 tokens to be told [B, T], or labels [B].
+      loss_mask: float32 [B, T] or [B]; 1 where the target counts, 0 where it does not: there
+        targets may be anything.
       segment_ids: int32 [B, T]; the document a token belongs to, counted from 1 within the row,
         0 for padding. None for images.
       positions: int32 [B, T]; the token's place in its document, from 0. None for images.

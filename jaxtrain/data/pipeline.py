@@ -14,16 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.order import FEWEST_TOGETHER, shuffled
+from jaxtrain.data.order import shuffled
 from jaxtrain.data.source import Examples, WholeBatches
 
 # Streams drawn from one seed: grain's shuffle of epoch e with seed s is that of epoch e - 1 with
 # s + 1, so neighbouring seeds are hashed apart first.
 SHUFFLE_STREAM, AUGMENT_STREAM = 0, 1
 HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
-
-# Places of the order computed together: 0.3 us each, of which a single batch would take 5.
-ORDER_CHUNK = 4096
 
 T = TypeVar("T")
 
@@ -70,20 +67,10 @@ def batches(
     count = len(examples)
 
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
-    together = 1  # batches
-    if count >= FEWEST_TOGETHER:
-        together = max(1, ORDER_CHUNK // max(1, len(wanted)))
-
-    @functools.lru_cache(maxsize=2)  # threads may be at the end of one chunk and in the next
-    def chunk(number: int) -> tuple[np.ndarray, np.ndarray]:
-        numbers = np.arange(number * together, min((number + 1) * together, end))
-        places = numbers[:, None] * global_batch_size + wanted
-        indices = shuffled(places.reshape(-1), count, shuffle_seed)
-        return places, indices.reshape(places.shape)
 
     def make(k: int) -> Batch:
-        number, row = divmod(k, together)
-        places, indices = (of_chunk[row] for of_chunk in chunk(number))
+        places = k * global_batch_size + wanted
+        indices = shuffled(places, count, shuffle_seed)
 
         def rng(row: int) -> np.random.Generator | None:
             if not train:

@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxtrain.buckets import BucketPath, Place, place, require
+from jaxtrain.config.buckets import BucketPath, Place, place, require
+from jaxtrain.config.errors import UserError, nearest
+from jaxtrain.config.files import refused_path
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.errors import UserError, nearest
-from jaxtrain.files import refused_path
 
 
 class Examples(Protocol):

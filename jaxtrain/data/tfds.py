@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtrain.buckets import BucketPath, place, require
-from jaxtrain.errors import UserError, did_you_mean, nearest
+from jaxtrain.config.buckets import BucketPath, place, require
+from jaxtrain.config.errors import UserError, did_you_mean, nearest
 
 PREFIX = "tfds:"
 

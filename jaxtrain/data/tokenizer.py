@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from jaxtrain.buckets import Place
-from jaxtrain.errors import UserError, did_you_mean
-from jaxtrain.files import refused_path
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.files import refused_path
 
 # Longer documents are encoded in pieces cut at line ends, so that memory stays bounded.
 PIECE_CHARACTERS = 1 << 20

@@ -1,28 +1,24 @@
-"""One architecture a file: a frozen dataclass of sizes and a module that is only mathematics."""
+"""One architecture a file: a frozen dataclass of sizes and a module that is only mathematics.
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+`from jaxtrain.models import GPT, Model` finds the sizes of every architecture, and what stands in
+`jaxtrain.models.model`, by their names.
+"""
 
-import jax
-from flax import nnx
-
-
-@runtime_checkable
-class Model(Protocol):
-    """What the trainer needs of an architecture's settings: every file here has one such class.
-
-    Attributes:
-      objective: a name in `loss.OBJECTIVES`: what the model is trained to do.
-      settings: logical axis -> the field that gives it its size, for messages.
-    """
-
-    objective: ClassVar[str]
-    settings: ClassVar[dict[str, str]]
-
-    def build(self, key: jax.Array) -> nnx.Module:
-        """The module with freshly drawn parameters."""
-        ...
+import dataclasses
+import importlib
+import pkgutil
+from typing import Any
 
 
-def attends(model: Any) -> bool:
-    """Whether a model's settings are of one with attention: then it has heads."""
-    return hasattr(model, "num_heads")
+def __getattr__(name: str) -> Any:
+    # Loaded when they are asked for: they load JAX. Modules have small letters.
+    if name[:1].isupper():
+        interface = importlib.import_module(f"{__name__}.model")
+        if name in interface.__all__:
+            return vars(interface)[name]
+        for info in pkgutil.walk_packages(__path__, __name__ + "."):
+            found = vars(importlib.import_module(info.name)).get(name)
+            is_own = isinstance(found, type) and found.__module__ == info.name
+            if is_own and dataclasses.is_dataclass(found) and "build" in dir(found):
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

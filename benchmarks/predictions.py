@@ -1,0 +1,265 @@
+"""Holds `plan`'s step time against published runs: `python -m benchmarks.predictions`.
+
+`published_runs.csv` has 136 training runs that others published, each with its source, the step
+time or the figure it follows from, and the arguments of `jaxtrain plan` that express it. Everything
+is predicted by closed forms. `--fit` fits the shares of `planning.timing.FITTED` anew, and once
+more for each source without its rows: what it then predicts of them is the error of a prediction
+for a stack that the fit has not seen. `--png` draws predicted against published seconds.
+"""
+
+import argparse
+import csv
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from scipy import optimize, stats
+
+from jaxtrain import load_config
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.analysis.planning.textbook.memory import memory
+from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.timing import FITTED, Fitted, Pieces, peak_flops, pieces
+from jaxtrain.analysis.planning.variants import slices_of
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.show.plot import Picture
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.program import flops_per_step, resolved
+from jaxtrain.training.settings import Config
+
+FILE = Path(__file__).with_name("published_runs.csv")
+# Chips of one share each; the other shares are one for a family.
+CHIPS = ("v4", "v5e", "v5p", "v6e", "7x", "a100", "h100", "h200", "b200")
+FAMILY = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "hopper"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A published run and what is counted of it.
+
+    Attributes:
+      name: its id.
+      source: the repository that published it.
+      chip: as in a target.
+      published: seconds of a step.
+      model_flops: that the model needs on one device, for its efficiency.
+      counted: the pieces of the formula.
+      fits: whether the run is expressed well enough to be fitted on.
+    """
+
+    name: str
+    source: str
+    chip: str
+    published: float
+    model_flops: float
+    counted: Pieces
+    fits: bool
+
+    def ratio(self, shares: Fitted) -> float:
+        """Predicted over published seconds."""
+        return self.counted.seconds(shares) / self.published
+
+
+def read(row: dict[str, str]) -> Point:
+    """A row of the file, counted.
+
+    Raises:
+      UserError: this program cannot run what was published.
+    """
+    name, *words = shlex.split(row["bindings"])
+    bindings = [word for flag, word in zip(words, words[1:], strict=False) if flag == "-b"]
+    target = parse_target(words[words.index("--target") + 1])
+    config = load_config(name, bindings)
+    devices = target.devices * slices_of(config, target)
+    layout = abstract_layout(config, devices)
+    config = resolved(config, target.chip.kind)
+    peak = peak_flops(config, target)
+    assert peak is not None
+    needed = memory(config, layout, target.chip.kind)
+    moved = expected(config, layout)
+    if row["published_reduces_gradients_once"] == "yes":
+        moved = [_once(one, config) for one in moved]
+    counted = pieces(config, layout, target, moved, peak=peak, update_bytes=needed.update_bytes)
+    return Point(
+        row["id"],
+        row["source"].split("@")[0].split()[0],
+        row["chip"],
+        float(row["published_step_seconds"]),
+        flops_per_step(config) / devices,
+        counted,
+        row["use_for_fit"] == "True",
+    )
+
+
+def _once(one: Expected, config: Config) -> Expected:
+    """Gradients that the published program adds up on each device before they are reduced."""
+    if not one.cause.startswith("gradients") or "pipe" in one.axis:
+        return one
+    times = config.train.accumulation * (
+        config.pipeline.microbatches if config.mesh.pipe > 1 else 1
+    )
+    return dataclasses.replace(one, count=max(1, one.count // times))
+
+
+def shares_of(chip: str) -> Fitted:
+    """The shares that predictions have for a chip."""
+    return FITTED[chip]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def table(points: Sequence[Point], shares: Callable[[str], Fitted]) -> str:
+    """Errors by chip, as Markdown."""
+    lines = [
+        "| chip | runs | median predicted / published | median error | range | rank correlation |",
+        "|---|---|---|---|---|---|",
+    ]
+    chips = list(dict.fromkeys(point.chip for point in points))
+    for chip in [*chips, None]:
+        some = [p for p in points if p.fits and chip in (None, p.chip)]
+        ratios = np.array([p.ratio(shares(p.chip)) for p in some])
+        rank = "" if len(some) < 4 or chip is None else f"{_rank(some, ratios):.2f}"
+        errors = np.abs(ratios - 1)
+        lines.append(
+            f"| {chip or 'all'} | {len(some)} | {np.median(ratios):.2f} | "
+            f"{np.median(errors):.1%} | {ratios.min():.2f}-{ratios.max():.2f} | {rank} |"
+        )
+    return "\n".join(lines)
+
+
+def _rank(points: Sequence[Point], ratios: np.ndarray) -> float:
+    """Spearman's correlation of predicted and published efficiencies."""
+    published = np.array([p.model_flops / p.published for p in points])
+    found = stats.spearmanr(published / ratios, published)
+    return float(found.statistic)
+
+
+def figure(points: Sequence[Point], shares: Callable[[str], Fitted]) -> Picture:
+    """Predicted against published seconds, a mark for each chip, the error bar between lines."""
+    picture = Picture(6.5, 6)
+    axes = picture.subplots()
+    marks = dict(zip(dict.fromkeys(p.chip for p in points), "o^sDvP*X<>", strict=False))
+    shades = dict(zip(marks, np.linspace(0.0, 0.75, len(marks)), strict=True))
+    for chip, mark in marks.items():
+        some = [p for p in points if p.chip == chip]
+        predicted = [p.counted.seconds(shares(chip)) for p in some]
+        axes.scatter(
+            [p.published for p in some], predicted, marker=mark, s=26, label=chip,
+            color=(shades[chip] * 0.7, 0.25 + shades[chip] * 0.6, 0.9 - shades[chip] * 0.8),
+            edgecolor="black", linewidth=0.4,
+        )  # fmt: skip
+    ends = np.array([0.3, 250])
+    axes.plot(ends, ends, color="black", linewidth=1)
+    for factor in (0.85, 1.15):
+        axes.plot(ends, factor * ends, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", yscale="log", title="Published runs and their predictions")
+    axes.set(xlabel="published, seconds a step", ylabel="predicted, seconds a step")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return picture
+
+
+# -- the fit ---------------------------------------------------------------------------------------
+
+# Where the search starts, how far a share may go from there at the price of a 15 % error, bounds.
+_OF_CHIPS = {name: (FITTED[name].products, 0.1, 0.4, 1.0) for name in CHIPS}
+_OF_FAMILIES = {
+    "scores tpu": (0.43, 0.1, 0.1, 0.8), "scores ampere": (0.34, 0.1, 0.1, 0.8),
+    "scores hopper": (0.26, 0.1, 0.1, 0.8), "shown tpu": (0.95, 0.3, 0.0, 1.0),
+    "shown gpu": (0.71, 0.3, 0.0, 1.0), "activations tpu": (0.64, 0.3, 0.0, 1.0),
+    "activations gpu": (0.59, 0.3, 0.0, 1.0), "passes": (3.0, 1.0, 0.0, 8.0),
+    "memory": (0.85, 0.05, 0.6, 0.95), "slices": (0.02, 0.05, 0.0, 0.1),
+}  # fmt: skip
+_ALL = {**_OF_CHIPS, **_OF_FAMILIES}
+
+
+def _shares(values: Sequence[float]) -> Callable[[str], Fitted]:
+    found = dict(zip(_ALL, values, strict=True))
+
+    def of(chip: str) -> Fitted:
+        name = chip.removesuffix("-40")
+        family = FAMILY.get(name, "tpu")
+        kind = "tpu" if family == "tpu" else "gpu"
+        return Fitted(
+            products=found[name],
+            scores=found[f"scores {family}"],
+            shown=found[f"shown {kind}"],
+            activations=found[f"activations {kind}"],
+            passes=found["passes"],
+            memory=found["memory"],
+            slices=found["slices"],
+        )
+
+    return of
+
+
+def fit(points: Sequence[Point]) -> tuple[Callable[[str], Fitted], dict[str, float]]:
+    """The shares by which these points are predicted best; outliers count little."""
+    start, wide, low, high = np.array(list(_ALL.values())).T
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        shares = _shares(values)
+        errors = [np.log(point.ratio(shares(point.chip))) for point in points]
+        return np.concatenate([errors, 0.15 * (values - start) / wide])
+
+    inside = np.clip(start, low + 1e-3, high - 1e-3)
+    found = optimize.least_squares(
+        residuals, inside, bounds=(low, high), loss="soft_l1", f_scale=0.05
+    )
+    return _shares(found.x), dict(zip(_ALL, found.x.round(3).tolist(), strict=True))
+
+
+def left_out(points: Sequence[Point]) -> list[float]:
+    """Errors of every source's points, predicted by a fit on the others."""
+    errors = []
+    for source in dict.fromkeys(point.source for point in points):
+        shares, _ = fit([point for point in points if point.source != source])
+        errors += [abs(p.ratio(shares(p.chip)) - 1) for p in points if p.source == source]
+    return errors
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Prints the table, and what is asked for besides."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="fit the shares anew")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the points")
+    parser.add_argument("--rows", action="store_true", help="print every run")
+    options = parser.parse_args(words)
+    say = Console(width=120, highlight=False).out
+    jax.config.update("jax_platforms", "cpu")
+    points = []
+    with FILE.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            try:
+                points.append(read(row))
+            except (UserError, ValueError) as error:
+                say(f"{row['id']}: not counted: {str(error).splitlines()[0][:120]}")
+    shares: Callable[[str], Fitted] = shares_of
+    fitting = [point for point in points if point.fits]
+    if options.fit:
+        shares, values = fit(fitting)
+        for name, value in values.items():
+            say(f"{name}: {value:g}")
+    if options.rows:
+        for point in points:
+            say(f"{point.name:28} {point.published:9.3f} s  {point.ratio(shares(point.chip)):.2f}")
+    say(table(points, shares))
+    if options.fit:
+        errors = left_out(fitting)
+        say(
+            f"\nA source left out: median {np.median(errors):.1%}, two of three within "
+            f"{np.quantile(errors, 2 / 3):.1%}, nine of ten within {np.quantile(errors, 0.9):.1%}"
+        )
+    if options.png is not None:
+        options.png.write_bytes(figure(points, shares).png())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

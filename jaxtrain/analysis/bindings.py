@@ -1,0 +1,143 @@
+"""The page of every gin binding, out of the settings' docstrings: what `make docs` runs."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import jaxtrain.data
+import jaxtrain.models
+from jaxtrain.config import reader
+from jaxtrain.config.values import by_name, settings_of
+from jaxtrain.models.model import Model
+from jaxtrain.training.optimizers.rule import rules
+from jaxtrain.training.settings import Config, Data
+
+_HEAD = """\
+# Every binding
+
+What a `.gin` file or `-b` can set, made by `make docs` out of the settings' docstrings.
+What has no default has to be bound. Syntax and rules: [configs](configs.md).
+"""
+
+
+def sections() -> list[type]:
+    """The sections of every configuration, in their order."""
+    return list(reader.sections(Config).values())
+
+
+def models() -> list[type]:
+    """What `Train.model` takes."""
+    return sorted(_settings_in(jaxtrain.models, "inputs"), key=lambda one: one.__name__.lower())
+
+
+def sources() -> list[type]:
+    """What `Train.data` takes."""
+    return sorted(_settings_in(jaxtrain.data, "abstract_batch"), key=lambda one: one.__name__)
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    groups: dict[str, list[type]] = {
+        "Sections": sections(),
+        "Update rules, for `Optimizer.name`": list(rules().values()),
+        "Models, for `Train.model`": models(),
+        "Data, for `Train.data`": sources(),
+    }
+    parts = [_HEAD]
+    for title, classes in groups.items():
+        links = " · ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in classes)
+        parts.append(_folded(f"{title}: {links}") + "\n")
+    parts += [_section(cls) for classes in groups.values() for cls in classes]
+    return "\n".join(parts)
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """What the `Attributes:` of a settings class say, field by field.
+
+    Raises:
+      ValueError: a field is not described, or what is described is no field.
+    """
+    _, _, attributes = _docstring(cls).partition("\nAttributes:\n")
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=  \S)", "\n" + attributes)[1:]:
+        names, _, meaning = " ".join(entry.split()).partition(": ")
+        found |= dict.fromkeys(names.split(", "), meaning)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    wrong = sorted(fields ^ found.keys()) + [name for name in found if not found[name]]
+    if wrong:
+        raise ValueError(f"{cls.__name__}: fields and 'Attributes:' differ in {', '.join(wrong)}")
+    return found
+
+
+def _settings_in(package: types.ModuleType, member: str) -> Iterator[type]:
+    """The dataclasses with this member in the modules of a package, by module."""
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        module = importlib.import_module(info.name)
+        for cls in vars(module).values():
+            own = isinstance(cls, type) and cls.__module__ == module.__name__
+            if own and dataclasses.is_dataclass(cls) and member in dir(cls):
+                yield cls
+
+
+def _section(cls: type) -> str:
+    purpose = " ".join(_docstring(cls).partition("\nAttributes:\n")[0].split())
+    hints, said = typing.get_type_hints(cls, include_extras=True), meanings(cls)
+    rows = [
+        f"| `{cls.__name__}.{bound}` | {_takes(hints[field.name])} | "
+        f"{_default(field, hints[field.name])} | {said[field.name].replace('|', chr(92) + '|')} |"
+        for bound, field in settings_of(cls).items()
+    ]
+    head = ["| binding | takes | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([f"## {cls.__name__}\n\n{_folded(purpose)}\n", *head, *rows, ""])
+
+
+def _folded(prose: str) -> str:
+    return "\n".join(textwrap.wrap(prose, 120, break_long_words=False, break_on_hyphens=False))
+
+
+def _docstring(cls: type) -> str:
+    return inspect.getdoc(cls) or ""
+
+
+def _takes(annotation: Any) -> str:
+    """An annotation in words, choices spelled out."""
+    mark = by_name(annotation)
+    if mark is not None:
+        return ", ".join(f"`{name!r}`" for name in mark.choices())
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _takes(typing.get_args(annotation)[0])
+    if annotation in (Model, Data):
+        classes = models() if annotation is Model else sources()
+        return ", ".join(f"`@{cls.__name__}()`" for cls in classes)
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f"`{choice!r}`" for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(_takes(part) for part in typing.get_args(annotation))
+    if annotation is bool:
+        return "`True`, `False`"
+    if annotation is type(None):
+        return "`None`"
+    return annotation.__name__ if isinstance(annotation, type) else f"`{annotation}`"
+
+
+def _default(field: dataclasses.Field[Any], annotation: Any) -> str:
+    mark = by_name(annotation)
+    if mark is not None:
+        return f"`{mark.name_of(type(field.default))!r}`"
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{field.default_factory()!r}`"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

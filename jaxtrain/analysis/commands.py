@@ -1,0 +1,128 @@
+"""What plan, verify, timeline and doctor do: one function per command, nothing else."""
+
+import argparse
+import contextlib
+import json
+from typing import Any
+
+import jax
+
+from jaxtrain.analysis import doctor
+from jaxtrain.analysis.planning.budget import plan_budget
+from jaxtrain.analysis.planning.budget import show as show_budget
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.plan import plan as make_plan
+from jaxtrain.analysis.planning.show import show as show_plan
+from jaxtrain.analysis.planning.timeline import draw, simulate, table
+from jaxtrain.analysis.verify import verify as verification
+from jaxtrain.analysis.verify.report import show_end, showing
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import writable, write_atomically
+from jaxtrain.parallel.devices import offer_cpu_devices
+from jaxtrain.run.show.progress import say_notes, terminal
+from jaxtrain.run.status import DONE, FAILED
+from jaxtrain.training.pipeline.schedules import make_schedule
+from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import parameter_shapes
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Proves a shrunk configuration on simulated devices."""
+    name, file = arguments.config, writable("--json", arguments.json)
+    config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
+    verification.simulate()
+    console = terminal()
+    say_notes(console, config.notes)
+    with showing(console) as show:
+        found = verification.verify(config, on_small=show.small, on_proof=show.proof)
+    show_end(console, found)
+    if file is not None:
+        write_atomically(file, json.dumps({"config": name, **found.to_json()}, indent=2).encode())
+    return DONE if found.passed else FAILED
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Plans a run for a machine that need not be there, or for a budget of FLOPs."""
+    console = terminal()
+    picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
+    target = None if arguments.target is None else parse_target(arguments.target)
+    if arguments.budget is not None:
+        chip = None if target is None else target.chip
+        devices = None if target is None else target.devices
+        peak = None if chip is None else chip.bf16_flops
+        budget = plan_budget(arguments.budget, peak_flops=peak, devices=devices)
+        others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
+        others |= {"--png": picture, "--search": arguments.search}
+        if ignored := [name for name, value in others.items() if value]:
+            raise UserError(
+                f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
+            )
+        show_budget(console, budget)
+        return DONE
+    if arguments.config is None or target is None:
+        missing = "CONFIG" if arguments.config is None else "--target"
+        raise UserError(
+            f"plan: {missing} is missing; write for example 'jaxtrain plan llama_8b --target "
+            "v5p:4x4x4', or 'jaxtrain plan --budget 1e21'"
+        )
+    config = load_config(
+        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
+    )
+    say_notes(console, config.notes)
+    if target.chip.kind == "cpu":
+        offer_cpu_devices(target.devices)
+    # Accelerators of this machine are not asked: the target's compiler needs none.
+    jax.config.update("jax_platforms", "cpu")
+
+    def progress(words: str) -> contextlib.AbstractContextManager[Any]:
+        return console.status(words) if console.is_terminal else contextlib.nullcontext()
+
+    found = make_plan(
+        config, target.name, compile=arguments.compile, search=arguments.search, progress=progress
+    )
+    show_plan(console, found)
+    if picture is not None:
+        write_atomically(picture, found.plot().png())
+        console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
+    if file is not None:
+        write_atomically(file, json.dumps(found.to_json(), indent=2).encode())
+    return DONE
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """Simulates the pipeline's schedule and draws it."""
+    picture = writable("--png", arguments.png)
+    config = load_config(
+        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
+    )
+    pipeline, model, ranks = config.pipeline, config.train.model, config.mesh.pipe
+    if ranks == -1:
+        raise UserError("Mesh.pipe=-1: a timeline needs a number of ranks; use Mesh.pipe=4")
+    if model.layers is None:
+        raise UserError(
+            f"Train.model=@{type(model).__name__}() has no stack of layers to cut into stages; "
+            "use a transformer such as @GPT()"
+        )
+    cut = deal(parameter_shapes(model.build), ranks, pipeline.virtual_stages).cut
+    schedule = make_schedule(
+        pipeline.schedule,
+        ranks=ranks,
+        microbatches=pipeline.microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )
+    # In forwards of a layer; recomputing a stage is one more forward before its backward.
+    again = 1.0 if pipeline.backward == "recompute" else 0.0
+    simulated = simulate(schedule, backward=2 + again, backward_input=1 + again, stage_costs=cut)
+    console = terminal()
+    console.print(table(simulated))
+    console.print(f"Layers on each stage: {', '.join(map(str, cut))}")
+    if picture is not None:
+        draw(simulated, picture)
+        console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
+    return DONE
+
+
+def show_doctor(_: argparse.Namespace) -> int:
+    """Prints versions, devices and missing extras."""
+    return doctor.show(terminal())

@@ -1,0 +1,43 @@
+"""The options of the commands that plan, prove and look, and the help that they print."""
+
+from jaxtrain.run.options import Add, add_config_options
+
+
+def add_analysis_commands(add: Add) -> None:
+    """Adds verify, plan, timeline and doctor."""
+    command = add("verify", "proves a config, shrunk, on 8 simulated devices")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument("--json", metavar="FILE", help="write the table into this file too")
+    add_config_options(command)
+
+    command = add("plan", "compiles a config's train step for machines not there")
+    command.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="a .gin file or shipped config"
+    )
+    command.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="v5p:4x4x4 (chips; with Mesh.dcn of a slice), h100:2x8 (hosts x GPUs), cpu:8",
+    )
+    command.add_argument("--search", action="store_true", help="find the best mesh for the target")
+    command.add_argument(
+        "--no-compile",
+        dest="compile",
+        action="store_false",
+        help="closed forms alone: an estimate that needs no compiler",
+    )
+    command.add_argument(
+        "--budget", type=float, metavar="FLOPS", help="the compute-optimal model and its tokens"
+    )
+    command.add_argument("--json", metavar="FILE", help="write everything into this file too")
+    command.add_argument(
+        "--png", metavar="FILE", help="draw memory, time and traffic into this file"
+    )
+    add_config_options(command)
+
+    command = add("timeline", "simulates the pipeline schedule and draws it")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument("--png", metavar="FILE", help="draw the schedule into this file")
+    add_config_options(command)
+
+    add("doctor", "prints versions, devices, extras")

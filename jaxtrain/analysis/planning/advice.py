@@ -1,0 +1,249 @@
+"""What to do about a plan: the cheapest ways to make it fit, and what was noticed beside."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.analysis.planning.compiled.audit import Row
+from jaxtrain.analysis.planning.compiled.placement import replicated
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.search import Price, price
+from jaxtrain.analysis.planning.variants import (
+    bindings_of,
+    changed,
+    fixes,
+    lighter_kernel,
+    refusal,
+    slices_of,
+)
+from jaxtrain.parallel.chips import CHIPS, chip_of
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.run.show.report import human_bytes
+from jaxtrain.training.settings import Config
+
+# Fixes that are shown, and up to how many are combined where one alone does not suffice.
+MOST = 6
+TOGETHER = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Fix:
+    """Bindings that take memory off a device.
+
+    Attributes:
+      changes: binding -> value.
+      saved: bytes of one device, estimated.
+      slower: relative change of the predicted step time; negative is faster.
+      fits: whether it is enough.
+    """
+
+    changes: Mapping[str, Any]
+    saved: int
+    slower: float
+    fits: bool
+
+    @property
+    def bindings(self) -> list[str]:
+        """What to paste after -b."""
+        return bindings_of(self.changes)
+
+    @property
+    def sentence(self) -> str:
+        """For the terminal."""
+        pasted = " ".join(f'-b "{binding}"' for binding in self.bindings)
+        enough = "fits" if self.fits else "not enough alone"
+        return (
+            f"{pasted}: saves about {human_bytes(self.saved)}, step time {self.slower:+.0%} "
+            f"({enough})"
+        )
+
+
+def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
+    """Ways to make a configuration fit, the cheapest in step time first.
+
+    Single changes come first; where none is enough alone, the best of them are combined one after
+    the other until the estimate says that they are.
+
+    Args:
+      config: a configuration that does not fit.
+      target: the machine.
+      over: bytes by which it exceeds a device's memory.
+    """
+    slices = slices_of(config, target)
+    sizes = config.mesh.sizes(target.devices * slices)
+    before = price(config, target)
+    tried: list[Fix] = []
+    for changes in fixes(config, target, sizes):
+        found = _try(config, changes, target, slices, before, over)
+        if found is not None:
+            tried.append(found)
+    # Of the values of one binding the mildest that is enough.
+    enough: dict[tuple[str, ...], Fix] = {}
+    for fix in sorted((fix for fix in tried if fix.fits), key=lambda fix: (fix.slower, fix.saved)):
+        enough.setdefault(tuple(sorted(fix.changes)), fix)
+    if enough:
+        return list(enough.values())[:MOST]
+    combined = _combined(config, tried, target, slices, before, over)
+    rest = sorted(tried, key=lambda fix: -fix.saved)
+    return [*combined, *rest][:MOST]
+
+
+def _try(
+    config: Config,
+    changes: Mapping[str, Any],
+    target: Target,
+    slices: int,
+    before: Price,
+    over: int,
+) -> Fix | None:
+    """The change with its saving; None where it is refused or saves nothing."""
+    variant = _changed(config, changes)
+    if variant is None or refusal(variant, target, slices=slices) is not None:
+        return None
+    after = price(variant, target)
+    saved = before.memory.total - after.memory.total
+    if saved <= 0:
+        return None
+    slower = after.seconds / before.seconds - 1 if before.seconds else 0.0
+    return Fix(dict(changes), saved, slower, saved >= over)
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config | None:
+    try:
+        return changed(config, changes)
+    except ValueError:  # a UserError is one: the sections themselves refuse some values
+        return None
+
+
+def _combined(
+    config: Config,
+    tried: list[Fix],
+    target: Target,
+    slices: int,
+    before: Price,
+    over: int,
+) -> list[Fix]:
+    """One combination of changes to different bindings that is enough, or nothing."""
+    together: dict[str, Any] = {}
+    by_worth = sorted(tried, key=lambda fix: -fix.saved / (1 + max(fix.slower, 0.0) * 4))
+    for fix in by_worth:
+        if len(together) >= TOGETHER or set(fix.changes) & set(together):
+            continue
+        found = _try(config, {**together, **fix.changes}, target, slices, before, over)
+        if found is None:
+            continue
+        together.update(fix.changes)
+        if found.fits:
+            return [found]
+    return []
+
+
+def remarks(
+    config: Config,
+    target: Target,
+    layout: Layout,
+    rows: Iterable[Row],
+    warnings: Iterable[str],
+) -> list[str]:
+    """Sentences on what an audit flagged, what lies where it need not, and what is left unused."""
+    found = [
+        f"{one.name} ({human_bytes(one.bytes)} a device) is whole along {one.axis}; "
+        f"-b {one.way_out!r} would save {human_bytes(one.saving)}"
+        for one in replicated(config, layout)
+        if one.way_out
+    ]
+    kernel = lighter_kernel(config, target)
+    if kernel is not None:
+        found.append(
+            f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of tokens; "
+            f'-b "Attention.kernel={kernel!r}" does not'
+        )
+    # The CPU's compiler writes collectives in its own ways: its traffic proves nothing.
+    flagged = [row for row in rows if not row.explained and target.chip.kind != "cpu"]
+    for row in flagged:
+        found.append(
+            f"flagged: {row.kind} over {row.axis}, {human_bytes(row.bytes)} a step, has no reason "
+            f"in the textbook ({row.cause})"
+        )
+    found += [f"the compiler warns: {words}" for words in dict.fromkeys(warnings)]
+    return found
+
+
+# Parts that are named.
+_LARGEST = 4
+# libtpu's words where tiles do not fit, whatever the size of the model.
+_OF_ONE_OPERATION = "memory space vmem"
+
+
+class OutOfMemory(Exception):  # noqa: N818 - what happened, as the user calls it
+    """The devices do not hold a run; the message says why and what to do."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether XLA gave up for want of memory, while compiling or running."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def explained(config: Config, error: Exception) -> Exception:
+    """The error to raise for one of JAX's: what is too large and what to do, or the error itself.
+
+    Args:
+      config: of the run that failed, on this process's devices.
+      error: what JAX raised.
+    """
+    return OutOfMemory(explain(config, str(error))) if is_out_of_memory(error) else error
+
+
+def explain(config: Config, said: str) -> str:
+    """What fills a device by closed forms, and the cheapest fixes as bindings to paste.
+
+    Args:
+      config: of the run that failed, on this process's devices.
+      said: XLA's words.
+    """
+    if _OF_ONE_OPERATION in said:
+        return _explain_vector_memory(said)
+    target = _this_machine()
+    needed = price(config, target).memory
+    parts = {
+        "parameters": needed.arguments.params,
+        "optimizer state": needed.arguments.optimizer,
+        "gradients": needed.gradients,
+        **needed.parts,
+    }
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:_LARGEST]
+    words = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
+    room = target.chip.hbm_bytes
+    capacity = "" if room is None else f" of {human_bytes(room)}"
+    # The estimate may be below the room while XLA's own needs are not: then a tenth has to go.
+    over = max(needed.total - (room or needed.total), needed.total // 10)
+    lines = [
+        f"out of memory: {said.splitlines()[0]}",
+        f"By closed forms a device needs {human_bytes(needed.total)}{capacity}: {words}.",
+    ]
+    fixes = fixes_for(config, target, over=over)
+    lines += ["The cheapest fixes first:"] if fixes else []
+    lines += [f"- {fix.sentence}" for fix in fixes]
+    lines.append("'jaxtrain plan CONFIG --target TARGET' checks a fix without the machine.")
+    return "\n".join(lines)
+
+
+def _explain_vector_memory(said: str) -> str:
+    """A TPU's vector memory holds tiles of the operations that run: nothing of a model's size."""
+    line = next(line for line in said.splitlines() if _OF_ONE_OPERATION in line)
+    return (
+        f"out of vector memory, which holds what a TPU works on at the moment, not the model: "
+        f"{line[:300]}\n"
+        "Less of it for products: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=16384 before "
+        "the command (docs/performance.md, XLA flags)."
+    )
+
+
+def _this_machine() -> Target:
+    chip = chip_of(jax.devices()[0].device_kind) or CHIPS["cpu"]
+    count = jax.device_count()
+    if chip.kind == "gpu":
+        return Target(chip, (jax.process_count(), count // jax.process_count()))
+    return Target(chip, (count // 2 if chip.name == "7x" else count,))

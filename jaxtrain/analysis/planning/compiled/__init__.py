@@ -1,0 +1,1 @@
+"""What a compiler made of a step: memory, collectives and arrays, held against the textbook."""

@@ -1,0 +1,270 @@
+"""Holds a compiled step's collectives against the textbook's: what has no reason is flagged."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxtrain.analysis.planning.compiled.collectives import Collective
+from jaxtrain.analysis.planning.textbook.facts import Expected
+
+# Bytes a step of an array that nobody expected, up to which it goes into the row of small things.
+SMALL = 64 * 1024
+SMALL_THINGS = "scalars and norms"
+NOT_MOVED = "not moved"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was moved for one reason.
+
+    Attributes:
+      kind: as it was compiled.
+      axis: the mesh axis, or several joined by "+".
+      count: arrays moved in a step.
+      bytes: what one device puts in during the step.
+      cause: why; with what the compiler made of it, where that is not the textbook's form.
+      link: "dcn" where the axis goes over several slices (or hosts), else "ici".
+      textbook_bytes: what the textbook would put in, of a gather that became an all-reduce counted
+        as that is: the whole array, and not a device's part; None where it has no such thing.
+      explained: whether there is a reason for it.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    cause: str
+    link: str
+    textbook_bytes: int | None
+    explained: bool
+
+
+def audit(
+    found: Iterable[Collective],
+    expected: Iterable[Expected],
+    sizes: Mapping[str, int],
+    *,
+    dcn: Iterable[str] = (),
+    small: int = SMALL,
+) -> list[Row]:
+    """A row for every reason and for everything without one, the largest first.
+
+    Both sides are matched by kind, axis and size, so that equal arrays share their reasons. What
+    remains is tried in the forms that the compiler is free to choose:
+
+    - the arrays of several layers as one;
+    - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
+      see it), which sends twice as much; a gather as an all-reduce likewise;
+    - a reduce-scatter along some axes and the all-reduce of its parts along others as one
+      all-reduce along all of them.
+
+    What the textbook has and the program has not is a row of 0 bytes.
+
+    Args:
+      found: of the compiled program; of a pipeline, counted with `traffic.branch_counts`.
+      expected: `traffic.expected` of the same configuration and mesh.
+      sizes: the mesh's axes.
+      dcn: mesh axes whose collectives leave a slice: `over_dcn` or `over_hosts`.
+      small: unexpected arrays of up to this many bytes a step are one row for each kind and axis.
+    """
+    matching = _Matching([_Open(one, one.count) for one in expected], sizes)
+    left = [_Left(one, one.count) for one in found]
+    for match in (matching.same, matching.stacked, matching.whole, matching.joined):
+        left = [rest for one in left for rest in match(one)]
+    unexpected = [
+        Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
+            _where(one.found), "", None, False)
+        for one in left
+    ]  # fmt: skip
+    rows = [*matching.rows, *_small_together(unexpected, small), *matching.missing()]
+    slow = set(dcn)
+    rows = [
+        dataclasses.replace(row, link="dcn" if slow & set(row.axis.split("+")) else "ici")
+        for row in _same_together(rows)
+    ]
+    return sorted(rows, key=lambda row: (-row.bytes, row.axis, row.kind, row.cause))
+
+
+def over_dcn(dcn: Mapping[str, int]) -> set[str]:
+    """The mesh axes that leave a slice, from `Mesh.dcn`."""
+    return {axis for axis, slices in dcn.items() if slices > 1}
+
+
+def over_hosts(sizes: Mapping[str, int], devices_per_host: int) -> set[str]:
+    """The mesh axes along which neighbours stand in different hosts, devices in the hosts' order.
+
+    Args:
+      sizes: the mesh's axes, outermost first.
+      devices_per_host: GPUs of one host.
+    """
+    hosts = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values()))
+    hosts //= devices_per_host
+    return {axis for number, axis in enumerate(sizes) if np.ptp(hosts, axis=number).any()}
+
+
+# -- matching -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Open:
+    """An expected collective, and how many of its runs nothing has been found for yet."""
+
+    expected: Expected
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """A compiled collective, and how many of its runs have no reason yet."""
+
+    found: Collective
+    count: int
+
+
+class _Matching:
+    def __init__(self, open_: list[_Open], sizes: Mapping[str, int]) -> None:
+        self.open, self.sizes = open_, sizes
+        self.rows: list[Row] = []
+
+    def devices(self, axis: str) -> int:
+        """Devices along an axis, or along several joined by "+"."""
+        return math.prod(self.sizes[name] for name in axis.split("+"))
+
+    def same(self, left: _Left) -> list[_Left]:
+        """Kind, axis and size agree."""
+        one, count = left.found, left.count
+        for other in self._nearest(one, one.kind):
+            if count and other.expected.axis == one.axis and other.expected.bytes == one.bytes:
+                taken = min(count, other.count)
+                self._take(one, other, taken, taken, other.expected.cause)
+                count -= taken
+        return _rest(left, count)
+
+    def stacked(self, left: _Left) -> list[_Left]:
+        """The arrays of several layers as one."""
+        one, count = left.found, left.count
+        for other in self._nearest(one, one.kind):
+            size = other.expected.bytes
+            layers = one.bytes // size  # arrays of `size` in this one
+            fits = other.expected.axis == one.axis and one.bytes % size == 0 and layers in one.shape
+            if count and fits and other.count >= layers:
+                taken = min(count, other.count // layers)
+                self._take(one, other, taken, taken * layers, other.expected.cause)
+                count -= taken
+        return _rest(left, count)
+
+    def whole(self, left: _Left) -> list[_Left]:
+        """A reduce-scatter or a gather that became an all-reduce."""
+        one, count = left.found, left.count
+        if one.kind != "all-reduce":
+            return [left]
+        for kind in ("reduce-scatter", "all-gather"):
+            for other in self._nearest(one, kind):
+                payload = other.expected.bytes
+                if kind == "all-gather":  # of zeros with each device's part in its place
+                    payload *= self.devices(other.expected.axis)
+                if count and other.expected.axis == one.axis and payload == one.bytes:
+                    taken = min(count, other.count)
+                    cause = f"{other.expected.cause} ({kind} as all-reduce: twice the wire)"
+                    # A gather's own payload is a device's part: both columns count the whole array.
+                    self._take(one, other, taken, taken, cause, taken * payload)
+                    count -= taken
+        return _rest(left, count)
+
+    def joined(self, left: _Left) -> list[_Left]:
+        """A reduce-scatter, and the all-reduce of its parts along other axes, in one all-reduce."""
+        one, count = left.found, left.count
+        if one.kind != "all-reduce":
+            return [left]
+        axes = set(one.axis.split("+"))
+        for other in self._nearest(one, "reduce-scatter"):
+            first = other.expected
+            if not count or first.bytes != one.bytes or not set(first.axis.split("+")) < axes:
+                continue
+            rest = axes - set(first.axis.split("+"))
+            for second in self._nearest(one, "all-reduce"):
+                of_parts = set(second.expected.axis.split("+")) == rest
+                if count and of_parts and second.expected.cause == first.cause:
+                    taken = min(count, other.count, second.count)
+                    textbook = taken * (first.bytes + second.expected.bytes)
+                    cause = f"{first.cause} (reduced whole over {one.axis}, then sliced)"
+                    self._take(one, other, taken, taken, cause, textbook)
+                    second.count -= taken
+                    count -= taken
+        return _rest(left, count)
+
+    def missing(self) -> list[Row]:
+        """What the textbook moves and the program does not."""
+        return [
+            Row(one.expected.kind, one.expected.axis, 0, 0, f"{one.expected.cause} ({NOT_MOVED})",
+                "", one.count * one.expected.bytes, True)
+            for one in self.open
+            if one.count
+        ]  # fmt: skip
+
+    def _nearest(self, one: Collective, kind: str) -> list[_Open]:
+        """What is open of a kind, first what the named scopes of the collective speak of."""
+        fitting = [other for other in self.open if other.count and other.expected.kind == kind]
+        return sorted(fitting, key=lambda other: not _speaks_of(one.op_name, other.expected.cause))
+
+    def _take(
+        self,
+        one: Collective,
+        other: _Open,
+        runs: int,
+        of_expected: int,
+        cause: str,
+        textbook: int | None = None,
+    ) -> None:
+        other.count -= of_expected
+        textbook = of_expected * other.expected.bytes if textbook is None else textbook
+        row = Row(one.kind, one.axis, runs, runs * one.bytes, cause, "", textbook, True)
+        self.rows.append(row)
+
+
+def _rest(left: _Left, count: int) -> list[_Left]:
+    return [dataclasses.replace(left, count=count)] if count else []
+
+
+_SCOPES = ("attention", "mlp", "experts", "embedding", "loss", "forward", "backward")
+
+
+def _speaks_of(op_name: str, cause: str) -> bool:
+    return any(scope in op_name and scope in cause for scope in _SCOPES)
+
+
+def _where(one: Collective) -> str:
+    """What is known of a collective that nobody expected: its array and where it was traced."""
+    shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
+    return f"unexpected: {shape} from {one.op_name or 'the compiler'}"
+
+
+def _small_together(rows: Iterable[Row], small: int) -> list[Row]:
+    """The same rows, those of few bytes made one for each kind and axis."""
+    return [
+        row if row.bytes > small else dataclasses.replace(row, cause=SMALL_THINGS, explained=True)
+        for row in rows
+    ]
+
+
+def _same_together(rows: Iterable[Row]) -> list[Row]:
+    """Rows that differ in their numbers alone as one."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        key = (row.kind, row.axis, row.cause)
+        old = found.get(key)
+        if old is None:
+            found[key] = row
+            continue
+        textbook = None
+        if row.textbook_bytes is not None or old.textbook_bytes is not None:
+            textbook = (row.textbook_bytes or 0) + (old.textbook_bytes or 0)
+        found[key] = dataclasses.replace(
+            old,
+            count=old.count + row.count,
+            bytes=old.bytes + row.bytes,
+            textbook_bytes=textbook,
+        )
+    return list(found.values())

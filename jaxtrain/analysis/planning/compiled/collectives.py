@@ -1,0 +1,200 @@
+"""Every collective of a compiled train step: kind, mesh axis, payload, and how often it runs."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import jax
+
+from jaxtrain.analysis.planning.compiled.groups import (
+    mesh_axes,
+    replica_groups,
+    source_target_pairs,
+)
+from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Module, parse
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# A named scope -> runs a step; or a function of the op_name, None where it does not know.
+BranchCounts = Mapping[str, int] | Callable[[str], int | None]
+
+# The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and slices, so called.
+_TPU_REDUCE_SCATTER = "all-reduce-scatter"
+# One gather that the TPU compiler spreads over several fusions, to run beside their work, stands in
+# each of them with the same chain and channel.
+_CHAIN = re.compile(r'chain_id="([^"]*)"')
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One array that one collective moves; the compiler may launch several arrays together.
+
+    Attributes:
+      kind: one of KINDS.
+      axis: the mesh axis, or several joined by "+".
+      count: runs in one step, loops multiplied out.
+      bytes: what one device puts in at each run (the operand, not the result).
+      dtype: of the operand, as XLA writes it: "f32", "bf16", ...
+      shape: of the operand.
+      op_name: the path of named scopes and primitives that it came from.
+      launch: the instruction; arrays that are launched together have it in common.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    op_name: str
+    launch: str
+
+    @property
+    def every(self) -> int:
+        """In one of how many steps it runs: what is compiled is run each time."""
+        return 1
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device puts in during the step."""
+        return self.count * self.bytes
+
+
+def collectives(
+    text: str,
+    mesh: jax.sharding.Mesh | Mapping[str, int],
+    branch_counts: BranchCounts | None = None,
+) -> list[Collective]:
+    """Every array that a compiled program's collectives move between devices.
+
+    Args:
+      text: `compiled.as_text()`, from a TPU or GPU compile: the CPU backend rewrites collectives.
+      mesh: the mesh of the program, or its axes' sizes, outermost first.
+      branch_counts: runs a step of the collectives in a named scope, in place of what loops say. A
+        branch of a conditional otherwise counts as if it were taken every time.
+
+    Raises:
+      ValueError: a loop around a collective does not say how often it runs.
+    """
+    sizes = dict(mesh.shape) if isinstance(mesh, jax.sharding.Mesh) else dict(mesh)
+    return list(_Walk(parse(text), sizes, branch_counts).run())
+
+
+def summarize(found: Iterable[Collective]) -> list[dict[str, str | int]]:
+    """Rows {kind, axis, count, bytes} for a step: launches, and bytes that one device puts in."""
+    launches: dict[tuple[str, str], dict[str, int]] = {}
+    total: dict[tuple[str, str], int] = {}
+    for one in found:
+        key = (one.kind, one.axis)
+        launches.setdefault(key, {})[one.launch] = one.count
+        total[key] = total.get(key, 0) + one.total_bytes
+    return [
+        {"kind": kind, "axis": axis, "count": sum(runs.values()), "bytes": total[kind, axis]}
+        for (kind, axis), runs in sorted(launches.items())
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    module: Module
+    sizes: Mapping[str, int]
+    branch_counts: BranchCounts | None
+
+    def run(self) -> Iterator[Collective]:
+        entry = self.module.computations[self.module.entry]
+        yield from self.computation(entry, 1, "", entry.name, {})
+
+    def computation(
+        self, inside: Computation, count: int | None, op_name: str, path: str, chains: dict
+    ) -> Iterator[Collective]:
+        """The collectives of a computation that runs `count` times a step.
+
+        Args:
+          inside: the computation.
+          count: None where a loop does not say.
+          op_name: of the caller, for instructions that lost their own.
+          path: the calls that lead here: one computation may be called from several places.
+          chains: the gathers seen already that are spread over fusions (see _CHAIN).
+        """
+        for one in inside.instructions.values():
+            name = one.op_name or op_name
+            kind = one.opcode.removesuffix("-start")
+            if kind in KINDS:
+                chain = _CHAIN.search(one.attributes)
+                if chain:
+                    channel = _CHANNEL.search(one.attributes)
+                    key = (chain.group(1), channel and channel.group(1))
+                    if chains.setdefault(key, one.name) != one.name:
+                        continue
+                if kind == "all-reduce" and inside.name.startswith(_TPU_REDUCE_SCATTER):
+                    kind = "reduce-scatter"
+                yield from self.collective(kind, inside, one, count, name, f"{path}/{one.name}")
+                continue
+            runs = count
+            if one.opcode == "while":
+                trips = self.module.trip_count(one)
+                runs = None if trips is None or count is None else count * trips
+            for called in one.called:
+                below = chains if one.opcode == "fusion" else {}
+                yield from self.computation(
+                    self.module.computations[called], runs, name, f"{path}/{one.name}", below
+                )
+
+    def collective(
+        self,
+        kind: str,
+        inside: Computation,
+        one: Instruction,
+        count: int | None,
+        op_name: str,
+        launch: str,
+    ) -> Iterator[Collective]:
+        pairs = kind == "collective-permute"
+        if pairs:
+            groups = source_target_pairs(one.attributes)
+        else:
+            groups = replica_groups(one.attributes, _product(self.sizes))
+        axis = mesh_axes(groups, self.sizes, pairs=pairs)
+        if not axis:
+            return  # groups of one device: nothing moves
+        given = self.given_count(op_name)
+        count = count if given is None else given
+        if count is None:
+            raise ValueError(f"a loop around {one.name} ({op_name}) does not say how often it runs")
+        for tensor in self.module.operand_tensors(inside, one):
+            yield Collective(
+                kind=kind,
+                axis=axis,
+                count=count,
+                bytes=tensor.bytes,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                op_name=op_name,
+                launch=launch,
+            )
+
+    def given_count(self, op_name: str) -> int | None:
+        if self.branch_counts is None:
+            return None
+        if not isinstance(self.branch_counts, Mapping):
+            return self.branch_counts(op_name)
+        for scope, count in self.branch_counts.items():
+            # Whole names: "send_1" is not in "send_12"; "transpose(jvp(send_1))" holds it.
+            if re.search(rf"(?<!\w){re.escape(scope)}(?!\w)", op_name):
+                return count
+        return None
+
+
+def _product(sizes: Mapping[str, int]) -> int:
+    product = 1
+    for size in sizes.values():
+        product *= size
+    return product

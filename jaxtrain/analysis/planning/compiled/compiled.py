@@ -1,0 +1,234 @@
+"""Compiles the train step for machines that are not there, and remembers what came of it."""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.analysis.planning.compiled.placement import misplaced
+from jaxtrain.analysis.planning.machines.targets import (
+    Target,
+    compiler_options,
+    native_stderr_kept,
+    target_devices,
+)
+from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.config import files
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training import layouts
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import with_shardings
+
+# Quick compiles: a step takes a fifth of the time; what it keeps alive differs by a few per cent
+# (docs/planning.md has the figures).
+_TPU_OPTIONS: dict[str, Any] = {"exec_time_optimization_effort": -1.0}
+_FORMAT = 1
+_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler of a target made of a train step.
+
+    Attributes:
+      argument_bytes: state and batch on one device, tiles padded.
+      temp_bytes: what the program reserves beside them; None where the compiler gave up without
+        saying how much.
+      live_bytes: the most of it that is alive at one time; None where the compiler does not say. A
+        TPU's compiler reserves more where there is room, for overlap.
+      unaliased_bytes: outputs that take no argument's place.
+      host_bytes: in the host's memory.
+      refusal: the compiler's words where it gave up because memory does not suffice.
+      text: the scheduled program; "" where it did not fit.
+      warnings: sentences of the partitioner that tell of wasted work, and arrays of the state that
+        lie elsewhere than the layout says.
+      seconds: of compiling.
+      cached: whether an earlier plan compiled it.
+    """
+
+    argument_bytes: int
+    temp_bytes: int | None
+    live_bytes: int | None
+    unaliased_bytes: int
+    host_bytes: int
+    refusal: str | None
+    text: str
+    warnings: tuple[str, ...]
+    seconds: float
+    cached: bool = False
+
+
+def cache_folder() -> Path:
+    """Where compiled plans and the compilers' own messages are kept."""
+    return files.cache_folder("plans")
+
+
+def planned_layout(config: Config, target: Target) -> Layout:
+    """The layout of a configuration on the (compile-only) devices of a target.
+
+    Raises:
+      UserError: the compiler of the target is not installed, or the mesh does not fit it.
+    """
+    slices = 1
+    if target.chip.kind == "tpu":
+        for count in config.mesh.dcn.values():
+            slices *= count
+    return layouts.layout(config, target_devices(target, slices=slices))
+
+
+def lower(config: Config, layout: Layout) -> jax.stages.Lowered:
+    """The very step that `jaxtrain train` runs, lowered from shapes: no array is made."""
+    program = make_program(config, layout)
+    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    with layout.active():
+        return program.jit_train_step().lower(
+            program.abstract_state(), with_shardings(batch, program.batch_shardings(batch))
+        )
+
+
+def compile_step(config: Config, layout: Layout, target: Target) -> Compiled:
+    """The compiled step of a layout from `planned_layout`, from the cache where it has it."""
+    options: Any = compiler_options(target)
+    options |= _TPU_OPTIONS if target.chip.kind == "tpu" else {}
+    with native_stderr_kept() as noise:
+        lowered = lower(config, layout)
+        key = _key(lowered, target, layout, options)
+        found = _read(key)
+        if found is None:
+            started = time.perf_counter()
+            try:
+                compiled = lowered.compile(options)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                found = _out_of_memory(
+                    str(error), argument_bytes(config, layout).total, time.perf_counter() - started
+                )
+            else:
+                seconds = time.perf_counter() - started
+                found = _facts(config, layout, target, compiled, noise(), seconds)
+            _write(key, found, noise())
+    return found
+
+
+def _facts(
+    config: Config,
+    layout: Layout,
+    target: Target,
+    compiled: jax.stages.Compiled,
+    said: str,
+    seconds: float,
+) -> Compiled:
+    stats: Any = compiled.memory_analysis()
+    arguments = stats.argument_size_in_bytes
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    elsewhere = [
+        f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
+        for one in misplaced(make_program(config, layout), compiled)
+    ]
+    # On other chips the peak leaves out what loops keep.
+    live = stats.peak_memory_in_bytes - arguments if target.chip.kind == "tpu" else None
+    return Compiled(
+        argument_bytes=arguments,
+        temp_bytes=stats.temp_size_in_bytes,
+        live_bytes=live,
+        unaliased_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        host_bytes=host,
+        refusal=None,
+        text=compiled.as_text() or "",
+        warnings=(*partitioner_warnings(said), *elsewhere),
+        seconds=seconds,
+    )
+
+
+def partitioner_warnings(said: str) -> tuple[str, ...]:
+    """The lines in which XLA tells that it moved whole arrays for want of a better way."""
+    lines = [line for line in said.splitlines() if "nvoluntary full remat" in line]
+    return tuple(re.sub(r"^.*?\] ", "", line) for line in lines)
+
+
+def _out_of_memory(message: str, arguments: int, seconds: float) -> Compiled:
+    """From "... memory required for HLO temporaries (23.68G) exceeds available HBM (15.75G)"."""
+    required = re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds", message)
+    size = required and round(float(required.group(1)) * _UNITS[required.group(2) or "B"])
+    return Compiled(
+        argument_bytes=arguments,
+        temp_bytes=size,
+        live_bytes=None,
+        unaliased_bytes=0,
+        host_bytes=0,
+        refusal=message.splitlines()[0],
+        text="",
+        warnings=(),
+        seconds=seconds,
+    )
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def _key(
+    lowered: jax.stages.Lowered, target: Target, layout: Layout, options: Mapping[str, Any]
+) -> str:
+    devices = layout.mesh.devices if isinstance(layout.mesh, jax.sharding.Mesh) else ()
+    facts = [
+        str(_FORMAT), target.name, str(len(devices)), json.dumps(options, sort_keys=True),
+        os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""),
+        *(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")),
+        lowered.as_text(),
+        # Scopes, which the report names causes by, stand in no comparable text: the sources do.
+        _sources(),
+        str([int(d.id) for d in layout.mesh.devices.flat] if len(devices) else []),
+    ]  # fmt: skip
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[3].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(key: str) -> Compiled | None:
+    try:
+        stored = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
+    except (OSError, ValueError, EOFError):
+        return None  # not there, or cut short: it is compiled again
+    fields: dict[str, Any] = {**stored, "warnings": tuple(stored["warnings"]), "cached": True}
+    return Compiled(**fields)
+
+
+def _write(key: str, compiled: Compiled, said: str) -> None:
+    """A folder that cannot be written costs the next plan its time, nothing else."""
+    folder = cache_folder()
+    fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
+    fields.pop("cached")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "compiler.log").write_text(said)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(gzip.compress(json.dumps(fields).encode()))
+        os.replace(file.name, folder / f"{key}.json.gz")

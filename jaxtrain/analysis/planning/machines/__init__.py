@@ -1,0 +1,1 @@
+"""The machines that plans are made for, and their compilers' devices."""

@@ -1,0 +1,150 @@
+"""Compile-only GPUs: the description of a GPU that XLA's compiler takes instead of a driver's."""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable
+
+import jax
+from jax.experimental import topologies
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, Chip
+
+# What vendors build and rent: boards of 4 and 8, or a part of one.
+GPUS_PER_HOST = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Processor:
+    """What XLA's kernel and fusion decisions ask of a GPU besides its memory.
+
+    Attributes:
+      compute_capability: (major, minor).
+      accelerated: its tensor cores have instructions of their own ("sm_90a").
+      cores: streaming multiprocessors.
+      fpus_per_core: float32 units of one.
+      threads_per_core: of one, at one time.
+      shared_bytes_per_core, shared_bytes_per_block: shared memory of one, and what a block may
+        opt into.
+      l2_bytes: cache that all share.
+      clock_ghz: boost clock.
+    """
+
+    compute_capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    fpus_per_core: int
+    threads_per_core: int
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int
+    l2_bytes: int
+    clock_ghz: float
+
+
+# NVIDIA's CUDA programming guide, "Compute Capabilities", and the architectures' white papers; the
+# same as in xla/backends/gpu/target_config/specs of openxla/xla, which has none of GeForce and L4.
+_A100 = _Processor((8, 0), False, 108, 64, 2048, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41)
+_HOPPER = _Processor((9, 0), True, 132, 128, 2048, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98)
+_GEFORCE_SHARED = 100 * 1024, 99 * 1024
+_PROCESSORS = {
+    "a100": _A100,
+    "a100-40": _A100,
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "b200": _Processor((10, 0), True, 148, 128, 2048, 228 * 1024, 227 * 1024, 132_644_864, 1.965),
+    "l4": _Processor((8, 9), False, 58, 128, 1536, *_GEFORCE_SHARED, 48 * 2**20, 2.04),
+    "rtx3090": _Processor((8, 6), False, 82, 128, 1536, *_GEFORCE_SHARED, 6 * 2**20, 1.695),
+    "rtx4090": _Processor((8, 9), False, 128, 128, 1536, *_GEFORCE_SHARED, 72 * 2**20, 2.52),
+    "rtx5090": _Processor((12, 0), False, 170, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.407),
+}
+
+
+def target_config(chip: Chip) -> str:
+    """A GPU as XLA's `GpuTargetConfigProto` in text form.
+
+    What is the same for all: 1024 threads a block, warps of 32, 65536 registers, and the versions
+    of CUDA and cuDNN that the compiler is to expect.
+    """
+    gpu = _PROCESSORS[chip.name]
+    major, minor = gpu.compute_capability
+    assert chip.hbm_bytes is not None
+    assert chip.hbm_bandwidth is not None
+    feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
+    return f"""\
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus_per_core}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {round(chip.hbm_bytes / GPU_MEMORY_FRACTION)}
+  memory_bandwidth: {round(chip.hbm_bandwidth)}
+  l2_cache_size: {gpu.l2_bytes}
+  shared_memory_per_core: {gpu.shared_bytes_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {gpu.shared_bytes_per_block}
+  threads_per_warp: 32
+  threads_per_core_limit: {gpu.threads_per_core}
+  threads_per_block_limit: 1024
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+runtime_version {{ major: 13 }}
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{chip.device_kinds[0]}"
+"""
+
+
+def gpu_devices(
+    chip: Chip, hosts: int, gpus_per_host: int, *, noise: Callable[[], str]
+) -> list[jax.Device]:
+    """Compile-only devices of hosts with GPUs, each host with a switch of its own between them.
+
+    Args:
+      chip: a GPU.
+      hosts, gpus_per_host: how many.
+      noise: what the compiler has said on stderr, for the message where it refuses.
+
+    Raises:
+      UserError: JAX's CUDA plugin is not installed or, in this process, already refused by JAX.
+    """
+    name = f"{chip.name}:{hosts}x{gpus_per_host}"
+    # The plugin otherwise looks for a driver as it is loaded, and refuses to be.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=name,
+            target_config=target_config(chip),
+            # NVLink domains, hosts in each, GPUs in each host.
+            topology=f"{hosts}x1x{gpus_per_host}",
+        )
+    except NotImplementedError as error:
+        if _plugin_installed():
+            raise UserError(
+                f"target {name!r}: JAX has already turned down its CUDA plugin in this process, "
+                "for want of a driver; set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before it starts"
+            ) from error
+        raise UserError(
+            f"target {name!r} is compiled by JAX's CUDA plugin, which is not installed; "
+            "pip install 'jaxtrain[cuda13]' (4.4 GB), or --no-compile for an estimate by closed "
+            "forms"
+        ) from error
+    except RuntimeError as error:
+        said = f"{error} {noise()}".strip()
+        raise UserError(f"target {name!r}: the CUDA compiler refuses it: {said}") from error
+    return list(description.devices)
+
+
+def _plugin_installed() -> bool:
+    return any(
+        importlib.util.find_spec(package) is not None
+        for package in ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    )

@@ -1,0 +1,92 @@
+"""What a collective takes on a machine's links: inside a slice or a host, and between them."""
+
+import math
+from collections.abc import Collection, Mapping
+
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
+
+# What several adapters of a host carry together: libraries send the parts of a ring or tree through
+# all of them (NCCL; measured 200-340 GB/s over hosts of eight adapters, NVIDIA/nccl issue 1218).
+# An all-to-all or a permute has one peer at a time, and one adapter.
+_BY_ALL_ADAPTERS = ("all-reduce", "all-gather", "reduce-scatter")
+
+
+def names_of(axis: str) -> list[str]:
+    """The mesh axes of a collective's axis, which joins several by "+"."""
+    return axis.removeprefix("part of ").split("+")
+
+
+def seconds(
+    kind: str,
+    axis: str,
+    payload: int,
+    sizes: Mapping[str, int],
+    target: Target,
+    dcn: Mapping[str, int],
+) -> tuple[float, float]:
+    """Seconds of one collective inside slices or through hosts' links, and between slices.
+
+    Args:
+      kind: one of `collectives.KINDS`.
+      axis: one mesh axis, or several joined by "+".
+      payload: bytes that one device puts in.
+      sizes: all mesh axes, outermost first.
+      target: the machine.
+      dcn: slices along an axis, as in `Mesh.dcn`.
+    """
+    names = names_of(axis)
+    devices = math.prod(sizes[name] for name in names)
+    if target.chip.kind != "tpu":
+        rate = gpu_bandwidth(kind, names, sizes, target)
+        return wire_bytes(kind, payload, devices) / rate, 0.0
+    slices = math.prod(dcn.get(name, 1) for name in names)
+    torus = torus_bandwidth(names, sizes, target, dcn)
+    if slices == 1:
+        return wire_bytes(kind, payload, devices) / torus, 0.0
+    assert target.chip.dcn_bandwidth is not None, "a TPU has a network"
+    # In two legs: inside the slices, and between them of the shard that each chip then holds.
+    inner = devices // slices
+    shard = payload if kind == "all-gather" else payload // inner
+    inside = wire_bytes(kind, payload, inner) / torus if inner > 1 else 0.0
+    return inside, wire_bytes(kind, shard, slices) / target.chip.dcn_bandwidth
+
+
+def torus_bandwidth(
+    names: Collection[str], sizes: Mapping[str, int], target: Target, dcn: Mapping[str, int]
+) -> float:
+    """Bytes/s that a TPU chip sends along mesh axes inside its slice.
+
+    The torus's directions are shared out evenly among the axes that use them, both ways round each
+    ring; an axis that lies between slices alone uses none.
+    """
+    chip = target.chip
+    assert chip.link_bandwidth is not None, "a TPU has links"
+    inside = sum(size > dcn.get(name, 1) for name, size in sizes.items())
+    share = chip.links / max(inside, 1) * len(names)
+    return 2 * chip.link_bandwidth * min(share, chip.links)
+
+
+def gpu_bandwidth(
+    kind: str, names: Collection[str], sizes: Mapping[str, int], target: Target
+) -> float:
+    """Bytes/s that a GPU sends along mesh axes: its NVLinks inside a host; between hosts as many
+    adapters as the axes have GPUs in a host, and never more than NVLink brings to them."""
+    chip, per_host = target.chip, target.shape[-1]
+    assert chip.link_bandwidth is not None, "a GPU has links"
+    together = devices_inside(names, sizes, per_host)
+    if math.prod(sizes[name] for name in names) <= together:
+        return chip.link_bandwidth
+    assert chip.dcn_bandwidth is not None, "a GPU host has adapters"
+    adapters = together if kind in _BY_ALL_ADAPTERS else 1
+    return min(chip.link_bandwidth, adapters * chip.dcn_bandwidth)
+
+
+def devices_inside(names: Collection[str], sizes: Mapping[str, int], per_host: int) -> int:
+    """Devices of a group along these axes that stand in one host, in the hosts' order."""
+    stride, inside = 1, 1
+    for name, size in reversed(list(sizes.items())):
+        if name in names and stride < per_host:
+            inside *= min(size, per_host // stride)
+        stride *= size
+    return inside

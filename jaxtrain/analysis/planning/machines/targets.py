@@ -1,0 +1,273 @@
+"""The machines that a plan is made for, and compile-only devices of them."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import topologies
+
+from jaxtrain.analysis.planning.machines.gpu import GPUS_PER_HOST, gpu_devices
+from jaxtrain.config.errors import UserError, nearest
+from jaxtrain.parallel.chips import CHIPS, Chip
+
+# Slices that exist, by chip (cloud.google.com/tpu/docs, page of each version).
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = (
+    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
+    "16x16x16",
+)  # fmt: skip
+TPU_GRIDS = {
+    "v4": _CUBES,
+    "v5e": _FLAT,
+    "v5p": (*_CUBES, "16x16x24"),
+    "v6e": _FLAT,
+    "7x": ("1x1x1", *_CUBES, "16x16x36"),
+}
+# Chips of the largest slice. Beside the grids above there are all of whole cubes of 4x4x4: three
+# multiples of 4 in ascending order.
+_MOST_CHIPS = {"v4": 4096, "v5p": 6144, "7x": 9216}
+# Names that others give to chips, for the nearest choice.
+_ALSO_CALLED = {
+    "tpu7x": "7x", "v7x": "7x", "ironwood": "7x", "trillium": "v6e", "a100-80": "a100",
+    "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
+}  # fmt: skip
+# What libtpu calls a chip, where it is not the chip's name.
+_LIBTPU_NAMES = {"7x": "tpu7x"}
+_EXAMPLES = {"tpu": "2x2x1", "gpu": "1x8", "cpu": "8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine to plan for.
+
+    Attributes:
+      chip: its chip, of `hardware.CHIPS`.
+      shape: TPUs: chips along each direction; GPUs: hosts, GPUs per host; CPU: simulated devices.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """As it is written after --target."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def devices(self) -> int:
+        """JAX devices; of one slice where several are asked for."""
+        return math.prod(self.shape) * (2 if self.chip.name == "7x" else 1)
+
+
+def parse_target(target: str) -> Target:
+    """The machine that a target such as "v5e:2x4", "h100:2x8" or "cpu:8" names.
+
+    Raises:
+      UserError: it is not written so, the chip is unknown, or there is no such grid of it.
+    """
+    name, _, grid = target.partition(":")
+    chip = CHIPS.get(name)
+    if chip is None:
+        close = nearest(name, [*CHIPS, *_ALSO_CALLED])
+        close = _ALSO_CALLED.get(close or "", close)
+        raise UserError(
+            f"target {target!r}: no chip {name!r}{f'; did you mean {close!r}?' if close else ''} "
+            f"(there are {', '.join(CHIPS)}, written as in 'v5e:2x4', 'h100:2x8' or 'cpu:8')"
+        )
+    if re.fullmatch(r"\d+(x\d+)*", grid) is None:
+        example = TPU_GRIDS[name][1] if chip.kind == "tpu" else _EXAMPLES[chip.kind]
+        raise UserError(
+            f"target {target!r} is not written as {name}:{_FORMS[chip.kind]}, "
+            f"for example '{name}:{example}'"
+        )
+    shape = tuple(int(size) for size in grid.split("x"))
+    refusal = _REFUSALS[chip.kind](chip, shape)
+    if refusal is not None:
+        raise UserError(f"target {target!r}: {refusal}")
+    return Target(chip, shape)
+
+
+def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
+    """Devices that `jax.make_mesh` and `jit(...).lower().compile()` take; only CPUs run anything.
+
+    Args:
+      target: the machine; CPUs are simulated devices of this process, all others compile-only.
+      slices: TPUs: how many such slices the data-centre network joins. The hosts of GPUs are
+        joined by it already, and simulated devices stand in as many slices as `Mesh.dcn` says.
+
+    Raises:
+      UserError: the compiler is not installed or does not take the target, slices are not asked of
+        TPUs, or JAX already runs on other devices in this process.
+    """
+    assert slices >= 1
+    kind = target.chip.kind
+    if kind != "tpu" and slices > 1:
+        more = f"{target.chip.name}:{target.shape[0] * slices}"
+        more += "".join(f"x{size}" for size in target.shape[1:])
+        raise UserError(
+            f"target {target.name!r} in {slices} slices: only TPUs have slices; all of these "
+            f"devices are {more!r}"
+        )
+    if kind == "cpu":
+        return _simulated(target)
+    with native_stderr_kept() as noise:
+        if kind == "gpu":
+            return gpu_devices(target.chip, *target.shape, noise=noise)
+        return _tpu(target, slices, noise)
+
+
+def tpu_devices(target: str, *, slices: int = 1) -> list[jax.Device]:
+    """Compile-only devices of a target as it is written, "v5e:2x4".
+
+    Raises:
+      UserError: as `parse_target` and `target_devices`.
+    """
+    return target_devices(parse_target(target), slices=slices)
+
+
+def compiler_options(target: Target) -> dict[str, int | float]:
+    """What `jit(...).lower(...).compile()` is given for a target."""
+    # No GPU is there to try kernels on.
+    return {"xla_gpu_autotune_level": 0} if target.chip.kind == "gpu" else {}
+
+
+@contextlib.contextmanager
+def native_stderr_kept() -> Iterator[Callable[[], str]]:
+    """Keeps what libraries write to the stderr of the process; the yielded function reads it.
+
+    libtpu and XLA complain there, past Python, that they run on no TPU and no GPU.
+    """
+    with tempfile.TemporaryFile() as kept:
+        saved = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+
+        def read() -> str:
+            kept.seek(0)
+            return kept.read().decode(errors="replace")
+
+        try:
+            yield read
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Device]:
+    extra: dict[str, object] = {}
+    if math.prod(target.shape) == 1:
+        # libtpu otherwise assumes hosts of 2x2 chips.
+        extra["chips_per_host_bounds"] = (1, 1, 1)
+    if target.chip.name == "v4":
+        # One device a chip, as JAX finds on real ones; libtpu otherwise assumes one a core.
+        extra["chip_config_name"] = "megacore"
+    if slices > 1:
+        extra["num_slices"] = slices
+    chip = _LIBTPU_NAMES.get(target.chip.name, target.chip.name)
+    # Not the metadata server of a cloud machine: it is not asked about hardware that is not there.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Nor the lock that gives a machine's chips to one process: two may compile at one time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{chip}:{_written(target.shape)}", **extra
+        )
+    except RuntimeError as error:
+        if "not installed" in str(error):
+            raise UserError(
+                f"target {target.name!r} is compiled by libtpu, which is not installed; "
+                "pip install 'jaxtrain[tpu]', or --no-compile for an estimate by closed forms"
+            ) from error
+        said = f"{error} {noise()}".strip()
+        raise UserError(f"target {target.name!r}: libtpu refuses it: {said}") from error
+    return list(description.devices)
+
+
+def _simulated(target: Target) -> list[jax.Device]:
+    """CPU devices of this process; they exist only if nothing has opened JAX's backend before."""
+    count = target.devices
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise UserError(
+            f"target {target.name!r} needs {count} simulated CPU devices, but JAX already runs on "
+            f"{len(devices)} in this process; start a new one, or plan for 'cpu:{len(devices)}'"
+        )
+    return devices[:count]
+
+
+def _refused_tpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
+    """Why there is no such slice, and the nearest one; None where there is."""
+    if _is_slice(chip.name, shape):
+        return None
+    grids = [tuple(map(int, grid.split("x"))) for grid in TPU_GRIDS[chip.name]]
+    # The same chips in the order of the documentation, or else about as many.
+    close = tuple(sorted(shape))
+    if not _is_slice(chip.name, close):
+        close = min(grids, key=lambda grid: (abs(math.prod(grid) - math.prod(shape)), grid))
+    more = ""
+    if chip.name in _MOST_CHIPS:
+        most = _MOST_CHIPS[chip.name]
+        more = f", and ascending multiples of 4 up to {most} chips together"
+    return (
+        f"{chip.name} has no slice of {_written(shape)} chips; the nearest is "
+        f"'{chip.name}:{_written(close)}' (there are {', '.join(TPU_GRIDS[chip.name])}{more})"
+    )
+
+
+def _is_slice(name: str, shape: tuple[int, ...]) -> bool:
+    if _written(shape) in TPU_GRIDS[name]:
+        return True
+    return (
+        name in _MOST_CHIPS
+        and len(shape) == 3
+        and list(shape) == sorted(shape)
+        and all(size > 0 and size % 4 == 0 for size in shape)
+        and math.prod(shape) <= _MOST_CHIPS[name]
+    )
+
+
+def _refused_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
+    allowed = f"hosts x GPUs per host, of which a host has {', '.join(map(str, GPUS_PER_HOST))}"
+    alone = chip.dcn_bandwidth is None
+    if len(shape) == 2 and shape[0] > 0 and shape[1] in GPUS_PER_HOST:
+        if alone and shape[0] > 1:
+            return (
+                f"{chip.name} is in no machine whose network is known: one host can be planned "
+                f"for; the nearest is '{chip.name}:1x{shape[1]}'"
+            )
+        return None
+    if len(shape) == 2:
+        per_host = min(GPUS_PER_HOST, key=lambda known: (abs(known - shape[1]), -known))
+        close = (max(shape[0], 1), per_host)
+    else:
+        # The hosts are missing: as many as hold these GPUs.
+        per_host = max(size for size in GPUS_PER_HOST if size <= max(shape[0], 1))
+        close = (max(shape[0] // per_host, 1), per_host)
+    if alone:
+        close = (1, close[1])
+    return f"a GPU target is {allowed}; the nearest is '{chip.name}:{_written(close)}'"
+
+
+def _refused_cpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
+    if len(shape) == 1 and shape[0] > 0:
+        return None
+    close = max(math.prod(shape), 1)
+    return (
+        f"a CPU target is a number of simulated devices, at least 1; the nearest is 'cpu:{close}'"
+    )
+
+
+def _written(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+_FORMS = {"tpu": "GRID", "gpu": "HOSTSxGPUS", "cpu": "DEVICES"}
+_REFUSALS = {"tpu": _refused_tpu, "gpu": _refused_gpu, "cpu": _refused_cpu}

@@ -1,0 +1,143 @@
+"""`plan`: what a configuration's train step needs on machines that are not there."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.analysis.planning.advice import fixes_for
+from jaxtrain.analysis.planning.compiled.audit import Row, audit
+from jaxtrain.analysis.planning.compiled.compiled import compile_step, planned_layout
+from jaxtrain.analysis.planning.compiled.placement import paddings
+from jaxtrain.analysis.planning.machines.links import names_of
+from jaxtrain.analysis.planning.machines.targets import Target, parse_target
+from jaxtrain.analysis.planning.result import Plan, moved_by
+from jaxtrain.analysis.planning.search import COMPILED, Candidate, Found, with_reasons
+from jaxtrain.analysis.planning.search import search as search_layouts
+from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.analysis.planning.textbook.memory import memory
+from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.timing import slow_axes, step_time
+from jaxtrain.analysis.planning.variants import refusal, slices_of
+from jaxtrain.config.errors import UserError
+from jaxtrain.training import layouts
+from jaxtrain.training.settings import Config
+
+Progress = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+def plan(
+    config: Config,
+    target: str,
+    *,
+    compile: bool = True,  # noqa: A002 - what the option is called
+    search: bool = False,
+    progress: Progress = lambda words: contextlib.nullcontext(),
+) -> Plan:
+    """What the train step of a configuration needs on a machine that need not be there.
+
+    Args:
+      config: from `load_config`.
+      target: "v5p:4x4x4", "h100:2x8", "cpu:8"; with `Mesh.dcn`, one of the slices.
+      compile: whether to run the target's compiler; otherwise everything is a closed-form estimate.
+      search: whether to look for the best mesh, ZeRO stage, remat policy, accumulation and schedule
+        for this target and global batch; the plan is then the winner's.
+      progress: called with what is going to be done, for the time that takes.
+
+    Raises:
+      UserError: the target is unknown, its compiler is missing, or the configuration cannot run.
+    """
+    machine = parse_target(target)
+    found = None
+    if search:
+        with progress("pricing layouts by closed forms"):
+            found = search_layouts(config, machine)
+        return _best_compiled(found, machine, compile=compile, progress=progress)
+    return _plan(config, machine, compile=compile, progress=progress)
+
+
+def _best_compiled(found: Found, machine: Target, *, compile: bool, progress: Progress) -> Plan:  # noqa: A002
+    """The plan of the best candidate, which with `compile` is the best of those that compile.
+
+    As many are compiled as it takes until `COMPILED` of them fit; their own traffic then ranks
+    them.
+    """
+    if not compile:
+        best = _plan(found.candidates[0].config, machine, compile=False, progress=progress)
+        return dataclasses.replace(best, found=found)
+    plans: list[tuple[Candidate, Plan]] = []
+    rest = list(found.candidates)
+    while rest and sum(made.fits for _, made in plans) < COMPILED and len(plans) < 2 * COMPILED:
+        one = rest.pop(0)
+        made = _plan(one.config, machine, compile=True, progress=progress, advise=False)
+        done = dataclasses.replace(one, compiled_bytes=made.total, fits=made.fits)
+        plans.append(
+            (dataclasses.replace(done, price=dataclasses.replace(one.price, time=made.time)), made)
+        )
+    plans.sort(key=lambda pair: (not pair[1].fits, pair[1].time.seconds or 0.0))
+    fitting = [one for one, made in plans if made.fits]
+    large = [one for one, made in plans if not made.fits]
+    ranked = with_reasons([*fitting, *rest, *large], machine)
+    return dataclasses.replace(plans[0][1], found=dataclasses.replace(found, candidates=ranked))
+
+
+def _plan(
+    config: Config,
+    machine: Target,
+    *,
+    compile: bool,  # noqa: A002
+    progress: Progress,
+    advise: bool = True,
+) -> Plan:
+    slices = slices_of(config, machine)
+    count = machine.devices * slices
+    _check(config, count, machine)
+    abstract = layouts.abstract_layout(config, count)
+    with progress("closed forms"):
+        estimate = memory(config, abstract, machine.chip.kind)
+        textbook = expected(config, abstract)
+    compiled = None
+    layout = abstract
+    if compile:
+        with progress(f"compiling the train step for {machine.name}"):
+            layout = planned_layout(config, machine)
+            compiled = compile_step(config, layout, machine)
+    moved = moved_by(config, layout, compiled) if compiled and compiled.text else None
+    beyond = slow_axes(config, layout, machine)
+    if moved is None:
+        rows = [_textbook_row(one, beyond) for one in textbook]
+    else:
+        # Between slices a TPU's compiler sends through the hosts, which is no collective.
+        sent = [one for one in textbook if slices > 1 and beyond & set(names_of(one.axis))]
+        seen = [one for one in textbook if one not in sent]
+        rows = audit(moved, seen, dict(layout.mesh.shape), dcn=beyond)
+        rows += [_textbook_row(one, beyond, " (through the hosts)") for one in sent]
+        moved += sent
+    rows.sort(key=lambda row: -row.bytes)
+    time = step_time(config, layout, machine, moved or textbook, update_bytes=estimate.update_bytes)
+    result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [])
+    if advise and not result.fits:
+        with progress("fixes"):
+            over = result.total - (machine.chip.hbm_bytes or 0)
+            return dataclasses.replace(result, fixes=fixes_for(config, machine, over=max(over, 1)))
+    return result
+
+
+def _textbook_row(one: Expected, beyond: set[str], how: str = "") -> Row:
+    link = "dcn" if beyond & set(names_of(one.axis)) else "ici"
+    size = one.total_bytes
+    return Row(one.kind, one.axis, one.count, size, one.cause + how, link, size, True)
+
+
+def _check(config: Config, count: int, machine: Target) -> None:
+    """As a run would be checked, but for the data; sizes that do not divide get their padding."""
+    refused = refusal(config, machine)
+    if refused is None:
+        return
+    try:
+        padded = paddings(config, layouts.abstract_layout(config, count))
+    except UserError:
+        padded = []  # there is no such mesh at all
+    pasted = " ".join(f'-b "{one.binding}"' for one in padded)
+    more = f"\nPadded so, the sizes divide: {pasted}" if padded else ""
+    raise UserError(f"{refused}{more}")

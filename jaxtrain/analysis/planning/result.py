@@ -1,0 +1,216 @@
+"""`Plan`: what a train step needs on a machine, as an object with tables, a picture and JSON."""
+
+import dataclasses
+import functools
+import html
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxtrain.analysis.planning import show
+from jaxtrain.analysis.planning.advice import Fix, remarks
+from jaxtrain.analysis.planning.compiled.audit import Row
+from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
+from jaxtrain.analysis.planning.compiled.compiled import Compiled
+from jaxtrain.analysis.planning.compiled.liveness import Buffer, fullest
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.search import Found
+from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.analysis.planning.textbook.memory import Memory
+from jaxtrain.analysis.planning.textbook.traffic import branch_counts
+from jaxtrain.analysis.planning.timing import StepTime
+from jaxtrain.nn.attention.kernels import Choice
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.program import resolve_kernel
+from jaxtrain.training.settings import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The answer of `jaxtrain plan`; bytes are of one device, traffic and time of one step.
+
+    Attributes:
+      config: the configuration.
+      target: the machine.
+      layout: on its devices, or abstract where nothing was compiled.
+      estimate: memory by closed forms.
+      compiled: what the compiler made of the step; None for an estimate.
+      expected: the textbook's collectives.
+      rows: the compiled program's, each with its reason; of an estimate the textbook's.
+      time: the prediction.
+      fixes: where it does not fit, what makes it fit, the cheapest first.
+      found: what a search found; its best is `config`.
+    """
+
+    config: Config
+    target: Target
+    layout: Layout
+    estimate: Memory
+    compiled: Compiled | None
+    expected: list[Expected]
+    rows: list[Row]
+    time: StepTime
+    fixes: list[Fix]
+    found: Found | None = None
+
+    @property
+    def attention(self) -> Choice | None:
+        """The attention kernel on the target, and why; None for a model without attention."""
+        return resolve_kernel(self.config, self.target.chip.kind)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @property
+    def arguments(self) -> int:
+        """State and batch."""
+        if self.compiled is not None:
+            return self.compiled.argument_bytes
+        return self.estimate.arguments.total
+
+    @property
+    def temporaries(self) -> int:
+        """What the step takes beside them, as the compiler reports it, else as estimated."""
+        if self.compiled is None or self.compiled.temp_bytes is None:
+            return self.estimate.temporaries
+        return self.compiled.temp_bytes
+
+    @property
+    def total(self) -> int:
+        """All memory of the step."""
+        return (
+            self.arguments
+            + self.temporaries
+            + (self.compiled.unaliased_bytes if self.compiled else 0)
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step runs in the memory of a device."""
+        if self.compiled is not None and self.compiled.refusal is not None:
+            return False
+        return self.target.chip.hbm_bytes is None or self.total <= self.target.chip.hbm_bytes
+
+    @functools.cached_property
+    def buffers(self) -> list[Buffer]:
+        """The arrays alive at the program's fullest moment, largest first; [] for an estimate."""
+        return fullest(self.compiled.text) if self.compiled and self.compiled.text else []
+
+    @property
+    def is_text(self) -> bool:
+        """Whether examples are tokens in a row; else they are images."""
+        return len(self.config.train.data.abstract_batch(1).inputs.shape) == 2
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens (or images) that one device gets through in a second; None without a time."""
+        if self.time.seconds is None:
+            return None
+        train = self.config.train
+        each = train.data.abstract_batch(1).inputs.shape[1] if self.is_text else 1
+        return train.global_batch_size * each / self.time.seconds / self.devices
+
+    @property
+    def devices(self) -> int:
+        """Devices of all slices."""
+        return self.layout.mesh.size
+
+    @functools.cached_property
+    def advice(self) -> list[str]:
+        """Sentences: how to make it fit, what was flagged, what is left unused."""
+        warnings = self.compiled.warnings if self.compiled else ()
+        return [fix.sentence for fix in self.fixes] + remarks(
+            self.config, self.target, self.layout, self.rows, warnings
+        )
+
+    # -- what people look at ---------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `plan --json` writes."""
+        gradients = min(self.estimate.gradients, self.temporaries)
+        compiled, time = self.compiled, self.time
+        found: dict[str, Any] = {
+            "target": self.target.name,
+            "devices": self.devices,
+            "attention": None if self.attention is None else dataclasses.asdict(self.attention),
+            "mesh": {axis: size for axis, size in self.layout.mesh.shape.items()},
+            "fits": self.fits,
+            "hbm_bytes": self.target.chip.hbm_bytes,
+            "estimate": compiled is None,
+            "memory": {
+                "params": self.estimate.arguments.params,
+                "optimizer": self.estimate.arguments.optimizer,
+                "gradients": gradients,
+                "activations": self.temporaries - gradients,
+                "total": self.total,
+                "arguments": self.arguments,
+                "temporaries": self.temporaries,
+                "live": compiled.live_bytes if compiled else None,
+                "host": compiled.host_bytes if compiled else None,
+                "closed_form": {
+                    "arguments": self.estimate.arguments.total,
+                    "gradients": self.estimate.gradients,
+                    **self.estimate.parts,
+                },
+            },
+            "collectives": self._summary(),
+            "traffic": [dataclasses.asdict(row) for row in self.rows],
+            "flops_per_device": time.flops_per_device,
+            "step_seconds": time.seconds,
+            "mfu": time.mfu,
+            "error_bar": time.error_bar,
+            "tokens_per_second_per_device": self.tokens_per_second,
+            "tflops_per_device": time.tflops,
+            "time": {
+                "compute": time.compute,
+                "exposed_communication": time.exposed,
+                "bubble": time.bubble,
+                "hidden_communication": time.hidden,
+                "assumptions": list(time.assumptions),
+            },
+            "compile_seconds": compiled.seconds if compiled else None,
+            "cached": compiled.cached if compiled else None,
+            "advice": self.advice,
+        }
+        if self.found is not None:
+            found |= self.found.to_json()
+        return found
+
+    def _summary(self) -> list[dict[str, Any]]:
+        if self.compiled and self.compiled.text:
+            return summarize(moved_by(self.config, self.layout, self.compiled))
+        together: dict[tuple[str, str], list[int]] = {}
+        for one in self.expected:
+            counted = together.setdefault((one.kind, one.axis), [0, 0])
+            counted[0] += one.count
+            counted[1] += one.count * one.bytes
+        return [
+            {"kind": kind, "axis": axis, "count": count, "bytes": size}
+            for (kind, axis), (count, size) in sorted(together.items())
+        ]
+
+    def table(self) -> str:
+        """The tables of the terminal, as text."""
+        console = Console(width=110, no_color=True, force_terminal=False)
+        with console.capture() as captured:
+            show.show(console, self)
+        return captured.get()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Memory against capacity, time and traffic as a matplotlib figure; saved if told where."""
+        figure = show.plan_figure(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table(), quote=False)}</pre>"
+
+    def __repr__(self) -> str:
+        # Not the fields: a notebook keeps this text, and the compiled program has megabytes.
+        fits = "fits" if self.fits else "does not fit"
+        return f"Plan({self.target.name}, {self.total:,} bytes a device, {fits})"
+
+
+def moved_by(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
+    return collectives(compiled.text, dict(layout.mesh.shape), branch_counts(config, layout))

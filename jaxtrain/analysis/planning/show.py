@@ -1,0 +1,293 @@
+"""What `jaxtrain plan` prints and draws: memory against capacity, time and traffic."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.analysis.planning.timing import ERROR_BAR
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.run.show.plot import Picture
+from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
+
+if TYPE_CHECKING:
+    from jaxtrain.analysis.planning.result import Plan
+
+_BAR = 30
+_ROWS, _BUFFERS = 14, 8
+
+
+def show(console: Console, plan: "Plan") -> None:
+    """Memory, traffic, time, a search's ranking, and what to do."""
+    _head(console, plan)
+    _memory(console, plan)
+    _buffers(console, plan)
+    _traffic(console, plan)
+    _time(console, plan)
+    _candidates(console, plan)
+    _advice(console, plan)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _head(console: Console, plan: "Plan") -> None:
+    chip, devices = plan.target.chip, plan.devices
+    source = "closed-form ESTIMATE, nothing was compiled"
+    if plan.compiled is not None:
+        source = f"compiled in {plan.compiled.seconds:.0f} s"
+        source += " by an earlier plan" if plan.compiled.cached else ""
+    mesh = written_mesh(plan.layout.mesh.shape)
+    _line(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
+    show_attention(console, plan.attention)
+    if chip.hbm_bytes is None:
+        _line(console, f"Memory: {human_bytes(plan.total)} a device")
+        return
+    verdict = "FITS" if plan.fits else "DOES NOT FIT"
+    needs = f"{human_bytes(plan.total)} of {human_bytes(chip.hbm_bytes)} a device"
+    _line(console, f"{verdict}: {needs}")
+    if plan.compiled is not None and plan.compiled.refusal:
+        _line(console, f"The compiler says: {plan.compiled.refusal}")
+
+
+def memory_parts(plan: "Plan") -> dict[str, int]:
+    """What fills a device at the fullest moment, by closed forms, largest parts of a kind first."""
+    arguments = plan.estimate.arguments
+    return {
+        "parameters": arguments.params,
+        "optimizer state": arguments.optimizer,
+        "batch and counters": arguments.other,
+        "gradients": plan.estimate.gradients,
+        **plan.estimate.parts,
+    }
+
+
+def _memory(console: Console, plan: "Plan") -> None:
+    table = Table(title="Memory of one device (closed forms)", title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    parts = memory_parts(plan)
+    most = max(parts.values())
+    for name, size in parts.items():
+        table.add_row(name, human_bytes(size), "#" * round(_BAR * size / most))
+    table.add_section()
+    table.add_row("closed forms together", human_bytes(plan.estimate.total), "")
+    compiled = plan.compiled
+    if compiled is not None:
+        table.add_row("compiled: arguments", human_bytes(compiled.argument_bytes), "")
+        if compiled.live_bytes is not None:
+            table.add_row("compiled: alive beside them", human_bytes(compiled.live_bytes), "")
+        if compiled.temp_bytes is not None:
+            table.add_row("compiled: reserved beside them", human_bytes(compiled.temp_bytes), "")
+        if compiled.host_bytes:
+            table.add_row("compiled: host memory", human_bytes(compiled.host_bytes), "")
+    console.print(table)
+
+
+def _buffers(console: Console, plan: "Plan") -> None:
+    if not plan.buffers:
+        return
+    table = Table(title="Largest arrays alive at the fullest moment", title_justify="left")
+    table.add_column("bytes", justify="right")
+    table.add_column("arrays", overflow="fold")
+    table.add_column("made by", overflow="fold")
+    alike: dict[tuple[str, str], list[int]] = {}
+    for buffer in plan.buffers:
+        made_by = "/".join(buffer.op_name.split("/")[-4:])
+        alike.setdefault((buffer.type, made_by), []).append(buffer.bytes)
+    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))
+    for (kind, made_by), sizes in largest[:_BUFFERS]:
+        count = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        table.add_row(human_bytes(sum(sizes)), escape(count + kind), escape(made_by))
+    console.print(table)
+
+
+def _traffic(console: Console, plan: "Plan") -> None:
+    if not plan.rows:
+        _line(console, "Traffic: none")
+        return
+    table = Table(title="Traffic of one device and step", title_justify="left")
+    for name in ("collective", "axis", "link"):
+        table.add_column(name)
+    for name in ("count", "bytes", "textbook"):
+        table.add_column(name, justify="right")
+    table.add_column("why", overflow="fold")
+    for row in plan.rows[:_ROWS]:
+        textbook = "-" if row.textbook_bytes is None else human_bytes(row.textbook_bytes)
+        why = row.cause
+        if not row.explained:
+            # Its compiler rewrites collectives, so that they prove nothing.
+            cpu = plan.target.chip.kind == "cpu"
+            why = f"{'the CPU compiler' if cpu else 'NOT EXPLAINED'}: {row.cause}"
+        table.add_row(
+            row.kind, row.axis, row.link, str(row.count), human_bytes(row.bytes), textbook,
+            escape(why),
+        )  # fmt: skip
+    console.print(table)
+    if len(plan.rows) > _ROWS:
+        rest = plan.rows[_ROWS:]
+        size = human_bytes(sum(row.bytes for row in rest))
+        _line(console, f"... and {len(rest)} smaller rows of {size} together (--json has them)")
+
+
+def _time(console: Console, plan: "Plan") -> None:
+    time = plan.time
+    if time.seconds is None:
+        _line(console, f"Time: {'; '.join(time.assumptions)}")
+        return
+    pieces = {
+        "computation": time.compute,
+        "communication that nothing hides": time.exposed,
+        "pipeline bubble": time.bubble,
+    }
+    table = Table(title="Time of one step (predicted)", title_justify="left")
+    table.add_column("what")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in pieces.items():
+        table.add_row(name, f"{seconds:.4g}", f"{(seconds or 0) / time.seconds:.1%}")
+    table.add_section()
+    mfu = "" if time.mfu is None else f"MFU {time.mfu:.1%}"
+    table.add_row("step", f"{time.seconds:.4g}", mfu)
+    table.add_row("error bar", f"{time.seconds * ERROR_BAR:.2g}", f"{ERROR_BAR:.0%}")
+    unit = "tokens" if plan.is_text else "images"
+    rate = f"{plan.tokens_per_second or 0:,.0f}"
+    table.add_row(f"{unit} a second and device", rate, f"{time.tflops or 0:.0f} TFLOP/s")
+    table.add_row("communication behind computation", f"{time.hidden:.4g}", "")
+    console.print(table)
+    for words in time.assumptions:
+        _line(console, f"Assumed: {words}.")
+
+
+def _candidates(console: Console, plan: "Plan") -> None:
+    found = plan.found
+    if found is None:
+        return
+    table = Table(title="Search: best layouts first", title_justify="left")
+    table.add_column("mesh", overflow="fold")
+    table.add_column("also", overflow="fold")
+    table.add_column("step", justify="right")
+    table.add_column("memory", justify="right")
+    table.add_column("why", overflow="fold")
+    for one in found.shown:
+        mesh = {axis: getattr(one.config.mesh, axis) for axis in MESH_AXES}
+        others = [b for b in one.bindings if not b.startswith("Mesh.")]
+        seconds = one.price.time.seconds
+        size = one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes
+        how = "" if one.compiled_bytes is None else " compiled"
+        table.add_row(
+            written_mesh(mesh),
+            " ".join(others),
+            "-" if seconds is None else f"{seconds:.4g} s",
+            human_bytes(size) + how,
+            one.reason,
+        )
+    console.print(table)
+    refused = sum(found.refused.values())
+    _line(
+        console,
+        f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
+        f"out, slower than these even without communication; {refused} meshes refused",
+    )
+    for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
+        _line(console, f"  {count} x {reason}")
+    pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
+    _line(console, f"To train so: {pasted or 'as it is'}")
+
+
+def _advice(console: Console, plan: "Plan") -> None:
+    if plan.advice:
+        _line(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
+    for sentence in plan.advice:
+        _line(console, f"- {sentence}")
+
+
+if TYPE_CHECKING:
+    from jaxtrain.analysis.planning.result import Plan
+
+_GIB = 2**30
+# Told apart by lightness and hatching, so that a greyscale print can be read.
+_FILLS: list[dict[str, Any]] = [
+    {"color": shade, "hatch": hatch, "edgecolor": "white"}
+    for hatch in ("", "//", "..", "xx")
+    for shade in ("#1b3a57", "#5b9bd5", "#a9cbe8", "#dbe9f5")
+]
+
+
+def plan_figure(plan: "Plan") -> Picture:
+    """A stacked bar of one device's memory beside the compiler's figure and the capacity, the
+    pieces of a step's time, and the traffic by mesh axis."""
+    figure = Picture(11, 5)
+    memory, time, traffic = figure.subplots(1, 3, width_ratios=[2.2, 1, 1])
+    _memory_bars(memory, plan)
+    _time_bars(time, plan)
+    _traffic_bars(traffic, plan)
+    kind = "compiled" if plan.compiled else "estimate"
+    mesh = written_mesh(plan.layout.mesh.shape)
+    figure.suptitle(
+        f"{type(plan.config.train.model).__name__} on {plan.target.name}: {mesh} ({kind})"
+    )
+    return figure
+
+
+def _memory_bars(axes: Any, plan: "Plan") -> None:
+    bottom = 0.0
+    parts = {name: size for name, size in memory_parts(plan).items() if size}
+    for (name, size), fill in zip(parts.items(), _FILLS, strict=False):
+        axes.bar("closed forms", size / _GIB, bottom=bottom, width=0.5, label=name, **fill)
+        bottom += size / _GIB
+    compiled = plan.compiled
+    if compiled is not None:
+        bar = functools.partial(axes.bar, "compiled", width=0.5)
+        bar(compiled.argument_bytes / _GIB, color="dimgrey", label="arguments")
+        live = compiled.live_bytes or compiled.temp_bytes or 0
+        start = compiled.argument_bytes / _GIB
+        bar(live / _GIB, bottom=start, color="darkgrey", label="alive beside them")
+        rest = (compiled.temp_bytes or 0) - live
+        if rest > 0:
+            start += live / _GIB
+            bar(
+                rest / _GIB, bottom=start, color="0.92", edgecolor="grey",
+                label="reserved besides",
+            )  # fmt: skip
+    if plan.target.chip.hbm_bytes is not None:
+        capacity = plan.target.chip.hbm_bytes / _GIB
+        label = f"capacity {capacity:.4g} GiB"
+        axes.axhline(capacity, color="black", linestyle="--", label=label)
+    axes.set_xlim(-0.5, 0.5 if compiled is None else 1.5)
+    axes.set_ylabel("GiB of one device")
+    axes.set_title("Memory")
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _time_bars(axes: Any, plan: "Plan") -> None:
+    time, bottom = plan.time, 0.0
+    axes.set_title("Time of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    if time.seconds is None:
+        axes.text(0.5, 0.5, "speed not known", ha="center", transform=axes.transAxes)
+        return
+    pieces = {"computation": time.compute, "communication": time.exposed, "bubble": time.bubble}
+    for (name, seconds), fill in zip(pieces.items(), _FILLS, strict=False):
+        axes.bar("step", seconds, bottom=bottom, width=0.5, label=name, **fill)
+        bottom += seconds or 0.0
+    axes.set_xlim(-0.5, 0.5)
+    axes.set_ylabel("seconds, predicted")
+    axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.05))
+
+
+def _traffic_bars(axes: Any, plan: "Plan") -> None:
+    together: dict[str, int] = {}
+    for row in plan.rows:
+        together[row.axis] = together.get(row.axis, 0) + row.bytes
+    names = sorted(together, key=lambda name: together[name])
+    axes.barh(names, [together[name] / _GIB for name in names], height=0.5, color="#5b9bd5")
+    axes.margins(y=0.5)
+    axes.set_xlabel("GiB by one device")
+    axes.set_title("Traffic by axis")
+    axes.spines[["top", "right"]].set_visible(False)

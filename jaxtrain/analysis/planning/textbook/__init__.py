@@ -1,0 +1,1 @@
+"""Closed forms: parameters, FLOPs, memory and traffic of a step, with their sources."""

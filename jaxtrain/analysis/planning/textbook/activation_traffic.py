@@ -1,0 +1,327 @@
+"""What a step moves of activations: between layers' parts, places of a sequence, experts, stages.
+
+Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
+N query heads, K kv heads, H head_dim, L layers on a device, k devices along the axis.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight
+from jaxtrain.models.model import AttentionFacts, TokenModel
+from jaxtrain.nn.experts import slots_per_expert
+
+
+def activation_traffic(facts: Facts) -> Iterator[Expected]:
+    """Collectives of the activations and of their gradients."""
+    if not facts.is_text:
+        return
+    traffic = _Activations(facts)
+    if facts.size("tensor") > 1:
+        cube = facts.layout.tensor_layout == "3d"
+        yield from traffic.cube() if cube else traffic.blocks()
+        yield from traffic.ends()
+        yield from traffic.loss()
+        if facts.layout.tensor_layout != "1d":
+            yield from traffic.norms()
+        if facts.config.precision.matmul == "int8":
+            yield from traffic.rows()
+    if facts.size("context") > 1:
+        ring = facts.config.attention.context_parallel == "ring"
+        yield from traffic.ring() if ring else traffic.ulysses()
+    if facts.size("expert") > 1:
+        yield from traffic.experts()
+    if facts.size("pipe") > 1:
+        yield from traffic.boundaries()
+
+
+# The parts of a layer, in its order, and the logical axis that only their weights have.
+_PARTS = {"attention": "heads", "mlp": "mlp", "experts": "experts"}
+
+
+def _part(weight: Weight) -> str | None:
+    """The part of a layer that a weight belongs to; experts have an mlp each."""
+    axes = ["heads" if axis == "kv_heads" else axis for axis in weight.axes]
+    return next((name for name in reversed(_PARTS) if _PARTS[name] in axes), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Activations:
+    facts: Facts
+
+    @property
+    def model(self) -> TokenModel:
+        return self.facts.text_model
+
+    @property
+    def attention(self) -> AttentionFacts:
+        assert self.model.attention is not None, "heads of a model without attention"
+        return self.model.attention
+
+    @property
+    def forwards(self) -> int:
+        """How often the layers' forward pass runs for one backward pass."""
+        facts = self.facts
+        again = facts.size("pipe") > 1 and facts.config.pipeline.backward == "recompute"
+        return 2 if again else 1
+
+    @property
+    def runs(self) -> int:
+        """Layers a step."""
+        return self.facts.passes * self.facts.L
+
+    @property
+    def splits_stream(self) -> bool:
+        """Whether the stream between blocks is split over `tensor`: along the sequence, or (on a
+        grid, arXiv 2104.05343) along embed."""
+        return self.facts.layout.sequence_parallel or self.facts.layout.tensor_layout != "1d"
+
+    def sums(self, cause: str, forward: int, backward: int, formula: str) -> Iterator[Expected]:
+        """Sums over `tensor` of [B, T, D], scattered and gathered where the stream is split."""
+        facts = self.facts
+        whole, k = facts.stream_bytes, facts.size("tensor")
+        if not self.splits_stream:
+            yield Expected("all-reduce", "tensor", forward + backward, whole, cause, formula)
+            return
+        yield Expected("reduce-scatter", "tensor", forward + backward, whole, cause, formula)
+        yield Expected("all-gather", "tensor", forward + backward, whole // k, cause, formula)
+
+    @functools.cached_property
+    def parts(self) -> list[str]:
+        """What adds to the stream in a layer, in order: each ends in a product back to embed."""
+        weights = [weight for weight in self.facts.weights if weight.is_layer]
+        found = {_part(weight) for weight in weights if weight.axes[-1] == "embed"}
+        return [name for name in _PARTS if name in found]
+
+    # -- tensor -----------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[Expected]:
+        """Megatron's f and g (arXiv 1909.08053, section 3)."""
+        facts, experts = self.facts, self.model.experts
+        for name in self.parts:
+            # The recomputation stops before the last sum of a layer: nothing reads it.
+            again = facts.recomputes and name != self.parts[-1]
+            forward = (self.forwards + again) * self.runs
+            yield from self.sums(f"{name} output", forward, self.runs, "4 L B T D")
+        if experts:
+            if not self.splits_stream:
+                # A hand-written sum has a sum as its transpose, though all devices have the same.
+                yield Expected(
+                    "all-reduce", "tensor", self.runs, facts.stream_bytes,
+                    "experts output: transpose of the sum", "B T D beyond the textbook",
+                )  # fmt: skip
+            gates = 4 * facts.B * facts.T * experts.per_token
+            yield Expected("all-reduce", "tensor", self.runs, gates, "router: gates", "B T k")
+        if self.splits_stream and (facts.recomputes or facts.gathers_weights):
+            # What is computed again starts from the part of the stream that a device keeps.
+            yield Expected(
+                "all-gather", "tensor", (1 if facts.recomputes else 2) * self.runs,
+                facts.stream_bytes // facts.size("tensor"), "recomputation: stream", "B T D",
+            )  # fmt: skip
+
+    def cube(self) -> Iterator[Expected]:
+        """A product gathers what goes in along one side of the cube and scatters its sum along
+        another; `row` and `tensor` change places from product to product (arXiv 2105.14450)."""
+        facts, model = self.facts, self.model
+        q, tokens = facts.size("tensor"), facts.B * facts.T * facts.value_bytes
+        D, blocks = model.embed_dim, {}
+        rotary = all(weight.role != "position" for weight in facts.weights)
+        yield Expected(
+            "collective-permute", "row+tensor", (1 + rotary) * facts.passes, 4 * facts.B * facts.T,
+            "segment ids and positions: side of the cube", "B T",
+        )  # fmt: skip
+        if "attention" in self.parts:
+            N, K = (heads * q for heads in self.heads())
+            keys, values = self.attention.key_dim, self.attention.value_dim
+            blocks["attention"] = [N * keys, K * keys, K * values], N * values
+        if "mlp" in self.parts:
+            ups = [w.shape[-1] for w in facts.weights if w.axes == ("embed", "mlp")]
+            blocks["mlp"] = ups, ups[0]
+        for name, (into, out) in blocks.items():
+            again = facts.recomputes or facts.gathers_weights
+            last = 2 + (facts.recomputes and name != self.parts[-1])  # as in `blocks`
+            for axis, width, gathers, scatters in (
+                ("row", D, 2 + again, last),
+                ("tensor", out, 1 + again, 1),
+            ):
+                yield Expected(
+                    "all-gather", axis, gathers * self.runs, tokens * width // q,
+                    f"{name}: side of the cube", "L B T D / q^3 a product",
+                )  # fmt: skip
+                yield Expected(
+                    "reduce-scatter", axis, scatters * self.runs, tokens * width,
+                    f"{name}: side of the cube", "L B T D / q^2 a product",
+                )  # fmt: skip
+            for width in into:
+                yield Expected(
+                    "reduce-scatter", "tensor", (1 + facts.recomputes) * self.runs, tokens * width,
+                    f"{name}: into the block", "L B T F / q^2",
+                )  # fmt: skip
+                yield Expected(
+                    "all-gather", "tensor", self.runs, tokens * width // q,
+                    f"{name}: into the block", "L B T F / q^3",
+                )  # fmt: skip
+
+    def rows(self) -> Iterator[Expected]:
+        """The largest numbers of rows that are split, by which int8 products are scaled: of every
+        token, and of every channel of the weight."""
+        facts, cube = self.facts, self.facts.layout.tensor_layout == "3d"
+        q, D, seen = facts.size("tensor") if cube else 1, self.model.embed_dim, set()
+        tokens = facts.B * q * facts.T
+        for weight in facts.weights:
+            block = _part(weight)
+            if block is None or not weight.is_layer or not weight.is_matrix:
+                continue
+            out = weight.axes[-1] == "embed"
+            again = facts.recomputes and not (out and block == self.parts[-1])  # as in `blocks`
+            forward, backward = (self.forwards + again) * self.runs, self.runs
+            width = math.prod(weight.shape) // D
+            if "kv_heads" in weight.axes:
+                width = self.heads()[1] * facts.size("tensor") * self.attention.key_dim
+            sums = [("row" if cube else "tensor", forward if out else backward, D, out)]
+            if cube:
+                sums.append(("tensor", backward if out else forward, width, not out))
+            for axis, count, channels, is_forward in sums:
+                # Products of one activation find its largest numbers once.
+                if not is_forward or out or block not in seen:
+                    yield Expected(
+                        "all-reduce", axis, count, tokens * facts.value_bytes,
+                        "int8: largest of each token", "B T a product",
+                    )  # fmt: skip
+                yield Expected(
+                    "all-reduce", axis, count, channels // q * facts.value_bytes,
+                    "int8: largest of each channel", "D a product",
+                )  # fmt: skip
+            seen |= set() if out else {block}
+
+    def norms(self) -> Iterator[Expected]:
+        """A norm of a stream that is split along embed: its sums of a token, both ways.
+
+        A layer norm has two, and two vectors: mean and variance, bias and scale; an RMS norm one.
+        """
+        facts = self.facts
+        vectors = [weight.is_layer for weight in facts.weights if weight.role == "norm"]
+        count = sum(self.runs if is_layer else facts.passes for is_layer in vectors)
+        again = sum(vectors) * self.runs * facts.recomputes
+        size = 4 * facts.B * facts.T
+        yield Expected("all-reduce", "tensor", 2 * count + again, size, "norms", "B T a norm")
+
+    def ends(self) -> Iterator[Expected]:
+        """The vocabulary-parallel lookup, and the gradient that leaves the logits."""
+        facts = self.facts
+        passes, whole, k = facts.passes, facts.stream_bytes, facts.size("tensor")
+        lookups = self.forwards * passes
+        split = self.splits_stream
+        kind = "reduce-scatter" if split else "all-reduce"
+        yield Expected(kind, "tensor", lookups, whole, "embedding", "B T D")
+        yield Expected(kind, "tensor", passes, whole, "loss: gradient of the stream", "B T D")
+        if split:
+            yield Expected("all-gather", "tensor", passes, whole // k, "embedding", "B T D")
+            yield Expected("all-gather", "tensor", passes, whole // k, "loss: stream", "B T D")
+
+    def loss(self) -> Iterator[Expected]:
+        """Three numbers a token: the greatest logit (in the compute dtype, of which it is one), the
+        sum of exponentials, the target's logit."""
+        facts, chunks = self.facts, self.facts.chunks
+        tokens = facts.B * facts.T // chunks
+        times = facts.passes * chunks
+        yield Expected(
+            "all-reduce", "tensor", times, tokens * facts.value_bytes, "loss: greatest logit", "B T"
+        )
+        yield Expected(
+            "all-reduce", "tensor", 2 * times, 4 * tokens, "loss: sums over the vocabulary", "2 B T"
+        )
+
+    # -- context ----------------------------------------------------------------------------------
+
+    def heads(self) -> tuple[int, int]:
+        """Query heads and kv heads of a device, before anything is exchanged."""
+        t = self.facts.size("tensor")
+        K = math.lcm(self.attention.num_kv_heads, t) // t
+        return self.attention.num_heads // t, K
+
+    def ring(self) -> Iterator[Expected]:
+        """Keys and values go round forward and backward; float32 gradients follow them
+        (arXiv 2310.01889).
+
+        The first step of a recomputed round is that of the backward pass too, and the first step of
+        the segment ids is the same in every layer: the compiler does either once.
+        """
+        facts, steps = self.facts, self.facts.size("context") - 1
+        width = self.attention.key_dim + self.attention.value_dim
+        numbers = facts.B * facts.T * self.heads()[1] * width
+        forwards = self.forwards + facts.recomputes
+        yield Expected(
+            "collective-permute", "context",
+            ((forwards + 1) * steps - facts.recomputes) * self.runs, numbers * facts.value_bytes,
+            "ring of keys and values", "2 (k-1) 2 B T K H",
+        )  # fmt: skip
+        yield Expected(
+            "collective-permute", "context", steps * self.runs, 4 * numbers,
+            "ring of their gradients", "(k-1) 2 B T K H in float32",
+        )  # fmt: skip
+        yield Expected(
+            "collective-permute", "context",
+            (forwards + 1) * (steps - 1) * self.runs + facts.passes, 4 * facts.B * facts.T,
+            "segment ids", "2 (k-1) B T",
+        )  # fmt: skip
+
+    def ulysses(self) -> Iterator[Expected]:
+        """One exchange to whole sequences, one back; the same backward (arXiv 2309.14509)."""
+        facts, c = self.facts, self.facts.size("context")
+        N, K = self.heads()
+        place = facts.B * facts.T * facts.value_bytes
+        keys, values = self.attention.key_dim, self.attention.value_dim
+        forwards = self.forwards + facts.recomputes
+        there = N * keys + K * (c // math.gcd(K, c)) * (keys + values)
+        for numbers, cause, formula in (
+            (there, "queries, keys and values", "2 B T (N + 2 K) H"),
+            (N * values, "attention output", "2 B T N H"),
+        ):
+            yield Expected(
+                "all-to-all", "context", (forwards + 1) * self.runs, place * numbers,
+                f"{cause}: heads for places", formula,
+            )  # fmt: skip
+        yield Expected(
+            "all-gather", "context", facts.passes * (1 + facts.recomputes * facts.L),
+            4 * facts.B * facts.T, "segment ids", "B T",
+        )  # fmt: skip
+
+    # -- experts and stages -----------------------------------------------------------------------
+
+    def experts(self) -> Iterator[Expected]:
+        """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668)."""
+        facts, experts = self.facts, self.model.experts
+        assert experts is not None, "an axis that no model without experts may use"
+        k, ranks = experts.per_token, facts.size("expert")
+        if experts.capacity_factor is None:
+            rows, formula = ranks * facts.B * facts.T * k, "4 R B T k D"
+        else:
+            slots = slots_per_expert(experts.capacity_factor, facts.T, k, experts.count)
+            rows, formula = experts.count * facts.B * slots, "4 E B C D"
+        forwards = self.forwards + facts.recomputes
+        yield Expected(
+            "all-to-all", "expert", (2 * forwards + 2) * self.runs,
+            rows * self.model.embed_dim * facts.value_bytes, "tokens to experts and back", formula,
+        )  # fmt: skip
+        if experts.capacity_factor is None:
+            yield Expected(
+                "all-to-all", "expert", forwards * self.runs, 4 * experts.count,
+                "rows for each expert", "E",
+            )  # fmt: skip
+
+    def boundaries(self) -> Iterator[Expected]:
+        """A microbatch crosses a boundary of stages forward, its gradient backward
+        (arXiv 1811.06965). A run is a tick in which anything crosses."""
+        facts = self.facts
+        payload = facts.stream_bytes
+        if facts.layout.sequence_parallel:
+            payload //= facts.size("tensor")
+        for way, patterns in facts.crossings().items():
+            count = sum(patterns.values()) * facts.config.train.accumulation
+            yield Expected(
+                "collective-permute", "pipe", count, payload, f"pipeline boundary, {way}",
+                "B T D each microbatch",
+            )  # fmt: skip

@@ -1,0 +1,269 @@
+"""The numbers of a configured step that every closed form of its traffic reads.
+
+Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
+N query heads, K kv heads, H head_dim, V vocab, L layers on a device.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.models.model import Model, TokenModel, token_model
+from jaxtrain.nn.parameters import Role, role_of
+from jaxtrain.nn.precision import is_matrix
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
+from jaxtrain.training.pipeline.schedules import make_schedule
+from jaxtrain.training.pipeline.slots import sends
+from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import parameter_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Collectives of one kind that move arrays of one size for one reason.
+
+    Attributes:
+      kind: as in `collectives.KINDS`.
+      axis: the mesh axis, or several joined by "+", in the mesh's order.
+      count: runs a step, loops, microbatches and recomputation multiplied out.
+      bytes: payload of one run: what one device puts in.
+      cause: what is moved, and why.
+      formula: the textbook form.
+      every: in one of how many steps it runs.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    cause: str
+    formula: str
+    every: int = 1
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device puts in during the step."""
+        return self.count * self.bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One parameter.
+
+    Attributes:
+      name: path in the model.
+      shape: of one layer, without the layers.
+      axes: what these dimensions mean.
+      is_layer: whether every layer has one.
+      is_matrix: whether it is computed with in the compute dtype; scales and biases are cast.
+      role: what it is for, as its model declared it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    is_layer: bool
+    is_matrix: bool
+    role: Role | None
+
+
+@functools.lru_cache(maxsize=64)
+def weights_of(model: Model) -> tuple[Weight, ...]:
+    """The parameters of a model, from their shapes alone."""
+    found = []
+    for path, variable in _named(model):
+        shape, axes = variable.get_value().shape, logical_axes(variable)
+        layer = axes[:1] == ("layers",)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        matrix, role = is_matrix(variable), role_of(variable)
+        found.append(Weight(name, shape[layer:], axes[layer:], layer, matrix, role))
+    return tuple(found)
+
+
+def _named(model: Model) -> list[tuple[Any, Any]]:
+    shapes = parameter_shapes(model.build)
+    return jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable)
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(model: Model, ranks: int, chunks: int) -> int:
+    """Places for layers on one rank, those of padding among them: all are computed."""
+    return deal(parameter_shapes(model.build), ranks, chunks).longest * chunks
+
+
+@functools.lru_cache(maxsize=1024)
+def crossings(
+    schedule: str, ranks: int, microbatches: int, chunks: int
+) -> dict[str, dict[str, int]]:
+    """Way -> name of a pattern of edges, as the engine calls it -> ticks that use it.
+
+    Patterns without an edge, in which nothing moves, are left out.
+    """
+    table = make_schedule(schedule, ranks=ranks, microbatches=microbatches, virtual_stages=chunks)
+    found: dict[str, dict[str, int]] = {}
+    for way, ticks in zip(("forward", "backward"), sends(table), strict=True):
+        patterns = collections.Counter(tuple(sorted(edges)) for edges in ticks)
+        found[way] = {
+            f"send_{way}_{number}": patterns[pattern]
+            for number, pattern in enumerate(sorted(patterns))
+            if pattern
+        }
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A configuration on a mesh, as numbers.
+
+    Attributes:
+      config: the configuration.
+      layout: on a mesh, or on an abstract one.
+    """
+
+    config: Config
+    layout: Layout
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, in its order."""
+        return dict(self.layout.mesh.shape)
+
+    def size(self, axis: str) -> int:
+        """Devices along one axis; 1 where the mesh has no such axis."""
+        return self.sizes.get(axis, 1)
+
+    def joined(self, axes: Collection[str]) -> str:
+        """These axes as a collective names them: in the mesh's order, those of size 1 left out."""
+        return "+".join(name for name, size in self.sizes.items() if size > 1 and name in axes)
+
+    def devices(self, axes: Collection[str]) -> int:
+        """Devices along several axes."""
+        return math.prod(self.size(axis) for axis in axes)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The model's settings."""
+        return self.config.train.model
+
+    @property
+    def text_model(self) -> TokenModel:
+        """The same, where it reads tokens."""
+        return token_model(self.model)
+
+    @functools.cached_property
+    def is_text(self) -> bool:
+        """Whether it is a stack of layers over tokens."""
+        return self.model.inputs == "tokens"
+
+    @functools.cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """The model's parameters."""
+        return weights_of(self.model)
+
+    @functools.cached_property
+    def value_bytes(self) -> int:
+        """Bytes of one number that is computed with."""
+        return jnp.dtype(self.config.precision.compute).itemsize
+
+    @functools.cached_property
+    def master_bytes(self) -> int:
+        """Bytes of one number of the parameters at rest."""
+        return jnp.dtype(self.config.precision.params).itemsize
+
+    def gradient_bytes(self, weight: Weight) -> int:
+        """Bytes of one number of a weight's gradient when it is reduced: norms and routers compute
+        in float32."""
+        return 4 if weight.role in ("norm", "router") else self.value_bytes
+
+    @functools.cached_property
+    def micros(self) -> int:
+        """Microbatches that go through the pipeline for each gradient."""
+        return self.config.pipeline.microbatches if self.size("pipe") > 1 else 1
+
+    @functools.cached_property
+    def passes(self) -> int:
+        """Forward and backward passes of each layer in a step."""
+        return self.config.train.accumulation * self.micros
+
+    @functools.cached_property
+    def L(self) -> int:  # noqa: N802 - a letter of the legend
+        """Layers that a device computes."""
+        if self.model.layers is None:
+            return 1
+        if self.size("pipe") == 1:
+            return self.model.layers
+        return _places(self.model, self.size("pipe"), self.config.pipeline.virtual_stages)
+
+    @functools.cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the rows."""
+        return parts_of(self.layout.activation(("batch",))[0])
+
+    @functools.cached_property
+    def B(self) -> int:  # noqa: N802
+        """Rows that a device computes with at one time."""
+        rows = self.config.train.global_batch_size
+        return max(rows // (self.devices(self.batch_axes) * self.passes), 1)
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.config.train.data.abstract_batch(1).inputs.shape[1]
+
+    @functools.cached_property
+    def T(self) -> int:  # noqa: N802
+        """A device's part of the sequence."""
+        return self.length // self.size("context")
+
+    @functools.cached_property
+    def is_tied(self) -> bool:
+        """Whether logits are made with the embedding: no other parameter is the output."""
+        return all(weight.role != "output" for weight in self.weights)
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        """Parts of the sequence whose logits are made one after the other."""
+        size = self.config.loss.chunk_size
+        return 1 if size is None or not self.is_text else self.length // size
+
+    @functools.cached_property
+    def stream_bytes(self) -> int:
+        """Of the residual stream between blocks, whole along the sequence: B T D."""
+        return self.B * self.T * self.text_model.embed_dim * self.value_bytes
+
+    @functools.cached_property
+    def replicas_alone(self) -> bool:
+        """Whether each replica along data takes its gradients for itself (see `Exchange`)."""
+        return self.config.exchange.method != "synchronous" and self.size("data") > 1
+
+    @functools.cached_property
+    def gathers_weights(self) -> bool:
+        """Whether layers gather their weights over fsdp: then no gathered array is kept."""
+        return self.layout.zero == 3 and self.size("fsdp") > 1
+
+    @functools.cached_property
+    def recomputes(self) -> bool:
+        """Whether a layer's forward pass, its last product aside, runs again for the backward."""
+        return self.config.remat.policy in ("full", "offload")
+
+    def crossings(self) -> dict[str, dict[str, int]]:
+        """`crossings` of the configured pipeline."""
+        pipeline = self.config.pipeline
+        return crossings(
+            pipeline.schedule, self.size("pipe"), pipeline.microbatches, pipeline.virtual_stages
+        )
+
+
+def split_over(spec: P) -> Iterator[tuple[int, str]]:
+    """Dimension and mesh axis of everything that a spec splits."""
+    for dim, part in enumerate(spec):
+        for axis in parts_of(part):
+            yield dim, axis

@@ -1,0 +1,260 @@
+"""Closed forms of what a step keeps and moves: the textbook side that compiled programs meet.
+
+Payloads are what one device puts in (the operand of the collective), in bytes; wire bytes are what
+one device then sends. Letters: k devices along the axis, B the batch that a device computes with,
+T its sequence length, D embed, N query heads, K kv heads, H head_dim.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one device.
+
+    Attributes:
+      params: the master parameters.
+      gradients: their gradients while they are accumulated.
+      optimizer: the moments.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind.
+
+    Attributes:
+      kind: as XLA calls it.
+      count: arrays moved.
+      bytes: payload of one of them.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+
+
+def zero_bytes(
+    sharded: int,
+    whole: int,
+    *,
+    stage: int,
+    devices: int,
+    param_bytes: int = 4,
+    gradient_bytes: int = 4,
+    moment_bytes: int = 4,
+    moments: int = 2,
+) -> StateBytes:
+    """ZeRO's table (arXiv 1910.02054, figure 1): stage 1 divides the optimizer's state by the
+    devices, 2 the gradients too, 3 the parameters too.
+
+    With float32 Adam that is 4 P + 4 P + 8 P; with moments in bfloat16, 4 P + 4 P + 4 P.
+
+    Args:
+      sharded: elements of parameters that are split.
+      whole: elements that stay whole on every device (norm scales, biases).
+      stage: 0 to 3.
+      devices: devices along fsdp.
+      param_bytes: of one parameter.
+      gradient_bytes: of one gradient.
+      moment_bytes: of one moment.
+      moments: 2 for Adam, 1 for Lion or SGD with momentum.
+    """
+    assert sharded % devices == 0, "a split dimension divides over its devices"
+
+    def kept(from_stage: int) -> int:
+        return whole + (sharded // devices if stage >= from_stage else sharded)
+
+    return StateBytes(
+        params=kept(3) * param_bytes,
+        gradients=kept(2) * gradient_bytes,
+        optimizer=kept(1) * moment_bytes * moments,
+    )
+
+
+def wire_bytes(kind: str, payload: int, devices: int) -> float:
+    """What one device sends for one collective by the ring (or direct) algorithm.
+
+    All-reduce 2 n (k-1)/k (arXiv 1810.11112, section 2), reduce-scatter n (k-1)/k, all-gather of
+    shards of n: n (k-1), all-to-all n (k-1)/k, a permute n.
+    """
+    share = (devices - 1) / devices
+    factor = {
+        "all-reduce": 2 * share,
+        "reduce-scatter": share,
+        "all-gather": devices - 1,
+        "all-to-all": share,
+        "ragged-all-to-all": share,
+        "collective-permute": 1,
+        "collective-broadcast": 1,
+    }
+    return factor[kind] * payload
+
+
+def data_parallel(elements: int, *, element_bytes: int) -> Traffic:
+    """Every gradient is summed once a step: 2 N (k-1)/k on the wire."""
+    return Traffic("all-reduce", 1, elements * element_bytes)
+
+
+def zero3_weight(elements: int, *, devices: int, element_bytes: int) -> list[Traffic]:
+    """A layer's weight: gathered for the forward and again for the backward pass, its gradient
+    reduce-scattered (arXiv 1910.02054, section 7: 1.5 times the traffic of data parallelism)."""
+    return [
+        Traffic("all-gather", 2, elements // devices * element_bytes),
+        Traffic("reduce-scatter", 1, elements * element_bytes),
+    ]
+
+
+def zero2_weight(
+    elements: int, *, devices: int, element_bytes: int, master_bytes: int
+) -> list[Traffic]:
+    """A gradient is reduce-scattered once, the updated master parameter gathered once."""
+    return [
+        Traffic("all-gather", 1, elements // devices * master_bytes),
+        Traffic("reduce-scatter", 1, elements * element_bytes),
+    ]
+
+
+def tensor_layer(B: int, T: int, D: int, *, element_bytes: int) -> Traffic:
+    """Megatron's f and g of attention and mlp: 2 all-reduces of [B, T, D] forward and 2 backward
+    (arXiv 1909.08053, section 3)."""
+    return Traffic("all-reduce", 4, B * T * D * element_bytes)
+
+
+def sequence_layer(B: int, T: int, D: int, *, devices: int, element_bytes: int) -> list[Traffic]:
+    """Each of `tensor_layer`'s all-reduces as a reduce-scatter and an all-gather, which together
+    send as much (arXiv 2205.05198, section 4.2.2)."""
+    whole = B * T * D * element_bytes
+    return [
+        Traffic("all-gather", 4, whole // devices),
+        Traffic("reduce-scatter", 4, whole),
+    ]
+
+
+def pipeline_boundary(B: int, T: int, D: int, *, element_bytes: int) -> Traffic:
+    """A microbatch [B, T, D] crosses a boundary of stages forward, its gradient backward
+    (arXiv 1811.06965)."""
+    return Traffic("collective-permute", 2, B * T * D * element_bytes)
+
+
+def ring_attention(B: int, T: int, K: int, H: int, *, devices: int, element_bytes: int) -> Traffic:
+    """One pass of keys and values round the ring: k - 1 steps, each of K and of V
+    (arXiv 2310.01889); T is the part of the sequence that a device holds."""
+    return Traffic("collective-permute", 2 * (devices - 1), B * T * K * H * element_bytes)
+
+
+def ulysses(B: int, T: int, N: int, K: int, H: int, *, element_bytes: int) -> list[Traffic]:
+    """One forward pass: queries, keys and values go from sequence to heads, the result back; the
+    backward pass does the same again (arXiv 2309.14509). T is the part that a device holds."""
+    place = B * T * H * element_bytes
+    return [Traffic("all-to-all", 2, place * N), Traffic("all-to-all", 2, place * K)]
+
+
+def expert_layer(slots: int, D: int, *, element_bytes: int) -> Traffic:
+    """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668).
+
+    Args:
+      slots: rows that a device sends: tokens x top_k without drops, or experts x capacity.
+      D: embed.
+      element_bytes: of an activation.
+    """
+    return Traffic("all-to-all", 4, slots * D * element_bytes)
+
+
+def gpt_layer(B: int, T: int, D: int, N: int, *, tensor: int = 1) -> float:
+    """B T D (10 + 24 / t + 5 N T / (D t)); with t = 1 B T D (34 + 5 N T / D)
+    (sections 4.1 and 4.2.1).
+
+    In bytes of B T D: attention's input 2, queries and keys 4, values 2, the result 2, the dropout
+    mask after it 1; the mlp's input 2, the input of its GELU 8, the result 8, its dropout mask 1;
+    the inputs of two norms 4. In bytes of B N T^2: softmax 2, its dropout mask 1, what is left 2.
+    Inputs, outer masks and norms (10) are whole on each device of a tensor axis.
+    """
+    return B * T * D * (10 + 24 / tensor) + scores(B, T, N, tensor=tensor)
+
+
+def gpt_layer_sequence(B: int, T: int, D: int, N: int, *, tensor: int) -> float:
+    """With sequence parallelism all of `gpt_layer` is split: B T D (34 + 5 N T / D) / t
+    (section 4.2.2)."""
+    return gpt_layer(B, T, D, N) / tensor
+
+
+def scores(B: int, T: int, N: int, *, tensor: int = 1) -> float:
+    """5 B N T^2 / t: softmax, its dropout mask, and what dropout leaves of it."""
+    return 5 * B * N * T**2 / tensor
+
+
+def gpt_layer_selective(B: int, T: int, D: int, N: int, *, tensor: int = 1) -> float:
+    """Scores recomputed: `gpt_layer` without `scores` (section 5)."""
+    return gpt_layer(B, T, D, N, tensor=tensor) - scores(B, T, N, tensor=tensor)
+
+
+def layer_full_remat(B: int, T: int, D: int) -> float:
+    """Everything recomputed from the layer's input: 2 B T D (table 2), of any layer."""
+    return 2 * B * T * D
+
+
+def gpt_layer_without_dropout(B: int, T: int, D: int, N: int, *, tensor: int = 1) -> float:
+    """B T D (8 + 24 / t) + 2 B N T^2 / t: no masks, and the softmax itself goes on to the values.
+
+    Derived from `gpt_layer`: two masks of B T D and 1 + 2 bytes of B N T^2 fall away.
+    """
+    return B * T * D * (8 + 24 / tensor) + softmax(B, T, N, tensor=tensor)
+
+
+def softmax(B: int, T: int, N: int, *, tensor: int = 1) -> float:
+    """2 B N T^2 / t: all that attention without dropout keeps of its scores."""
+    return 2 * B * N * T**2 / tensor
+
+
+def flash_statistics(B: int, T: int, N: int, *, tensor: int = 1) -> float:
+    """4 B N T / t: the float32 logsumexp of each query, which a flash kernel (arXiv 2205.14135,
+    section 3.1) keeps instead of scores; the result that it also keeps is the next product's
+    input."""
+    return 4 * B * N * T / tensor
+
+
+def gpt_layer_flash(B: int, T: int, D: int, N: int, *, tensor: int = 1) -> float:
+    """`gpt_layer_without_dropout` with a flash kernel: logsumexps instead of the softmax."""
+    whole = gpt_layer_without_dropout(B, T, D, N, tensor=tensor)
+    kept, instead = softmax(B, T, N, tensor=tensor), flash_statistics(B, T, N, tensor=tensor)
+    return whole - kept + instead
+
+
+def llama_layer_flash(B: int, T: int, D: int, N: int, K: int, F: int, *, tensor: int = 1) -> float:
+    """A layer with grouped-query attention, a gated mlp, no dropout, and a flash kernel:
+    B T (8 D + (4 D + 4 K H + 8 F) / t) + 4 B N T / t.
+
+    Derived as in `gpt_layer`, in elements a token, each of 2 bytes. Whole: the inputs of two norms
+    2 D, and of attention and mlp 2 D. Split: queries D, keys and values 2 K H, attention's result
+    D; the input of silu F, its result F, the other factor F (the product of both needs each), the
+    product F.
+    """
+    split = 4 * D + 4 * K * (D // N) + 8 * F
+    return B * T * (8 * D + split / tensor) + flash_statistics(B, T, N, tensor=tensor)
+
+
+def llama_layer(B: int, T: int, D: int, N: int, K: int, F: int, *, tensor: int = 1) -> float:
+    """`llama_layer_flash` with the softmax kept instead of logsumexps."""
+    whole = llama_layer_flash(B, T, D, N, K, F, tensor=tensor)
+    kept, instead = softmax(B, T, N, tensor=tensor), flash_statistics(B, T, N, tensor=tensor)
+    return whole + kept - instead
+
+
+def llama_layer_flash_sequence(
+    B: int, T: int, D: int, N: int, K: int, F: int, *, tensor: int
+) -> float:
+    """With sequence parallelism all of `llama_layer_flash` is split over the tensor axis."""
+    return llama_layer_flash(B, T, D, N, K, F) / tensor
+
+
+def logits(B: int, T: int, V: int, *, tensor: int = 1, element_bytes: int = 4) -> float:
+    """e B T V / t: one array of logits; float32 has e = 4 (section 4.3).
+
+    With a loss in chunks T is the chunk. A backward pass has their gradient, as large, beside them.
+    """
+    return element_bytes * B * T * V / tensor

@@ -1,0 +1,346 @@
+"""What a train step takes on one device: the state exactly, what the step makes by closed forms."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+
+from jaxtrain.analysis.planning.textbook.profile import layer_profile, on_platform, shard_bytes
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import TokenModel, reads_tokens, token_model
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.pipeline.schedules import make_schedule
+from jaxtrain.training.pipeline.slots import slots
+from jaxtrain.training.program import make_program, resolved
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import with_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Bytes on one device of what a step is given and gives back.
+
+    Attributes:
+      params: the master parameters.
+      optimizer: the optimizer's state, and what an exchange keeps beside it.
+      other: the batch, counters, running statistics.
+    """
+
+    params: int
+    optimizer: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.params + self.optimizer + self.other
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A step's memory on one device, at the moment it is largest.
+
+    Attributes:
+      arguments: the state and the batch, exact.
+      gradients: accumulators and the gradients of one microbatch.
+      parts: everything else that is alive then: name -> bytes.
+    """
+
+    arguments: Arguments
+    gradients: int
+    parts: dict[str, int]
+
+    @property
+    def temporaries(self) -> int:
+        """All that the step makes beside its arguments."""
+        return self.gradients + sum(self.parts.values())
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.arguments.total + self.temporaries
+
+    @property
+    def update_bytes(self) -> int:
+        """What the update reads, and writes again: parameters, gradients, optimizer state."""
+        return self.arguments.params + self.arguments.optimizer + self.gradients
+
+
+def argument_bytes(config: Config, layout: Layout) -> Arguments:
+    """The state and the batch on one device; equal to what a compiled step says of its arguments
+    up to the padding of its tiles."""
+    program = make_program(config, layout)
+    shapes = _state_shapes(_of_state(config))
+    shardings = jax.tree.leaves(program.state_shardings(shapes))
+    parts = [
+        math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        for shape, sharding in zip(jax.tree.leaves(shapes), shardings, strict=True)
+    ]
+    held = {"params": 0, "opt_state": 0, "exchange": 0}
+    for (path, _), size in zip(jax.tree_util.tree_leaves_with_path(shapes), parts, strict=True):
+        name = path[0].name
+        held[name] = held.get(name, 0) + size
+    params, optimizer = held.pop("params"), held.pop("opt_state") + held.pop("exchange")
+    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    return Arguments(params, optimizer, sum(held.values()) + given // layout.batch_devices())
+
+
+def _of_state(config: Config) -> Config:
+    """The configuration without what a state's shapes do not depend on: a key for many layouts."""
+    mesh = Mesh(pipe=config.mesh.pipe, data=config.mesh.data, fsdp=1)
+    if config.exchange.method == "synchronous":
+        mesh = dataclasses.replace(mesh, data=1)
+    return dataclasses.replace(
+        config,
+        mesh=mesh,
+        train=dataclasses.replace(config.train, accumulation=1),
+        sharding=type(config.sharding)(),
+        remat=type(config.remat)(),
+        attention=Attention(kernel="reference"),
+        loss=type(config.loss)(),
+        pipeline=dataclasses.replace(
+            config.pipeline,
+            schedule="interleaved" if config.pipeline.virtual_stages > 1 else "gpipe",
+            microbatches=config.mesh.pipe,
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _state_shapes(config: Config) -> Any:
+    layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
+    return make_program(config, layout).shapes()
+
+
+def memory(config: Config, layout: Layout, platform: str) -> Memory:
+    """The estimate for a configuration on a layout (which may be abstract).
+
+    Args:
+      config: the configuration.
+      layout: its layout.
+      platform: 'tpu', 'gpu' or 'cpu', which decides what kernels keep.
+    """
+    config = resolved(config, platform)
+    arguments = argument_bytes(config, layout)
+    if not reads_tokens(config.train.model):
+        return _of_whole_model(config, layout, platform, arguments)
+    return _Step(config, layout, platform, arguments).memory()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A transformer's train step on one device."""
+
+    config: Config
+    layout: Layout
+    platform: str
+    arguments: Arguments
+
+    def memory(self) -> Memory:
+        phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
+        largest = max(phases, key=lambda phase: sum(phase.values()))
+        gradients = self._accumulators + largest.pop("gradients")
+        if self._copies:
+            largest["parameters in the compute dtype"] = self._copies
+        return Memory(self.arguments, gradients, {k: v for k, v in largest.items() if v})
+
+    # -- what is alive all the time --------------------------------------------------------------
+
+    @functools.cached_property
+    def _params(self) -> list[Any]:
+        """The parameters as named variables, stages padded as a pipeline holds them."""
+        params = _state_shapes(_of_state(self.config)).params
+        return jax.tree.leaves(params, is_leaf=is_variable)
+
+    def _sum(self, spec: Any, *, itemsize: int, layers: bool | None = None) -> int:
+        """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
+        total = 0
+        for variable in self._params:
+            stacked = "layers" in logical_axes(variable)
+            if layers is None or layers == stacked:
+                shape = variable.get_value().shape
+                part = self.layout.named(spec(logical_axes(variable))).shard_shape(shape)
+                total += math.prod(part) * itemsize
+        return total
+
+    @property
+    def _model(self) -> TokenModel:
+        return token_model(self.config.train.model)
+
+    @property
+    def _compute(self) -> int:
+        return jax.numpy.dtype(self.config.precision.compute).itemsize
+
+    @property
+    def _microbatches(self) -> int:
+        return self.config.train.accumulation * self._piped
+
+    @property
+    def _ranks(self) -> int:
+        return self.layout.mesh.shape["pipe"]
+
+    @property
+    def _piped(self) -> int:
+        return self.config.pipeline.microbatches if self._ranks > 1 else 1
+
+    @functools.cached_property
+    def _rows(self) -> float:
+        """Rows of one microbatch on one device."""
+        train = self.config.train
+        return train.global_batch_size / self._microbatches / self.layout.batch_devices()
+
+    @property
+    def _copies(self) -> int:
+        if self.config.precision.compute == self.config.precision.params:
+            return 0
+        return self._sum(self.layout.parameter, itemsize=self._compute)
+
+    @property
+    def _accumulators(self) -> int:
+        if self._microbatches == 1:
+            return 0
+        if self._ranks == 1:
+            return self._sum(self.layout.gradient, itemsize=4)
+        # A pipeline's ranks each keep accumulators for the embedding and the head.
+        outer = self._sum(self.layout.gradient, itemsize=4, layers=False)
+        own = self._sum(self.layout.gradient, itemsize=4, layers=True)
+        return (own + outer) * (2 if self.config.train.accumulation > 1 else 1)
+
+    # -- the phases of a microbatch --------------------------------------------------------------
+
+    @functools.cached_property
+    def _profile(self) -> Any:
+        return layer_profile(self.config, self.layout, self.platform)
+
+    @functools.cached_property
+    def _kept(self) -> dict[str, int]:
+        """Activations that wait for the backward pass of the layers."""
+        layers = self._model.layers
+        kept = {f"activations: {k}": round(v * self._rows) for k, v in self._profile.kept}
+        if self._ranks == 1:
+            return {name: size * layers for name, size in kept.items()}
+        pipeline = self.config.pipeline
+        table = slots(
+            make_schedule(
+                pipeline.schedule,
+                ranks=self._ranks,
+                microbatches=pipeline.microbatches,
+                virtual_stages=pipeline.virtual_stages,
+            ),
+            backward=pipeline.backward,
+        )
+        of_stage = math.ceil(layers / self._ranks / pipeline.virtual_stages)
+        waiting = table.num_input_slots + table.num_gradient_slots
+        stream = round(self._profile.stream * self._rows)
+        at_once = table.num_residual_slots or 1
+        found = {name: size * of_stage * at_once for name, size in kept.items()}
+        found["pipeline: inputs and gradients of stages"] = waiting * stream
+        return found
+
+    @property
+    def _stream(self) -> int:
+        return round(self._profile.stream * self._rows)
+
+    @property
+    def _hidden(self) -> int:
+        return round(self._profile.hidden * self._rows)
+
+    @property
+    def _table(self) -> int:
+        """The output matrix (or embedding) as it is computed with, on one device."""
+        for variable in self._params:
+            axes = logical_axes(variable)
+            if "vocab" in axes:
+                shape = variable.get_value().shape
+                part = self.layout.named(self.layout.weight(axes)).shard_shape(shape)
+                return math.prod(part) * self._compute
+        return 0
+
+    @property
+    def _gathers(self) -> bool:
+        return self.layout.zero == 3 and self.layout.mesh.shape["fsdp"] > 1
+
+    def _tables(self) -> dict[str, int]:
+        """The output matrix gathered, and its gradient before and after it is summed."""
+        before = self._table
+        if self.config.loss.chunk_size is not None:
+            before = before // self._compute * 4  # summed over the chunks in float32
+        name = "collective buffers: embedding and output matrix"
+        return {name: self._table * (1 + self._gathers) + before}
+
+    def _logits(self) -> int:
+        length = self.config.train.data.abstract_batch(1).inputs.shape[1]
+        length //= self.layout.mesh.shape["context"]
+        chunk, itemsize = self.config.loss.chunk_size, self._compute
+        if chunk is not None:
+            length = min(length, chunk // self.layout.mesh.shape["context"])
+            # A loop over chunks keeps them in float32; in one piece that form lives in fusions.
+            itemsize = 4
+        tokens = self._rows * length
+        vocabulary = self._table / self._compute / self._model.embed_dim
+        return round(tokens * vocabulary * itemsize)
+
+    def _head(self) -> dict[str, int]:
+        return {
+            **self._kept,
+            "gradients": 0,
+            "hidden states of the head": 3 * self._hidden,
+            "logits": self._logits(),
+            **self._tables(),
+        }
+
+    def _head_end(self) -> dict[str, int]:
+        # The gradient of the final norm's input, in float32 and again in the layers' layout.
+        wide = 2 * self._hidden * 4 // self._compute
+        return {**self._kept, "gradients": 0, "hidden states of the head": 3 * self._hidden + wide}
+
+    def _layers(self) -> dict[str, int]:
+        of_layers = self._sum(self.layout.gradient, itemsize=self._compute, layers=True)
+        layers = self._model.layers
+        weights = self._sum(self.layout.weight, itemsize=self._compute, layers=True) // layers
+        # Each product's gradient, and where the layer runs again its results too.
+        times = 2 if self.config.remat.policy in ("full", "offload") else 1
+        products = round(times * self._profile.products * self._rows)
+        return {
+            **self._kept,
+            "gradients": of_layers,
+            "one layer's backward pass": products + 2 * self._stream,
+            "collective buffers: one layer's weights": 2 * weights * self._gathers,
+        }
+
+    def _embedding(self) -> dict[str, int]:
+        of_layers = self._sum(self.layout.gradient, itemsize=self._compute)
+        return {"gradients": of_layers, "residual stream": 2 * self._stream, **self._tables()}
+
+
+def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Arguments) -> Memory:
+    """A model without a loop over equal layers: what the objective's backward pass keeps."""
+    layout = on_platform(layout, platform, "planned")
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    program: Any = make_program(config, layout).plain
+    rows = config.train.global_batch_size // config.train.accumulation
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        state = program.abstract_state()
+        batch = config.train.data.abstract_batch(rows)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+
+        def forward(params: Any, statistics: Any, batch: Batch) -> Any:
+            def loss(params: Any) -> Any:
+                sums, statistics_ = program.sums(params, statistics, batch, train=True)
+                return sums["loss"], statistics_
+
+            return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])
+
+        kept = jax.eval_shape(forward, state.params, state.statistics, batch)
+    gradients = sum(
+        math.prod(layout.named(layout.gradient(logical_axes(v))).shard_shape(v.get_value().shape))
+        * 4
+        for v in jax.tree.leaves(state.params, is_leaf=is_variable)
+    )
+    return Memory(arguments, gradients, {"activations": sum(map(shard_bytes, kept))})

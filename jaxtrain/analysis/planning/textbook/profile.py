@@ -1,0 +1,205 @@
+"""What one layer of a model keeps for its backward pass, read from the types that JAX derives.
+
+No formula knows the model: `jax.vjp` of the very layer that is trained is traced from shapes, and
+what it keeps is counted with its sharding. Any model, kernel and remat policy is covered so.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Var
+
+from jaxtrain.nn.attention.kernels import TILE
+from jaxtrain.nn.precision import to_compute
+from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
+from jaxtrain.nn.transformer import Transformer
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.program import make_program, resolved
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, parameter_shapes, with_shardings
+
+# Named scopes of a layer; what stands in none of them belongs to the residual stream.
+KINDS = ("attention", "mlp", "experts", "router", "lstm")
+STREAM = "residual stream"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProfile:
+    """Bytes that one row of a batch takes on a device, in one layer.
+
+    Attributes:
+      kept: what the backward pass keeps, by the scope that made it.
+      products: the results of its matrix products with weights, which elementwise work between
+        them is fused into.
+      stream: the activation that goes from layer to layer.
+      hidden: the same where it is whole along the sequence's tensor axis (sequence parallelism).
+    """
+
+    kept: tuple[tuple[str, int], ...]
+    products: int
+    stream: int
+    hidden: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that is kept."""
+        return sum(size for _, size in self.kept)
+
+
+def on_platform(layout: Layout, platform: str, device_kind: str) -> Layout:
+    """An abstract layout that says what its devices are, so that kernels know where they run."""
+    mesh = layout.mesh
+    assert isinstance(mesh, jax.sharding.AbstractMesh)
+    device = jax.sharding.AbstractDevice(device_kind, 1, platform)
+    return dataclasses.replace(layout, mesh=mesh.update(abstract_device=device))
+
+
+def shard_bytes(aval: Any) -> int:
+    """Bytes of one device's part of an abstract array."""
+    shape = aval.sharding.shard_shape(aval.shape) if aval.sharding is not None else aval.shape
+    return math.prod(shape) * aval.dtype.itemsize
+
+
+def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile:
+    """The profile of a layer of this configuration on this layout.
+
+    It depends on few of the settings, and is traced once for each combination of them.
+    """
+    config = resolved(config, platform)
+    sizes = layout.mesh.shape
+    mesh = Mesh(
+        # Weights are gathered, so that what is kept of them is known from what is not.
+        fsdp=2,
+        expert=sizes["expert"],
+        context=sizes["context"],
+        tensor=config.mesh.sizes(layout.mesh.size)["tensor"],
+    )
+    plain = dataclasses.replace(
+        config,
+        mesh=mesh,
+        train=dataclasses.replace(config.train, accumulation=1),
+        sharding=dataclasses.replace(config.sharding, zero=3),
+        exchange=type(config.exchange)(),
+        pipeline=type(config.pipeline)(),
+        remat=type(config.remat)(),
+        loss=type(config.loss)(),
+    )
+    if plain.attention.kernel == "cudnn":
+        plain, platform = _with_flash_kernel_that_traces(plain), "tpu"
+    products = _kept(plain, platform, "dots")
+    policy = config.remat.policy
+    if policy in ("none", "elementwise", "dots"):
+        kept = _kept(plain, platform, policy).kept
+    else:
+        # The layer's input alone, and with offload that lies in the host's memory.
+        kept = ((STREAM, products.stream),) if policy == "full" else ()
+    total = sum(size for _, size in products.kept)
+    return LayerProfile(kept, total, products.stream, products.hidden)
+
+
+def _with_flash_kernel_that_traces(config: Config) -> Config:
+    """JAX traces cuDNN's attention only where it finds cuDNN. The TPU's keeps the same: queries,
+    keys, values, output and a float32 a query; it takes whole tiles, so the length is rounded up.
+    """
+    data: Any = config.train.data
+    length = -(-data.sequence_length // TILE) * TILE
+    return dataclasses.replace(
+        config,
+        attention=dataclasses.replace(config.attention, kernel="tpu"),
+        train=dataclasses.replace(
+            config.train, data=dataclasses.replace(data, sequence_length=length)
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    kept: tuple[tuple[str, int], ...]
+    stream: int
+    hidden: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(config: Config, platform: str, policy: str) -> _Kept:
+    mesh = config.mesh
+    devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    layout = on_platform(abstract_layout(config, devices), platform, "planned")
+    program: Any = make_program(config, layout).plain
+    rows = layout.batch_devices()
+    kept, stream, hidden = _residuals(program, layout, config, rows, POLICIES[policy])
+    return _Kept(tuple(sorted(kept.items())), stream, hidden)
+
+
+def _residuals(
+    program: Program, layout: Layout, config: Config, rows: int, policy: Policy
+) -> tuple[dict[str, int], int, int]:
+    execution, objective = program.execution, program.objective
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        shapes = parameter_shapes(program.build)
+        shapes = jax.eval_shape(lambda p: to_compute(p, program.precision.compute), shapes)
+        weights = with_shardings(shapes, program.state_shardings(program.shapes()).params)
+        batch = config.train.data.abstract_batch(rows)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+        graph = nnx.split(parameter_model(program), nnx.Param, ...)[0]
+
+        def into_layer(weights: Any, batch: Any) -> Any:
+            model: Transformer = nnx.merge(graph, weights)
+            batch = objective.arranged(batch, execution)
+            assert batch.positions is not None, "a batch of text has positions"
+            x = model.embed(batch.inputs, batch.positions)
+            layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
+            return layer, x, batch.positions, objective.mask(batch), model.finish(x)
+
+        layer, x, positions, mask, finished = jax.eval_shape(into_layer, weights, batch)
+        model = parameter_model(program)
+
+        def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
+            def run(layer: Any, x: jax.Array) -> Any:
+                named = checkpoint_name(x, RESIDUAL)
+                y, _, auxiliary = model.run_layer(layer, named, positions, mask, execution)
+                return y, auxiliary
+
+            return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
+
+        closed = jax.make_jaxpr(forward)(layer, x, positions, mask)
+    given = closed.jaxpr.invars
+    before = len(jax.tree.leaves(layer))
+    # A layer's weights are there anyway, and positions and masks are the same for all layers.
+    unkept = {*given[:before], *given[before + 1 :]}
+    sizes: dict[str, int] = {}
+    for var in dict.fromkeys(v for v in closed.jaxpr.outvars if isinstance(v, Var)):
+        aval: Any = var.aval
+        if var not in unkept and aval.ndim > 1:
+            kind = _kind(closed.jaxpr, var)
+            sizes[kind] = sizes.get(kind, 0) + shard_bytes(aval)
+    return sizes, shard_bytes(x), shard_bytes(finished)
+
+
+def parameter_model(program: Program) -> Any:
+    """The model with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: program.build(jax.random.key(0)))
+
+
+def _kind(jaxpr: Any, var: Var) -> str:
+    """The named scope of the equation that makes a variable, inside calls too."""
+    for equation in jaxpr.eqns:
+        if var in equation.outvars:
+            found = [kind for kind in KINDS if kind in str(equation.source_info.name_stack)]
+            if found:
+                return found[-1]
+            inner = equation.params.get("jaxpr")
+            inner = getattr(inner, "jaxpr", inner)
+            if inner is not None and len(inner.outvars) == len(equation.outvars):
+                made = inner.outvars[equation.outvars.index(var)]
+                return _kind(inner, made) if isinstance(made, Var) else STREAM
+    return STREAM

@@ -1,0 +1,122 @@
+"""The textbook's list of what one train step moves between devices, for a configuration and a mesh.
+
+Arithmetic on the parameters' shapes and the layout's table alone: nothing is traced twice and no
+device is asked, so that a search over meshes can price thousands of them.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from jaxtrain.analysis.planning.textbook.activation_traffic import activation_traffic
+from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, split_over
+from jaxtrain.analysis.planning.textbook.weight_traffic import weight_traffic
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.exchange.compression import BLOCK
+from jaxtrain.training.optimizers.rule import Kept
+from jaxtrain.training.settings import Config
+
+
+def expected(config: Config, layout: Layout) -> list[Expected]:
+    """What the step moves, by reason; vectors are there, single numbers are not.
+
+    Of a pipeline this is what the busiest rank does: what only the first or the last rank does
+    (embedding, loss) is counted as if one rank did both.
+
+    Args:
+      config: the configuration.
+      layout: on a mesh, or on an abstract one (`layouts.abstract_layout`).
+    """
+    facts = Facts(config, layout)
+    found = [*weight_traffic(facts), *activation_traffic(facts), *exchange_traffic(facts)]
+    return [one for one in found if one.axis and one.count and one.bytes]
+
+
+def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]:
+    """How often what stands in a branch runs: for `collectives.collectives`.
+
+    A stage's actions run once for each of its microbatches, a permute in the ticks that use its
+    pattern of edges.
+    """
+    facts = Facts(config, layout)
+    if facts.size("pipe") == 1:
+        return lambda op_name: None
+    ticks = {name: count for way in facts.crossings().values() for name, count in way.items()}
+    accumulation, chunks = config.train.accumulation, config.pipeline.virtual_stages
+
+    def count(op_name: str) -> int | None:
+        sent = re.search(r"send_(?:forward|backward)_\d+", op_name)
+        if sent:
+            return accumulation * ticks.get(sent.group(), 0)
+        if "/stage/" not in op_name:
+            return None
+        once = re.search(r"embedding|loss|transpose\(jvp\(norm\)\)/reduce_sum", op_name)
+        return facts.passes * (1 if once else chunks)
+
+    return count
+
+
+def exchange_traffic(facts: Facts) -> Iterator[Expected]:
+    """Collectives over `data` in place of the sum of gradients; nothing in a synchronous step.
+
+    What runs every `Exchange.period` steps says so in `Expected.every`.
+    """
+    if not facts.replicas_alone:
+        return
+    settings, k = facts.config.exchange, facts.size("data")
+    match settings.method:
+        case "local_sgd" | "diloco":
+            yield from _means_of_replicas(facts)
+        case "gossip":
+            neighbours = 2 if k > 2 else 1
+            for size in _shards(facts):
+                yield Expected(
+                    "collective-permute", "data", neighbours, facts.master_bytes * size,
+                    "replicas: parameters to neighbours", "n a neighbour",
+                )  # fmt: skip
+        case "int8":
+            blocks = sum(math.ceil(size / BLOCK) for size in _shards(facts))
+            blocks = math.ceil(blocks / k) * k
+            for width, cause in ((BLOCK, "codes"), (4, "scales")):
+                cause = f"replicas: {cause} of gradients"
+                yield Expected("all-to-all", "data", 1, blocks * width, cause, "n (k-1)/k")
+                yield Expected("all-gather", "data", 1, blocks * width // k, cause, "n (k-1)/k")
+        case "top_k":
+            kept = sum(max(1, math.ceil(settings.keep * size)) for size in _shards(facts))
+            for cause in ("values", "places"):
+                yield Expected(
+                    "all-gather", "data", 1, 4 * kept, f"replicas: {cause} of the largest",
+                    "keep n (k-1)",
+                )  # fmt: skip
+
+
+def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
+    """Parameters, and what the optimizer keeps for each where that is averaged too."""
+    settings, optimizer = facts.config.exchange, facts.config.optimizer
+    moments = settings.method == "local_sgd"
+    what = "parameters and moments" if moments else "parameters"
+    for weight in facts.weights:
+        own = Kept(weight.shape, weight.axes)
+        kept = (own, *optimizer.keeps(weight.shape, weight.axes)) if moments else (own,)
+        alike = collections.Counter((array.shape, array.axes) for array in kept)
+        for (shape, axes), copies in alike.items():
+            size = (facts.L if weight.is_layer else 1) * _shard(facts, shape, axes)
+            yield Expected(
+                "all-reduce", "data", copies, 4 * size, f"replicas: {what}",
+                "2 n (k-1)/k each", settings.period,
+            )  # fmt: skip
+
+
+def _shards(facts: Facts) -> list[int]:
+    """Numbers of each parameter's array on the device that updates it, all layers in one."""
+    return [
+        (facts.L if weight.is_layer else 1) * _shard(facts, weight.shape, weight.axes)
+        for weight in facts.weights
+    ]
+
+
+def _shard(facts: Facts, shape: tuple[int, ...], axes: tuple[str, ...]) -> int:
+    """Numbers on one device of an array that lies as the optimizer's state does."""
+    split = [axis for _, axis in split_over(facts.layout.moment(axes))]
+    return math.prod(shape) // facts.devices(split)

@@ -1,0 +1,205 @@
+"""What a step moves for the sake of parameters: they are gathered, their gradients reduced.
+
+Letters: N parameters of one weight on a device while it is computed with, k devices.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+
+from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight, split_over
+
+
+def weight_traffic(facts: Facts) -> Iterator[Expected]:
+    """Collectives of every parameter, its gradient and its update."""
+    for weight in facts.weights:
+        one = _Weight(facts, weight)
+        yield from one.gathers()
+        yield from one.gradients()
+        yield from one.update()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    facts: Facts
+    weight: Weight
+
+    @property
+    def name(self) -> str:
+        return self.weight.name
+
+    @property
+    def elements(self) -> int:
+        """Numbers of one layer's weight on a device that computes with it."""
+        spec = self.facts.layout.weight(self.weight.axes)
+        return math.prod(self.weight.shape) // self.facts.devices([a for _, a in split_over(spec)])
+
+    @property
+    def value_bytes(self) -> int:
+        return self.facts.value_bytes if self.weight.is_matrix else self.facts.master_bytes
+
+    @property
+    def layers(self) -> int:
+        return self.facts.L if self.weight.is_layer else 1
+
+    def extra(self, spec_of) -> list[str]:  # noqa: ANN001 - one of the layout's methods
+        """Mesh axes that split it there but not while it is computed with, outermost first."""
+        computed = {axis for _, axis in split_over(self.facts.layout.weight(self.weight.axes))}
+        kept = [axis for _, axis in split_over(spec_of(self.weight.axes))]
+        return [axis for axis in kept if axis not in computed and self.facts.size(axis) > 1]
+
+    # -- gathers ----------------------------------------------------------------------------------
+
+    def gathers(self) -> Iterator[Expected]:
+        facts = self.facts
+        axes = self.extra(facts.layout.parameter)
+        within = [axis for axis in axes if axis != "pipe"]
+        if "pipe" in axes:
+            # Whole along pipe once for all microbatches, before fsdp gathers it for each.
+            held = self.elements // facts.devices(axes) * self.value_bytes
+            times = facts.config.train.accumulation
+            yield Expected(
+                "all-gather", "pipe", times, held, f"parameters: {self.name}", "N (p-1)/p"
+            )
+        if within:
+            held = self.elements // facts.devices(within) * self.value_bytes
+            yield Expected(
+                "all-gather", facts.joined(within), self.uses() * facts.passes * self.layers, held,
+                f"parameters: {self.name}", "N (k-1)/k a pass",
+            )  # fmt: skip
+
+    def uses(self) -> int:
+        """How often a pass gathers one weight."""
+        facts = self.facts
+        pipelined = facts.size("pipe") > 1
+        if self.weight.is_layer:
+            # Forward, and again for the backward pass; a pipeline's stage that is recomputed from
+            # its input goes forward once more.
+            once_more = pipelined and facts.config.pipeline.backward == "recompute"
+            return 1 + once_more + self.is_gathered_again
+        if not facts.is_text:
+            return 1  # no loop, no recomputation
+        if pipelined:
+            # Stage 0 looks its rows up again where it recomputes.
+            lookups = 2 if facts.config.pipeline.backward == "recompute" else 1
+            return lookups * (self.weight.role != "output") + self.makes_logits
+        return 1  # one gather serves lookup and logits
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether the backward pass gathers a layer's weight again instead of keeping it."""
+        facts = self.facts
+        if facts.config.remat.policy != "none":
+            return True
+        # What is made of a gathered weight is kept: a router's float32 copy, repeated heads.
+        router = self.weight.role == "router" and facts.value_bytes < 4
+        return facts.gathers_weights and not router and not self.copies
+
+    @property
+    def copies(self) -> int:
+        """Copies of kv heads on each device, where heads do not divide over `tensor`; else 0."""
+        axes = self.weight.axes
+        if "kv_heads" not in axes or "kv_heads" not in self.facts.layout.whole:
+            return 0
+        split = dataclasses.replace(self.facts.layout, whole=frozenset())
+        t = split.size(split.weight(("kv_heads",))[0])
+        return math.lcm(self.weight.shape[axes.index("kv_heads")], t) // t
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether tokens are looked up in it and logits are made with it."""
+        return self.weight.role == "embedding" and self.facts.is_tied
+
+    @property
+    def makes_logits(self) -> bool:
+        return self.weight.role == "output" or self.is_tied
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def gradients(self) -> Iterator[Expected]:
+        facts = self.facts
+        axes = self.reduced_over()
+        times = facts.passes * self.layers
+        if self.is_tied and facts.size("pipe") > 1:
+            times *= 2  # the first stage's part and the last one's
+        size = self.elements * facts.gradient_bytes(self.weight)
+        if self.copies:  # only of what the device computes with
+            heads = self.weight.shape[self.weight.axes.index("kv_heads")]
+            size = size // heads * self.copies
+        cause = f"gradients: {self.name}"
+        scattered = [a for a in self.extra(self.scatters_to()) if a in axes and a != "pipe"]
+        rest = [axis for axis in axes if axis not in scattered]
+        if scattered:
+            yield Expected(
+                "reduce-scatter", facts.joined(scattered), times, size, cause, "N (k-1)/k"
+            )
+        if facts.joined(rest):
+            size //= facts.devices(scattered)
+            yield Expected("all-reduce", facts.joined(rest), times, size, cause, "2 N (k-1)/k")
+        if self.copies and facts.layout.tensor_layout == "1d":
+            yield Expected("all-gather", "tensor", times, size, f"{cause}, copies of heads", "N")
+        kept = {axis for _, axis in split_over(facts.layout.parameter(self.weight.axes))}
+        computed = [axis for _, axis in split_over(facts.layout.weight(self.weight.axes))]
+        whole_at_rest = [axis for axis in computed if axis not in kept]
+        if whole_at_rest:  # a grid's norms: each device has the gradient of its part of embed
+            yield Expected(
+                "all-gather", facts.joined(whole_at_rest), times, size, cause, "N (k-1)/k"
+            )
+        yield from self.over_pipe()
+
+    def scatters_to(self):  # noqa: ANN201 - one of the layout's methods
+        """Where a gradient goes when it is reduced.
+
+        In ZeRO 1 a loop (over layers or microbatches) carries whole gradients: only what stands
+        outside every loop goes straight to the shards that are updated.
+        """
+        facts = self.facts
+        looped = self.weight.is_layer or facts.passes > 1
+        return facts.layout.gradient if looped else facts.layout.moment
+
+    def reduced_over(self) -> list[str]:
+        """Mesh axes along which devices have seen other tokens, or another part of the product."""
+        facts, axes = self.facts, self.weight.axes
+        layout = facts.layout
+        used = {axis for _, axis in split_over(layout.weight(axes))}
+        over = [*facts.batch_axes, "context"]
+        if facts.replicas_alone:
+            over.remove("data")
+        if layout.sequence_parallel and axes == ("vector",):
+            over.append("tensor")
+        return [axis for axis in over if axis not in used and facts.size(axis) > 1]
+
+    def over_pipe(self) -> Iterator[Expected]:
+        """What stands around the layers: stages have parts of its gradient, in float32."""
+        facts = self.facts
+        if facts.size("pipe") == 1 or self.weight.is_layer:
+            return
+        axes = self.extra(facts.layout.parameter)
+        within = self.extra(facts.layout.gradient)
+        size = 4 * self.elements // facts.devices([a for a in within if a != "pipe"])
+        kind = "reduce-scatter" if "pipe" in axes else "all-reduce"
+        formula = "N (p-1)/p" if "pipe" in axes else "2 N (p-1)/p"
+        times = facts.config.train.accumulation
+        yield Expected(kind, "pipe", times, size, f"gradients: {self.name}", formula)
+
+    # -- the update -------------------------------------------------------------------------------
+
+    def update(self) -> Iterator[Expected]:
+        """Shards that were updated alone are gathered: ZeRO 1 and 2."""
+        facts, layout = self.facts, self.facts.layout
+        axes = [
+            axis for axis in self.extra(layout.moment) if axis not in self.extra(layout.parameter)
+        ]
+        if not axes:
+            return
+        split: Collection[str] = self.extra(layout.moment)
+        held = self.elements // facts.devices(split) * facts.master_bytes
+        yield Expected(
+            "all-gather", facts.joined(axes), self.layers, held, f"update: {self.name}", "N (k-1)/k"
+        )
+        if "pipe" in split:
+            # (fsdp, pipe) shards are not parts of (pipe) shards: they change places on the way in
+            # and out of the update.
+            yield Expected(
+                "collective-permute", facts.joined(split), 2, held, f"update: {self.name}", "N / k"
+            )

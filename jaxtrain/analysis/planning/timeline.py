@@ -1,0 +1,324 @@
+"""Simulates a schedule before it is launched: when everything happens, the bubble, the picture."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch
+from rich.table import Table
+
+from jaxtrain.run.show.plot import Picture
+from jaxtrain.training.pipeline.table import Action, Kind, Schedule, needs, result
+
+
+class Span(NamedTuple):
+    """An action in time; the unit is that of the costs given to `simulate`."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A schedule with times.
+
+    Attributes:
+      schedule: the table.
+      spans: everything that is done, in the order of ticks.
+      lockstep: whether every tick lasts as long as its longest action on any rank.
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    lockstep: bool
+
+    @property
+    def ticks(self) -> int:
+        """Rows of the table."""
+        return len(self.schedule.ticks)
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(span.end for span in self.spans)
+
+    @property
+    def lockstep_makespan(self) -> float:
+        """The makespan if every tick lasted as long as its longest action on any rank."""
+        longest = [0.0] * self.ticks
+        for (tick, _, _), span in zip(self.schedule.actions(), self.spans, strict=True):
+            longest[tick] = max(longest[tick], span.end - span.start)
+        return sum(longest)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over all time, both over all ranks."""
+        busy = sum(span.end - span.start for span in self.spans)
+        return 1 - busy / (self.schedule.ranks * self.makespan)
+
+    @property
+    def bubble_to_ideal(self) -> float:
+        """Idle time over busy time: how much longer than without a bubble (arXiv 2104.04473)."""
+        return self.bubble_fraction / (1 - self.bubble_fraction)
+
+    @property
+    def peak_live(self) -> tuple[int, ...]:
+        """Per rank, the most microbatches whose activations are held at once.
+
+        Held from a FORWARD to the last backward action of that microbatch and stage; a microbatch
+        on two of a rank's virtual stages counts twice, each for its share of the rank's layers.
+        """
+        releases = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if not self.schedule.has_backward:
+            return (1,) * self.schedule.ranks
+        live, peak = [0] * self.schedule.ranks, [0] * self.schedule.ranks
+        for _, rank, action in self.schedule.actions():
+            live[rank] += (action.kind == Kind.FORWARD) - (action.kind in releases)
+            peak[rank] = max(peak[rank], live[rank])
+        return tuple(peak)
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    stage_costs: Sequence[float] | None = None,
+    lockstep: bool = False,
+) -> Timeline:
+    """Every action as early as its rank and what it needs allow, each rank in the table's order.
+
+    Messages take no time.
+
+    Args:
+      schedule: a valid table.
+      forward: cost of a FORWARD, in any unit; the other kinds likewise.
+      backward: of a BACKWARD.
+      backward_input: of a BACKWARD_INPUT.
+      backward_weight: of a BACKWARD_WEIGHT.
+      stage_costs: every stage's cost, multiplied to those, where stages are not alike.
+      lockstep: every tick lasts as long as its longest action on any rank, and all ranks begin the
+        next one together: one program with an exchange between neighbours in each tick.
+    """
+    costs = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.BACKWARD_INPUT: backward_input,
+        Kind.BACKWARD_WEIGHT: backward_weight,
+    }
+    scale = (1.0,) * schedule.num_stages if stage_costs is None else tuple(stage_costs)
+    assert len(scale) == schedule.num_stages, "a cost for each stage"
+    free = [0.0] * schedule.ranks
+    ends: dict[Action, float] = {}
+    spans = []
+    for row in schedule.ticks:
+        for rank, action in enumerate(row):
+            if action is None:
+                continue
+            arrived = (ends[need] for need in needs(action, schedule.num_stages))
+            start = max(free[rank], *arrived, 0.0)
+            end = start + costs[action.kind] * scale[action.stage]
+            spans.append(Span(rank, action, start, end))
+            ends[result(action)] = free[rank] = end
+        if lockstep:
+            free = [max(free)] * schedule.ranks
+    return Timeline(schedule, tuple(spans), lockstep)
+
+
+# -- closed forms: p ranks, m microbatches, v virtual stages ---------------------------------------
+
+
+def closed_form_ticks(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
+    """Ticks of a schedule, every action one tick: the work of a rank and its idle ticks.
+
+    GPipe and 1F1B 2(m + p - 1); interleaved 2(vm + p - 1) (arXiv 2104.04473, section 2.2); ZB-H1
+    3m + p - 1 (arXiv 2401.10241, table 1 with T_F = T_B = T_W), and p - m more where m < p: rank 0
+    then has nothing to do but m forwards before its first gradient comes back in tick 2p - 1.
+    'forward' vm + p - 1, where v > 1 for multiples of p.
+    """
+    p, m = ranks, microbatches
+    if name == "zero_bubble":
+        return 3 * m + p - 1 + max(p - m, 0)
+    rounds = 1 if name == "forward" else 2
+    return rounds * (virtual_stages * m + p - 1)
+
+
+def closed_form_bubble(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> float:
+    """The bubble as a fraction of all time, every action one tick.
+
+    GPipe and 1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (vm + p - 1), of the ideal time
+    (p - 1) / (vm); ZB-H1 (p - 1) / (3m + p - 1) for m >= p. Any costs of forward and backward give
+    the same figures for the first three, where all stages are alike.
+    """
+    ticks = closed_form_ticks(name, ranks, microbatches, virtual_stages)
+    per_stage = {"zero_bubble": 3, "forward": 1}.get(name, 2)
+    return 1 - per_stage * virtual_stages * microbatches / ticks
+
+
+def closed_form_peak(
+    name: str, ranks: int, microbatches: int, virtual_stages: int = 1
+) -> tuple[int, ...]:
+    """Per rank, the most microbatches alive, as `Timeline.peak_live` counts them.
+
+    GPipe m; 1F1B p - rank; interleaved 2(p - rank - 1) + (v - 1)p + 1; ZB-H1 p on every rank; never
+    more than there are.
+    """
+    p, m, v = ranks, microbatches, virtual_stages
+    peaks = {
+        "forward": lambda rank: 1,
+        "gpipe": lambda rank: m,
+        "1f1b": lambda rank: p - rank,
+        "interleaved": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
+        "zero_bubble": lambda rank: p,
+    }
+    return tuple(min(peaks[name](rank), m * v) for rank in range(p))
+
+
+def table(timeline: Timeline) -> Table:
+    """The figures of a timeline beside the closed forms."""
+    schedule = timeline.schedule
+    sizes = (schedule.name, schedule.ranks, schedule.microbatches, schedule.virtual_stages)
+    # Closed forms count ticks: the same table, every action one tick long.
+    unit = simulate(schedule, backward=1.0)
+    bubble = closed_form_bubble(*sizes)
+    found = Table(title=_title(timeline), title_justify="left")
+    for column in ("figure", "simulated", "closed form"):
+        found.add_column(column, justify="left" if column == "figure" else "right")
+    rows = [
+        ("ticks", f"{timeline.ticks}", f"{closed_form_ticks(*sizes)}"),
+        ("bubble, in ticks", f"{unit.bubble_fraction:.1%}", f"{bubble:.1%}"),
+        (
+            "bubble to ideal, in ticks",
+            f"{unit.bubble_to_ideal:.1%}",
+            f"{bubble / (1 - bubble):.1%}",
+        ),
+        ("peak live microbatches", _ranks(timeline.peak_live), _ranks(closed_form_peak(*sizes))),
+        ("makespan", f"{timeline.makespan:.4g}", ""),
+        ("bubble, in time", f"{timeline.bubble_fraction:.1%}", ""),
+        ("makespan in lockstep", f"{timeline.lockstep_makespan:.4g}", ""),
+    ]
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def _ranks(values: Sequence[int]) -> str:
+    """One number where all ranks have the same, else all of them."""
+    return f"{values[0]}" if len(set(values)) == 1 else " ".join(map(str, values))
+
+
+def _title(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    virtual = f" x {schedule.virtual_stages} virtual stages" if schedule.virtual_stages > 1 else ""
+    return (
+        f"{schedule.name}: {schedule.ranks} ranks{virtual}, {schedule.microbatches} microbatches"
+        f"{', in lockstep' if timeline.lockstep else ''}"
+    )
+
+
+# -- the picture -----------------------------------------------------------------------------------
+
+
+class _Look(NamedTuple):
+    word: str
+    colour: str
+    ink: str
+    hatch: str
+
+
+# Told apart in grey as well: light, dark, dark, light with stripes.
+_LOOKS = {
+    Kind.FORWARD: _Look("forward", "#c4dcf3", "black", ""),
+    Kind.BACKWARD: _Look("backward", "#2d6a4f", "white", ""),
+    Kind.BACKWARD_INPUT: _Look("input gradient", "#2d6a4f", "white", ""),
+    Kind.BACKWARD_WEIGHT: _Look("weight gradient", "#f9ecc4", "black", "///"),
+}
+_MAX_WIDTH_INCHES = 40.0
+_MARGIN_INCHES = 0.8
+_POINTS_PER_INCH = 72
+# Smaller digits run into each other at 120 dots an inch.
+_SMALLEST_FONT = 3.0
+
+
+def timeline_figure(timeline: Timeline) -> Picture:
+    """The textbook picture: a row per rank, a box per action with its microbatch's number.
+
+    A rank's virtual stages differ by shade. Where boxes are too narrow for digits, none are drawn
+    and the title says so.
+    """
+    schedule = timeline.schedule
+    boxes = timeline.makespan / min(span.end - span.start for span in timeline.spans)
+    width = min(max(6.0, _MARGIN_INCHES + 0.22 * boxes), _MAX_WIDTH_INCHES)
+    figure = Picture(width, 1.3 + 0.4 * schedule.ranks)
+    axes = figure.add_subplot()
+    # A digit is about 0.6 of the font's size wide.
+    room = (width - _MARGIN_INCHES) / boxes * _POINTS_PER_INCH
+    size = min(8.0, room / (0.6 * len(str(schedule.microbatches - 1)) + 0.4))
+    numbered = size >= _SMALLEST_FONT
+    rows = collections.defaultdict(list)
+    for span in timeline.spans:
+        look = _LOOKS[span.action.kind]
+        chunk = span.action.stage // schedule.ranks
+        rows[span.rank, span.action.kind, chunk].append((span.start, span.end - span.start))
+        if numbered:
+            axes.text(
+                (span.start + span.end) / 2, span.rank, str(span.action.microbatch),
+                ha="center", va="center_baseline", fontsize=size, color=look.ink,
+                bbox={"facecolor": look.colour, "linewidth": 0, "pad": 0.6} if look.hatch else None,
+            )  # fmt: skip
+    for (rank, kind, chunk), ranges in rows.items():
+        colour = _shade(_LOOKS[kind].colour, chunk, schedule.virtual_stages)
+        axes.broken_barh(
+            ranges, (rank - 0.45, 0.9),
+            facecolor=colour, edgecolor="0.45", linewidth=0.4, hatch=_LOOKS[kind].hatch,
+        )  # fmt: skip
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_ylim(schedule.ranks - 0.45, -0.55)
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel("time")
+    axes.set_title(
+        f"{_title(timeline)}{'' if numbered else ' (too many to number)'}\n"
+        f"bubble {timeline.bubble_fraction:.1%}, peak live microbatches "
+        f"{_ranks(timeline.peak_live)}",
+        fontsize=9, loc="left",
+    )  # fmt: skip
+    figure.legend(
+        handles=list(_legend(schedule)),
+        loc="outside lower left",
+        ncols=4,
+        frameon=False,
+        fontsize=7,
+    )
+    return figure
+
+
+def draw(timeline: Timeline, path: str | Path) -> None:
+    """Writes `timeline_figure` to a PNG file; its folder must be there."""
+    Path(path).write_bytes(timeline_figure(timeline).png())
+
+
+def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """The colour of a rank's chunk: the first as given, later ones nearer to middle grey."""
+    share = 0.4 * chunk / max(chunks - 1, 1)
+    red, green, blue = ((1 - share) * part + share * 0.5 for part in to_rgb(colour))
+    return red, green, blue
+
+
+def _legend(schedule: Schedule) -> Iterator[Patch]:
+    used = {(action.kind, action.stage // schedule.ranks) for _, _, action in schedule.actions()}
+    for kind, chunk in sorted(used):
+        look = _LOOKS[kind]
+        yield Patch(
+            facecolor=_shade(look.colour, chunk, schedule.virtual_stages), edgecolor="0.45",
+            hatch=look.hatch,
+            label=f"{look.word}, chunk {chunk}" if schedule.virtual_stages > 1 else look.word,
+        )  # fmt: skip

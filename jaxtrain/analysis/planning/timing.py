@@ -1,0 +1,497 @@
+"""Predicts the time of a train step, piece by piece, by a formula of few terms.
+
+    C    = P / (s_p peak) + A / (s_a peak) + (c X + U) / (h HBM)
+    E    = k min(W, C) + max(W - C, 0) + t N + R + D
+    step = (C + E) / (1 - bubble) (1 + g log2 slices)
+
+P the products' FLOPs as they are executed; A those of attention scores: a forward pass and its
+recomputations, and 2.5 for the backward pass, which makes the scores again (arXiv 2307.08691,
+section 3.1); X the bytes of activations that products read and write; U those of the update, read
+and written once. W seconds of what moves weights and gradients, and of permutes; N of what moves
+activations over `tensor`; R of the other collectives; D between slices.
+
+P, A, X, U, W, N, R and D are counted. The shares s, h and k, t, c, g are fitted on published runs
+(`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of ours.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
+from jaxtrain.analysis.planning.machines import links
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.textbook.facts import weights_of
+from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.pipeline.schedules import make_schedule
+from jaxtrain.training.program import flops_per_step, make_program, resolved
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import with_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """What published runs on a chip say of it; see the module's formula.
+
+    Attributes:
+      products: s_p, the share of the peak that products reach.
+      scores: s_a, the share of the peak that attention's products reach.
+      shown: k, the share of weights' and gradients' traffic that computation does not hide.
+      activations: t, the share of the time of tensor-parallel collectives that is waited for.
+      passes: c, how often what products read and write goes over the memory, with the elementwise
+        work between them.
+      memory: h, the share of the memory's bandwidth that this reaches.
+      slices: g, what each doubling of the slices adds, waiting for the slowest.
+    """
+
+    products: float
+    scores: float
+    shown: float
+    activations: float
+    passes: float = 3.1
+    memory: float = 0.85
+    slices: float = 0.022
+
+
+# Fitted on the 121 rows of benchmarks/published_runs.csv that are fit for it. MaxText's TPU runs
+# hide next to nothing of what fsdp moves, and a third of what tensor does.
+_TPU = functools.partial(Fitted, scores=0.45, shown=0.92, activations=0.65)
+_AMPERE = functools.partial(Fitted, scores=0.34, shown=0.71, activations=0.64)
+_HOPPER = functools.partial(Fitted, scores=0.26, shown=0.71, activations=0.64)
+FITTED = {
+    "v4": _TPU(0.85), "v5e": _TPU(1.0), "v5p": _TPU(0.87), "v6e": _TPU(0.85), "7x": _TPU(0.9),
+    "a100": _AMPERE(0.73), "a100-40": _AMPERE(0.73),
+    "h100": _HOPPER(0.71), "h200": _HOPPER(0.68), "b200": _HOPPER(0.72),
+}  # fmt: skip
+# Of a chip without published runs: the least of its kind.
+_UNKNOWN = {"tpu": _TPU(0.85), "gpu": _HOPPER(0.68)}
+
+# The half width of an interval that holds two of three published runs of a stack that the fit has
+# not seen (the same command prints it).
+ERROR_BAR = 0.15
+# Forward passes that attention's backward pass takes.
+_SCORES_BACKWARD = 2.5
+# What an axis moves of weights and gradients: computation hides some of it.
+_OF_WEIGHTS = frozenset({"data", "fsdp", "pipe"})
+# Kernels that skip what a causal mask hides.
+_SKIPPING = ("tpu", "cudnn", "triton", "blocked")
+
+
+class Moved(Protocol):
+    """A collective: expected by the textbook or found in a compiled program."""
+
+    @property
+    def kind(self) -> str:
+        """One of `collectives.KINDS`."""
+        ...
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis, or several joined by "+"."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Runs a step."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Payload of a run."""
+        ...
+
+    @property
+    def every(self) -> int:
+        """In one of how many steps it runs."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The pieces of a step, in seconds; they add up to `seconds`.
+
+    Attributes:
+      compute: products and what is fused into them, recomputation included, and the update.
+      exposed: communication that nothing hides.
+      bubble: waiting in the pipeline.
+      hidden: communication that computation hides; not part of `seconds`.
+      flops_per_device: FLOPs of products that one device executes.
+      model_flops_per_device: those the model needs (6 N and causal attention), for the MFU.
+      mfu: the model's FLOPs over what the device could do in `seconds`; None without a peak.
+      by_axis: mesh axis -> seconds of its collectives, if nothing hid them.
+      assumptions: sentences.
+    """
+
+    compute: float | None
+    exposed: float | None
+    bubble: float | None
+    hidden: float | None
+    flops_per_device: float
+    model_flops_per_device: float
+    mfu: float | None
+    by_axis: dict[str, float]
+    assumptions: tuple[str, ...]
+
+    @property
+    def error_bar(self) -> float | None:
+        """Relative half width within which two of three published runs lie; None without a time."""
+        return None if self.seconds is None else ERROR_BAR
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s of one device in the model's FLOPs; None without a time."""
+        return None if self.seconds is None else self.model_flops_per_device / self.seconds / 1e12
+
+    @property
+    def seconds(self) -> float | None:
+        """The whole step; None where the chip's figures are not known."""
+        if self.compute is None or self.exposed is None or self.bubble is None:
+            return None
+        return self.compute + self.exposed + self.bubble
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFlops:
+    """FLOPs of the products for one row of the batch, forward and backward.
+
+    Attributes:
+      executed: with recomputation; attention scores in full.
+      scores: the attention scores among them, in full.
+      narrow: those with operands of 8 bits, none of them scores.
+    """
+
+    executed: int
+    scores: int
+    narrow: int
+
+
+def row_flops(config: Config) -> RowFlops:
+    """Counted on the traced step, once for each model and remat policy."""
+    train = dataclasses.replace(config.train, global_batch_size=1, accumulation=1)
+    plain = dataclasses.replace(
+        config,
+        train=train,
+        mesh=Mesh(fsdp=1),
+        sharding=type(config.sharding)(),
+        exchange=type(config.exchange)(),
+        pipeline=type(config.pipeline)(),
+        attention=dataclasses.replace(config.attention, kernel="reference"),
+    )
+    return _row_flops(plain)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_flops(config: Config) -> RowFlops:
+    layout = abstract_layout(config, 1)
+    program: Any = make_program(config, layout).plain
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        batch = config.train.data.abstract_batch(1)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+        traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
+    counted = count_flops(traced, lambda scope: "BKGTS" in scope)
+    return RowFlops(counted.matmul, counted.chosen, counted.narrow)
+
+
+def executed_flops(config: Config, layout: Layout) -> float:
+    """FLOPs of products that one device executes in a step, with a kernel that is named."""
+    row = row_flops(config)
+    flops = float(row.executed)
+    if config.attention.kernel in _SKIPPING:
+        flops -= row.scores / 2
+    if layout.mesh.shape["pipe"] > 1:
+        flops += _again(config) * flops
+    return flops * config.train.global_batch_size / layout.mesh.size
+
+
+def _work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float]:
+    """FLOPs that one device executes in products beside attention's scores, and in the scores: of
+    those that a causal mask hides none where the kernel skips them, and in the backward pass what
+    it does to make them again."""
+    row, rows = row_flops(config), config.train.global_batch_size / devices
+    remat = dataclasses.replace(config.remat, policy="none")
+    forward = row_flops(dataclasses.replace(config, remat=remat)).scores / 3
+    again = row.scores / forward - 3 if forward else 0.0
+    products = float(row.executed - row.scores)
+    if pipelined:
+        products += _again(config) * products
+        again += config.pipeline.backward == "recompute"
+    kept = 0.5 if config.attention.kernel in _SKIPPING else 1.0
+    return products * rows, kept * forward * (1 + again + _SCORES_BACKWARD) * rows
+
+
+def _again(config: Config) -> float:
+    """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
+    if config.pipeline.backward != "recompute":
+        return 0.0
+    keeps_products = config.remat.policy in ("none", "elementwise", "dots")
+    return 1 / 3 if keeps_products else 1 / 4
+
+
+def activation_bytes(config: Config, *, pipelined: bool) -> float:
+    """Bytes of activations that the products of a step read and write, over all devices; 0 for
+    images, whose convolutions read each pixel an unknown number of times.
+
+    Each weight has an input and an output, of two bytes an element: a forward pass, two for the
+    gradients, and what is recomputed; logits in float32. With tensor parallelism what is as wide as
+    the stream is read by every device of the axis, unless the sequence is split too.
+    """
+    shape = config.train.data.abstract_batch(1).inputs.shape
+    if len(shape) != 2:
+        return 0.0
+    stream = split = vocabulary = 0
+    layers = config.train.model.layers or 1
+    for weight in weights_of(config.train.model):
+        sizes = dict(zip(weight.axes, weight.shape, strict=True))
+        if "vocab" in sizes:
+            vocabulary = sizes["vocab"]
+        elif weight.is_matrix and weight.is_layer:
+            experts, facts = sizes.pop("experts", None), config.train.model.experts
+            times = 1 if experts is None or facts is None else facts.per_token
+            stream += times * sizes.pop("embed", 0)
+            split += times * math.prod(sizes.values())
+    copies = 1 if config.sharding.sequence_parallel else config.mesh.tensor
+    row = row_flops(config)
+    plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
+    passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)
+    passes += pipelined and config.pipeline.backward == "recompute"
+    tokens = config.train.global_batch_size * shape[1]
+    wide = 2 * passes * layers * (copies * stream + split)
+    return tokens * (wide + 12 * vocabulary)
+
+
+def peak_flops(config: Config, target: Target) -> float | None:
+    """FLOP/s of one device in the compute dtype."""
+    fast = config.precision.compute in ("bfloat16", "float16")
+    return target.chip.bf16_flops if fast else target.chip.float32_flops
+
+
+def _narrow_peak(config: Config, target: Target) -> float | None:
+    """FLOP/s of one device in products with operands of 8 bits; None where there are none."""
+    chip = target.chip
+    return {"float8": chip.float8_flops, "int8": chip.int8_flops}.get(config.precision.matmul)
+
+
+def fitted(target: Target) -> Fitted:
+    """The shares of a target's chip, or of its kind where nobody has published a run."""
+    return FITTED.get(target.chip.name) or _UNKNOWN[target.chip.kind]
+
+
+def _product_seconds(config: Config, target: Target, flops: float, peak: float) -> float:
+    """Of products beside attention's scores at the peak; some of them may be of 8 bits."""
+    row = row_flops(config)
+    # Work done again is that of whole stages, of which as much is of 8 bits as of a step.
+    narrow = flops * row.narrow / (row.executed - row.scores)
+    fast = _narrow_peak(config, target) or peak  # refused where a device has no such peak
+    return (flops - narrow) / peak + narrow / fast
+
+
+def least_seconds(config: Config, devices: int, target: Target) -> float:
+    """What a step cannot be predicted below: its products and its bubble; 0 without a peak."""
+    peak, ranks = peak_flops(config, target), config.mesh.pipe
+    if peak is None:
+        return 0.0
+    config = resolved(config, target.chip.kind)
+    products, scores = _work(config, pipelined=ranks > 1, devices=devices)
+    shares = fitted(target)
+    seconds = _product_seconds(config, target, products, peak) / shares.products
+    seconds += scores / peak / shares.scores
+    return seconds / (1 - bubble_fraction(config, ranks))
+
+
+def bubble_fraction(config: Config, ranks: int) -> float:
+    """The idle share of the pipeline's schedule on this many ranks; 0 without one."""
+    pipeline = config.pipeline
+    if ranks == 1:
+        return 0.0
+    return _bubble(
+        pipeline.schedule,
+        ranks,
+        pipeline.microbatches,
+        pipeline.virtual_stages,
+        1.0 if pipeline.backward == "recompute" else 0.0,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _bubble(name: str, ranks: int, microbatches: int, chunks: int, again: float) -> float:
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, virtual_stages=chunks)
+    return simulate(schedule, backward=2 + again, backward_input=1 + again).bubble_fraction
+
+
+def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
+    """The mesh axes whose collectives leave a slice (or a GPU host) for the data-centre network."""
+    if target.chip.kind == "tpu":
+        return over_dcn(config.mesh.dcn)
+    if target.chip.kind == "gpu":
+        return over_hosts(layout.mesh.shape, target.shape[-1])
+    return set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """What is counted of a step on one device; in seconds, were every rate its data sheet's.
+
+    Attributes:
+      products: P over the peak.
+      scores: A over the peak.
+      activations: X over the memory's bandwidth.
+      update: U over the memory's bandwidth.
+      weights: W.
+      tensor: N.
+      others: R.
+      between: D.
+      bubble: the idle share of the pipeline's schedule.
+      slices: over which the mesh goes.
+      by_axis: mesh axis -> seconds of its collectives.
+    """
+
+    products: float
+    scores: float
+    activations: float
+    update: float
+    weights: float
+    tensor: float
+    others: float
+    between: float
+    bubble: float
+    slices: int
+    by_axis: dict[str, float]
+
+    def compute(self, shares: Fitted) -> float:
+        """C of the module's formula."""
+        read = (shares.passes * self.activations + self.update) / shares.memory
+        return self.products / shares.products + self.scores / shares.scores + read
+
+    def hidden(self, shares: Fitted) -> float:
+        """What computation hides of W."""
+        return (1 - shares.shown) * min(self.weights, self.compute(shares))
+
+    def seconds(self, shares: Fitted) -> float:
+        """The whole step."""
+        waited = self.weights - self.hidden(shares) + shares.activations * self.tensor
+        busy = self.compute(shares) + waited + self.others + self.between
+        return busy / (1 - self.bubble) * (1 + shares.slices * math.log2(self.slices))
+
+
+def pieces(
+    config: Config,
+    layout: Layout,
+    target: Target,
+    moved: Iterable[Moved],
+    *,
+    peak: float,
+    update_bytes: int,
+) -> Pieces:
+    """Counts a step; arguments as of `step_time`, and the peak FLOP/s of the compute dtype."""
+    sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
+    assert bandwidth is not None, "a chip with a peak has memory"
+    pipelined = sizes["pipe"] > 1
+    products, scores = _work(config, pipelined=pipelined, devices=layout.mesh.size)
+    read = activation_bytes(config, pipelined=pipelined) / layout.mesh.size
+    by_axis: dict[str, float] = {}
+    weights = tensor = others = between = 0.0
+    for one in moved:
+        inside, outside = links.seconds(
+            one.kind, one.axis, one.bytes, sizes, target, config.mesh.dcn
+        )
+        runs = one.count / one.every
+        by_axis[one.axis] = by_axis.get(one.axis, 0.0) + runs * (inside + outside)
+        between += runs * outside
+        names = set(links.names_of(one.axis))
+        if one.kind == "collective-permute" or ("tensor" not in names and names & _OF_WEIGHTS):
+            weights += runs * inside
+        elif "tensor" in names:
+            tensor += runs * inside
+        else:
+            others += runs * inside
+    return Pieces(
+        products=_product_seconds(config, target, products, peak),
+        scores=scores / peak,
+        activations=read / bandwidth,
+        update=2 * update_bytes / bandwidth,
+        weights=weights,
+        tensor=tensor,
+        others=others,
+        between=between,
+        bubble=bubble_fraction(config, sizes["pipe"]),
+        slices=math.prod(config.mesh.dcn.values()),
+        by_axis=by_axis,
+    )
+
+
+def step_time(
+    config: Config,
+    layout: Layout,
+    target: Target,
+    moved: Iterable[Moved],
+    *,
+    update_bytes: int,
+) -> StepTime:
+    """The prediction.
+
+    Args:
+      config: the configuration.
+      layout: its layout.
+      target: the machine.
+      moved: the step's collectives.
+      update_bytes: bytes of parameters, gradients and optimizer state on one device, which the
+        update reads and writes once.
+    """
+    chip = target.chip
+    config = resolved(config, chip.kind)
+    flops = executed_flops(config, layout)
+    model = flops_per_step(config) / layout.mesh.size
+    peak = peak_flops(config, target)
+    if peak is None or chip.hbm_bandwidth is None:
+        words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
+        return StepTime(None, None, None, None, flops, model, None, {}, words)
+    counted = pieces(config, layout, target, moved, peak=peak, update_bytes=update_bytes)
+    shares = fitted(target)
+    total, compute = counted.seconds(shares), counted.compute(shares)
+    idle = counted.bubble * total
+    return StepTime(
+        compute,
+        total - idle - compute,
+        idle,
+        counted.hidden(shares),
+        flops,
+        model,
+        model / peak / total,
+        counted.by_axis,
+        _assumptions(config, target, peak),
+    )
+
+
+def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]:
+    chip, shares = target.chip, fitted(target)
+    rate = f"{(chip.link_bandwidth or 0) / 1e9:.0f} GB/s a link and direction"
+    network = "one host, without a network"
+    if chip.dcn_bandwidth is not None:
+        network = f"{chip.dcn_bandwidth / 1e9:.1f} GB/s a device between hosts or slices"
+    causal = "halved (the kernel skips what is masked)"
+    skipped = causal if config.attention.kernel in _SKIPPING else "in full (the kernel masks them)"
+    peaks = f"{peak / 1e12:.0f} TFLOP/s ({config.precision.compute})"
+    narrow = _narrow_peak(config, target)
+    if narrow is not None:
+        which = {"float8": "weights", "int8": "weights, not their gradients,"}
+        matmul = config.precision.matmul
+        peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
+    known = chip.name in FITTED
+    return (
+        f"{shares.products:.0%} of {peaks} in products, {shares.scores:.0%} in attention scores, "
+        f"which count {skipped}; {shares.memory:.0%} of the memory's bandwidth",
+        f"{rate}, {chip.links} torus direction(s) shared evenly by the mesh axes; {network}",
+        f"{1 - shares.shown:.0%} of what moves weights and gradients hides behind computation, "
+        f"{1 - shares.activations:.0%} of what tensor moves; the rest waits",
+        f"shares fitted on published runs{'' if known else ' of other chips of its kind'}: two of "
+        f"three lie within {ERROR_BAR:.0%} of the prediction",
+    )

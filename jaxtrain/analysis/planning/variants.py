@@ -1,0 +1,143 @@
+"""Nearby configurations: one or two bindings changed, each checked as a run would be."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import reads_tokens
+from jaxtrain.training import preflight
+from jaxtrain.training.program import resolve_kernel
+from jaxtrain.training.settings import Config
+
+# gin's section -> the field of Config.
+_SECTIONS = {
+    "Train": "train", "Mesh": "mesh", "Sharding": "sharding", "Pipeline": "pipeline",
+    "Precision": "precision", "Remat": "remat", "Attention": "attention", "Loss": "loss",
+    "Optimizer": "optimizer",
+}  # fmt: skip
+# From what keeps most to what keeps least.
+REMAT = ("none", "elementwise", "dots", "full", "offload")
+# Kernels whose scores of every pair of tokens wait for the backward pass.
+KEEPING_SCORES = ("xla", "reference")
+
+Changes = Mapping[str, Any]
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """The configuration with some bindings set: {"Mesh.tensor": 2}."""
+    sections: dict[str, dict[str, Any]] = {}
+    for binding, value in changes.items():
+        section, field = binding.split(".")
+        sections.setdefault(_SECTIONS[section], {})[field] = value
+    return dataclasses.replace(
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in sections.items()
+        },
+    )
+
+
+def bindings_of(changes: Changes) -> list[str]:
+    """What to paste after -b, one for each change."""
+    return [f"{name}={value!r}" for name, value in changes.items()]
+
+
+def essential(config: Config, changes: Changes) -> dict[str, Any]:
+    """The changes without those that a configuration has already."""
+    found = {}
+    for binding, value in changes.items():
+        section, field = binding.split(".")
+        if getattr(getattr(config, _SECTIONS[section]), field) != value:
+            found[binding] = value
+    return found
+
+
+def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
+    """Why `jaxtrain train` would refuse a configuration on a target; None where it would run."""
+    try:
+        preflight.check(
+            config,
+            device_count=target.devices * slices,
+            platform=target.chip.kind,
+            kind=target.chip.device_kinds[0],
+            reads_data=False,
+        )
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def lighter_kernel(config: Config, target: Target) -> str | None:
+    """The kernel that keeps no scores where the configuration names one that does; else None."""
+    if config.attention.kernel not in KEEPING_SCORES:
+        return None
+    best = resolve_kernel(changed(config, {"Attention.kernel": "auto"}), target.chip.kind)
+    return None if best is None or best.kernel in KEEPING_SCORES else best.kernel
+
+
+def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Changes that take memory off a device, before they are checked.
+
+    Args:
+      config: the configuration.
+      target: the machine.
+      sizes: its mesh axes, -1 resolved.
+    """
+    policy, train, loss = config.remat.policy, config.train, config.loss
+    kernel = lighter_kernel(config, target)
+    if kernel is not None:
+        yield {"Attention.kernel": kernel}
+    if train.model.layers is not None:
+        for heavier in REMAT[REMAT.index(policy) + 1 :]:
+            yield {"Remat.policy": heavier}
+    if reads_tokens(train.model):
+        length = train.data.abstract_batch(1).inputs.shape[1]
+        for parts in (4, 8, 16, 32):
+            chunk = length // parts
+            if chunk >= 128 and (loss.chunk_size is None or chunk < loss.chunk_size):
+                yield {"Loss.chunk_size": chunk}
+    if sizes["pipe"] == 1:
+        for times in (2, 4, 8, 16):
+            yield {"Train.accumulation": train.accumulation * times}
+    else:
+        for times in (2, 4):
+            yield {"Pipeline.microbatches": config.pipeline.microbatches * times}
+    yield from _meshes(config, sizes)
+    if config.optimizer.moments == "float32":
+        yield {"Optimizer.moments": "bfloat16"}
+    if config.precision.params == "float32":
+        yield {"Precision.params": "bfloat16"}
+
+
+def _meshes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    if sizes["fsdp"] > 1:
+        for stage in range(config.sharding.zero + 1, 4):
+            yield {"Sharding.zero": stage}
+    if sizes["data"] > 1:
+        yield {"Mesh.data": 1, "Mesh.fsdp": sizes["fsdp"] * sizes["data"], "Sharding.zero": 3}
+    if sizes["tensor"] > 1 and not config.sharding.sequence_parallel:
+        yield {"Sharding.sequence_parallel": True}
+    for axis in ("tensor", "context"):
+        for times in (2, 4, 8):
+            for giver in ("data", "fsdp"):
+                if sizes[giver] % times == 0:
+                    change: dict[str, Any] = {f"Mesh.{axis}": sizes[axis] * times}
+                    change[f"Mesh.{giver}"] = sizes[giver] // times
+                    if axis == "context":
+                        # A ring works with the kernels that do products block by block.
+                        change["Attention.context_parallel"] = "ulysses"
+                    yield change
+                    break
+
+
+def slices_of(config: Config, target: Target) -> int:
+    """Slices that the data-centre network joins; the hosts of GPUs are in the target already."""
+    if target.chip.kind != "tpu":
+        return 1
+    product = 1
+    for count in config.mesh.dcn.values():
+        product *= count
+    return product

@@ -1,0 +1,114 @@
+"""What one device can do at most: its chip's published figures, or a CPU's measured ones."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.parallel.chips import chip_of
+
+_PRODUCT = 1024  # rows and columns of the matrices that are multiplied
+# Elements that are read and written: of what the caches of one core hold, of what a machine's
+# caches hold, and of more than any do.
+_COPIED = (2**13, 2**16, 2**20, 2**24)
+_TRIES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """The two sides of a roofline (Williams et al. 2009, doi 10.1145/1498765.1498785).
+
+    Attributes:
+      flops: FLOP/s of matrix products in the compute dtype; None where it is not known.
+      bandwidth: bytes/s of memory; None where it is not known.
+      source: where both come from, for people.
+      cached: bytes/s of operations that move so many bytes, which caches then hold: sizes, rising,
+        and rates, falling; empty where only memory's is known.
+    """
+
+    flops: float | None
+    bandwidth: float | None
+    source: str
+    cached: tuple[tuple[int, float], ...] = ()
+
+    def rate(self, moved_bytes: float) -> float | None:
+        """Bytes/s at most of an operation that moves so many bytes in one run."""
+        held = [rate for size, rate in self.cached if size <= moved_bytes] or [
+            rate for _, rate in self.cached[:1]
+        ]
+        return held[-1] if held else self.bandwidth
+
+    def least_seconds(self, flops: int | None, moved_bytes: int, runs: float = 1) -> float | None:
+        """What `runs` runs take at least; None where a figure is not known.
+
+        Args:
+          flops: of all runs.
+          moved_bytes: likewise.
+          runs: how often the operation ran: caches hold what one run moves.
+        """
+        rate = self.rate(moved_bytes / runs) if runs else self.bandwidth
+        if flops is None or self.flops is None or rate is None:
+            return None
+        return max(flops / self.flops, moved_bytes / rate)
+
+    def bound(self, flops: int | None, moved_bytes: int, runs: float = 1) -> str | None:
+        """Which of the two bounds it: "arithmetic" or "memory"; arguments as above."""
+        rate = self.rate(moved_bytes / runs) if runs else self.bandwidth
+        if flops is None or self.flops is None or rate is None:
+            return None
+        return "arithmetic" if flops / self.flops > moved_bytes / rate else "memory"
+
+
+def ceilings(device: jax.Device, dtype: str) -> Ceilings:
+    """Of one device of a run.
+
+    Args:
+      device: a local one; where it is simulated, the machine that it has to itself while the others
+        wait.
+      dtype: the compute dtype.
+    """
+    chip = chip_of(device.device_kind)
+    if chip is None:
+        return Ceilings(None, None, f"no figures are known of {device.device_kind}")
+    if chip.kind == "cpu":
+        return _measured(device, dtype)
+    peak = chip.float32_flops if dtype == "float32" else chip.bf16_flops
+    return Ceilings(peak, chip.hbm_bandwidth, f"published figures of {chip.name}")
+
+
+def _measured(device: jax.Device, dtype: str) -> Ceilings:
+    """The best of a few products and copies on this machine, as busy as it is."""
+    ones = jnp.ones((_PRODUCT, _PRODUCT), dtype, device=device)
+    product = jax.jit(lambda x: x @ x).lower(ones).compile()
+    flops = 2 * _PRODUCT**3 / _least(lambda _: product(ones), ones)
+    rates = [(8 * count, _copy_rate(device, count)) for count in _COPIED]
+    # What more bytes can do fewer can: a small array's rate is never below a large one's.
+    cached = [(size, max(rate for _, rate in rates[i:])) for i, (size, _) in enumerate(rates)]
+    source = f"measured here, {dtype} products and x + 1; more where caches hold what is moved"
+    return Ceilings(flops, rates[-1][1], source, tuple(cached))
+
+
+def _copy_rate(device: jax.Device, count: int) -> float:
+    """Bytes/s of x + 1 on so many float32 in place, often enough that starting it is nothing."""
+    times = max(_COPIED[-1] // count // 8, 1)
+    many = jnp.ones(count, np.float32, device=device)
+
+    def add(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
+
+    # In place: a new array's pages would be made while they are written.
+    run = jax.jit(add, donate_argnums=0).lower(many).compile()
+    return times * 2 * many.nbytes / _least(run, many)
+
+
+def _least(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    least = math.inf
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        x = run(x).block_until_ready()
+        least = min(least, time.perf_counter() - start)
+    return least

@@ -1,0 +1,1 @@
+"""Proves a user's config on simulated devices."""

@@ -1,0 +1,138 @@
+"""The chosen attention kernel against the reference, forward and gradients, on packed rows.
+
+Letters: B batch, T length, N query heads, K kv heads, H head_dim.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.analysis.verify.figures import EQUAL, Arrays, Finding, NotChecked, worst
+from jaxtrain.analysis.verify.runs import Bench
+from jaxtrain.analysis.verify.sample import SEED
+from jaxtrain.models.model import AttentionFacts
+from jaxtrain.nn.attention import attention as kernels
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, along_context
+from jaxtrain.nn.attention.kernels import TILE
+from jaxtrain.training.program import resolved
+
+# Pallas kernels run without their chip, slowly.
+_INTERPRETED = {"tpu": kernels._tpu, "triton": kernels._triton}
+
+RESULTS = ("output", "query gradient", "key gradient", "value gradient")
+
+
+def kernel_of(bench: Bench) -> str:
+    """The user's kernel; of 'auto' the one that it means on these simulated devices."""
+    if bench.small.own.attention.kernel != "auto":
+        return bench.small.own.attention.kernel
+    return resolved(bench.within_stages.config, "cpu").attention.kernel
+
+
+def written(bench: Bench) -> str:
+    """The kernel for people."""
+    own, kernel = bench.small.own.attention.kernel, kernel_of(bench)
+    return repr(own) if own == kernel else f"{own!r} (here {kernel!r})"
+
+
+def compare(bench: Bench) -> Finding | NotChecked:
+    """The user's kernel on the mesh, within a pipeline's stage, and the reference on one device."""
+    own = kernel_of(bench)
+    if own == "cudnn":
+        return NotChecked("'cudnn' needs a GPU; the other lines are proved with 'xla'")
+    mesh, model = bench.within_stages, bench.small.config.train.model
+    interpreted = _INTERPRETED.get(own)
+    length = bench.batch.inputs.shape[1] if interpreted is None else TILE
+    facts = model.attention
+    assert facts is not None, "a kernel of a model without attention"
+    inputs = _inputs(bench, facts, length)
+    plain = Mask(causal=facts.causal, window=facts.window)
+    where = ""
+    if interpreted is not None:
+        chip = "TPU" if own == "tpu" else "GPU"
+        where = f" (interpreted: no {chip} is here; the other lines are proved with 'xla')"
+        run = functools.partial(interpreted, interpret=True)
+        found = _run(bench.one_device.layout, run, inputs, plain, "ring")
+    else:
+        method = mesh.config.attention.context_parallel
+
+        def chosen(q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+            return attention(q, k, v, mask, kernel=own, context_parallel=method)
+
+        found = _run(mesh.layout, chosen, inputs, plain, method)
+    expected = _run(bench.one_device.layout, attention, inputs, plain, "ring")
+    error, name = worst(found, expected)
+    return Finding(error, EQUAL, f"largest in {name}{where}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    q_BTNH: np.ndarray
+    k_BTKH: np.ndarray
+    v_BTKH: np.ndarray
+    weights_BTNH: np.ndarray
+    segment_ids_BT: np.ndarray | None
+
+
+def _inputs(bench: Bench, facts: AttentionFacts, length: int) -> _Inputs:
+    rng = np.random.default_rng(SEED)
+    rows = len(bench.batch.inputs)
+
+    def draw(heads: int, width: int) -> np.ndarray:
+        return rng.normal(size=(rows, length, heads, width)).astype(np.float32)
+
+    segments = None
+    if bench.batch.segment_ids is not None:
+        segments = 1 + np.cumsum(rng.random((rows, length)) < 0.1, axis=1, dtype=np.int32)
+    few, many = facts.num_kv_heads, facts.num_heads
+    keys, values = facts.key_dim, facts.value_dim
+    return _Inputs(
+        draw(many, keys), draw(few, keys), draw(few, values), draw(many, values), segments
+    )
+
+
+def _run(
+    layout: Any,
+    attend: Callable[..., jax.Array],
+    inputs: _Inputs,
+    plain: Mask,
+    method: str,
+) -> Arrays:
+    """The output, and the gradients of its weighted sum, in the order of the text."""
+
+    def both(arrays: _Inputs) -> Any:
+        segments: Any = arrays.segment_ids_BT
+        mask = dataclasses.replace(plain, segment_ids_BT=segments, segment_ids_BS=segments)
+
+        def weighted(q: Any, k: Any, v: Any) -> Any:
+            out_BTNH = attend(q, k, v, mask)
+            return (out_BTNH * arrays.weights_BTNH).sum(), out_BTNH
+
+        gradient = jax.grad(weighted, argnums=(0, 1, 2), has_aux=True)
+        gradients, out_BTNH = gradient(arrays.q_BTNH, arrays.k_BTKH, arrays.v_BTKH)
+        return out_BTNH, *gradients
+
+    def places(x_BT: jax.Array) -> jax.Array:
+        return along_context(x_BT, method)
+
+    with layout.active():
+        rows, length = inputs.q_BTNH.shape[:2]
+        order_BT = np.asarray(jax.jit(places)(jnp.tile(jnp.arange(length), (rows, 1))))
+        order = order_BT[0]
+        axes = {"q_BTNH": QUERIES, "k_BTKH": KEYS, "v_BTKH": KEYS, "weights_BTNH": QUERIES}
+        placed: dict[str, Any] = {"segment_ids_BT": None}
+        for field in dataclasses.fields(inputs):
+            array = getattr(inputs, field.name)
+            if array is not None:
+                spec = layout.activation(axes.get(field.name, SEGMENTS))
+                placed[field.name] = jax.device_put(array[:, order], layout.named(spec))
+        compiled = jax.jit(lambda values: both(_Inputs(**values))).lower(placed).compile()
+        found = [np.asarray(x) for x in jax.block_until_ready(compiled(placed))]
+    back = np.argsort(order)
+    return {name: x[:, back] for name, x in zip(RESULTS, found, strict=True)}

@@ -1,0 +1,72 @@
+"""Does a run go on after a save and a restore, and does another exchange begin as the plain one."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxtrain.analysis.verify.figures import EQUAL, Finding, bits, relative, same_bits
+from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.pipeline import batches
+from jaxtrain.run import resume
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.step import TrainState
+
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+
+
+def resumed(bench: Bench) -> Finding:
+    """A run that is saved, restored into a fresh state and goes on, and one that just goes on."""
+    mesh = bench.meshes[0]
+    config = mesh.config
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), config.checkpoint)
+        state, _ = _run(bench, mesh, mesh.fresh(), 0, STEPS_BEFORE)
+        extra = resume.describe(config, mesh.training, bench.data.digest, STEPS_BEFORE)
+        checkpoints.save(STEPS_BEFORE, state, extra)
+        checkpoints.wait()
+        straight, expected = _run(bench, mesh, state, STEPS_BEFORE, STEPS_AFTER)
+        straight = mesh.named(straight)
+        position = checkpoints.extra(STEPS_BEFORE)["data"]["next_batch"]
+        state = resume.restore(checkpoints, STEPS_BEFORE, mesh.training)
+        state, found = _run(bench, mesh, state, position, STEPS_AFTER)
+        checkpoints.close()
+    state = mesh.named(state)
+    different = [name for name in straight if not same_bits(state[name], straight[name])]
+    for number, (one, other) in enumerate(zip(found, expected, strict=True), STEPS_BEFORE + 1):
+        different += [
+            f"{name} of step {number}" for name in other if not same_bits(one[name], other[name])
+        ]
+    return bits(different, len(straight) + sum(map(len, expected)), "arrays and metrics")
+
+
+def exchanged(bench: Bench) -> Finding:
+    """The replicas' first losses, each weighed by its targets, and the whole batch's."""
+    mesh = bench.meshes[0]
+    found = jax.block_until_ready(mesh.train_step(mesh.fresh(), mesh.place(bench.batch)))
+    metrics = {name: np.asarray(value) for name, value in found[1].items()}
+    weights = metrics.get("weight", np.ones(()))
+    loss = float((metrics["loss"] * weights).sum() / weights.sum())
+    error = relative(loss, bench.one_device_step.loss)
+    return Finding(error, EQUAL, f"loss {error:.1e}; the update differs, as the method means it to")
+
+
+def _run(
+    bench: Bench, mesh: Mesh, state: TrainState, first: int, count: int
+) -> tuple[TrainState, list[dict[str, np.ndarray]]]:
+    """The state and the metrics of `count` steps, on the batches from `first` on."""
+    train, metrics = mesh.config.train, []
+    stream: Iterator[Batch] = batches(
+        bench.data.train,
+        global_batch_size=train.global_batch_size,
+        seed=train.seed,
+        start=first,
+        threads=0,
+    )
+    for _ in range(count):
+        state, found = jax.block_until_ready(mesh.train_step(state, mesh.place(next(stream))))
+        metrics.append({name: np.asarray(value) for name, value in found.items()})
+    return state, metrics

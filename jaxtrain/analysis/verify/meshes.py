@@ -1,0 +1,65 @@
+"""Which meshes of eight devices stand for a mesh of any size."""
+
+import itertools
+import math
+from typing import Any
+
+from jaxtrain.parallel.mesh import MESH_AXES
+
+DEVICES = 8
+MAX_MESHES = 3
+
+# Which axes come first where not all of them fit on one mesh, and where what is left over goes
+# among axes of one size: the cheaper to compile first.
+PRIORITY = ("pipe", "tensor", "fsdp", "context", "expert", "data")
+GROW = ("fsdp", "data", "context", "expert", "tensor", "pipe")
+
+MeshSizes = dict[str, int]
+
+
+def choose_meshes(
+    own: dict[str, float], *, tensor: int = 2
+) -> tuple[list[MeshSizes], list[tuple[str, str]]]:
+    """Meshes of at most 8 devices that have the axes that are above 1, and the pairs left out.
+
+    One mesh where all axes fit; otherwise up to three, so that every axis is on one and as many
+    pairs of axes as possible are together. An axis is never larger than the user's.
+
+    Args:
+      own: the user's sizes; infinite where they depend on the number of devices.
+      tensor: the smallest size that `tensor` can have above 1.
+    """
+    least = dict.fromkeys(PRIORITY, 2) | {"tensor": tensor}
+    wanted = [axis for axis in PRIORITY if own[axis] > 1]
+    fitting = [
+        axes
+        for count in range(len(wanted), 0, -1)
+        for axes in itertools.combinations(wanted, count)
+        if math.prod(least[axis] for axis in axes) <= DEVICES
+    ]
+    missing = set(wanted), set(itertools.combinations(wanted, 2))
+    meshes = []
+    while len(meshes) < MAX_MESHES and any(missing):
+
+        def gain(axes: tuple[str, ...], missing: Any = missing) -> tuple[int, int]:
+            pairs = set(itertools.combinations(axes, 2))
+            return len(pairs & missing[1]), len(set(axes) & missing[0])
+
+        best = max(fitting, key=gain)  # the first of equals: PRIORITY
+        if gain(best) == (0, 0):
+            break  # pairs that fit on no mesh
+        meshes.append(_grow({axis: least[axis] for axis in best}, own, tensor))
+        missing = missing[0] - set(best), missing[1] - set(itertools.combinations(best, 2))
+    sizes = [dict.fromkeys(MESH_AXES, 1) | mesh for mesh in meshes or [{}]]
+    return sizes, [pair for pair in itertools.combinations(wanted, 2) if pair in missing[1]]
+
+
+def _grow(mesh: MeshSizes, own: dict[str, float], tensor: int) -> MeshSizes:
+    """The rest of the devices go to the axis that is largest in the user's configuration."""
+    order = sorted(mesh, key=lambda axis: (-own[axis], GROW.index(axis)))
+    for axis in order:
+        if axis == "tensor" and tensor > 2:
+            continue  # the next larger grid has more than 8 devices
+        while 2 * math.prod(mesh.values()) <= DEVICES and 2 * mesh[axis] <= own[axis]:
+            mesh[axis] *= 2
+    return mesh

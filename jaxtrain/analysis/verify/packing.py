@@ -1,0 +1,168 @@
+"""Does packing leak: losses and gradients of every document, packed, alone, and beside another.
+
+Letters: B batch, T length, D embed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.analysis.verify import sample
+from jaxtrain.analysis.verify.figures import EQUAL, Finding, NotChecked
+from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.config.errors import counted
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import token_model
+from jaxtrain.nn.attention.context import along_context
+from jaxtrain.nn.transformer import Transformer
+from jaxtrain.parallel.sharding import shard
+from jaxtrain.training.step import TrainState
+
+# Losses [B, T] of every target, and the gradients [B, T, D] of their sum with respect to the
+# residual stream that each token brings in, both numpy and in the order of the text.
+PerToken = tuple[np.ndarray, np.ndarray]
+
+_ONE_TEXT = NotChecked("TextData.separate_documents=False: a row is one text, as was asked for")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted:
+    """A language model with something added to its embeddings; a Transformer.
+
+    Attributes:
+      model: the model.
+      shift_BTD: what is added.
+    """
+
+    model: Transformer
+    shift_BTD: jax.Array
+
+    @property
+    def layers(self) -> Any:
+        """The model's blocks."""
+        return self.model.layers
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The shifted residual stream that goes into the first layer."""
+        shift_BTD = shard(self.shift_BTD, ("batch", "residual_length", "embed"))
+        return self.model.embed(tokens_BT, positions_BT) + shift_BTD
+
+    def run_layer(self, *arguments: Any) -> Any:
+        """The model's."""
+        return self.model.run_layer(*arguments)
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The model's."""
+        return self.model.finish(x_BTD)
+
+    def output_matrix(self) -> nnx.Param:
+        """The model's."""
+        return self.model.output_matrix()
+
+
+class Documents:
+    """The packed first batch, and the compiled program that both proofs of packing share."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.batch = bench.batch
+        self._bench = bench
+        self._vocab_size = token_model(bench.small.config.train.model).vocab_size
+
+    @functools.cached_property
+    def _run(self) -> Callable[[Batch], PerToken]:
+        return _per_token(self._bench)
+
+    @functools.cached_property
+    def _packed(self) -> PerToken:
+        return self._run(self.batch)
+
+    def as_alone(self) -> Finding | NotChecked:
+        """Every document in its row, and alone at the beginning of one."""
+        if self.batch.segment_ids is None:
+            return _ONE_TEXT
+        found = [self._run(row) for row in sample.documents_alone(self.batch)]
+        alone = [sample.packed_again(self.batch, [one[i] for one in found]) for i in (0, 1)]
+        real_BT = self.batch.segment_ids > 0
+        loss, gradient = (self._difference(i, alone[i], real_BT) for i in (0, 1))
+        detail = f"{self._number()}: losses {loss:.1e}, gradients {gradient:.1e}"
+        return Finding(max(loss, gradient), EQUAL, detail)
+
+    def isolated(self) -> Finding | NotChecked:
+        """The other documents of a row in which one is changed."""
+        if self.batch.segment_ids is None:
+            return _ONE_TEXT
+        other, chosen_BT = sample.with_one_document_changed(self.batch, self._vocab_size)
+        after = self._run(other)
+        moved = self._difference(0, after[0], chosen_BT)
+        assert moved > EQUAL, "the changed documents have the same losses: nothing was changed"
+        others_BT = (self.batch.segment_ids > 0) & ~chosen_BT
+        loss, gradient = (self._difference(i, after[i], others_BT) for i in (0, 1))
+        detail = (
+            f"{len(chosen_BT)} of {self._number()} changed (their losses by {moved:.1e})"
+            f"; the others: losses {loss:.1e}, gradients {gradient:.1e}"
+        )
+        return Finding(max(loss, gradient), EQUAL, detail)
+
+    def _number(self) -> str:
+        segment_ids: Any = self.batch.segment_ids
+        return counted(int(segment_ids.max(1).sum()), "document")
+
+    def _difference(self, which: int, other: np.ndarray, where_BT: np.ndarray) -> float:
+        """The largest difference where it counts, relative to the largest value."""
+        expected = self._packed[which].astype(np.float64)
+        where = where_BT.reshape(*where_BT.shape, *(1,) * (expected.ndim - 2))
+        difference = np.abs(np.where(where, other - expected, 0.0)).max()
+        return float(np.nan_to_num(difference / np.abs(expected).max(), nan=np.inf))
+
+
+def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
+    """The per-token losses and gradients of any batch, through the objective that trains."""
+    config = bench.within_stages.config
+    model = token_model(config.train.model)
+    if model.experts is not None and model.experts.capacity_factor is not None:
+        # Slots of an expert are shared by a row: what one document takes, the next one lacks.
+        model = dataclasses.replace(model, capacity_factor=None)
+        train = dataclasses.replace(config.train, model=model)
+        config = dataclasses.replace(config, train=train)
+    mesh = Mesh(config)
+    program, method = mesh.program, config.attention.context_parallel
+
+    def losses(mask_BT: Any, shift_BTD: Any, state: TrainState, batch: Batch) -> Any:
+        batch = dataclasses.replace(batch, loss_mask=mask_BT)
+        shifted = Shifted(program.model(state), shift_BTD)
+        sums, _ = program.objective.sums(
+            shifted, state.statistics, batch, program.execution, program.loss, train=True
+        )
+        return sums["loss"]
+
+    def run(state: TrainState, batch: Batch, shift_BTD: jax.Array) -> Any:
+        # The loss is a sum of mask x loss over the targets that count: where all of them do, its
+        # gradient by the mask is each loss.
+        find, all_count = jax.grad(losses, argnums=(0, 1)), jnp.ones_like(batch.loss_mask)
+        in_order_BT = jnp.zeros_like(batch.inputs) + jnp.arange(batch.inputs.shape[1])
+        places_BT = along_context(in_order_BT, method)
+        return *find(all_count, shift_BTD, state, batch), places_BT
+
+    state = jax.device_put(
+        bench.one_device.created, program.state_shardings(bench.one_device.created)
+    )
+    shape = (*bench.batch.inputs.shape, model.embed_dim)
+    rows = mesh.layout.named(mesh.layout.activation(("batch",)))
+    shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)
+    compiled = mesh.compiled(jax.jit(run), state, mesh.place(bench.batch), shift_BTD)
+
+    def per_token(batch: Batch) -> PerToken:
+        found = jax.block_until_ready(compiled(state, mesh.place(batch), shift_BTD))
+        losses_BT, moved_BTD, places_BT = (np.asarray(x) for x in found)
+        # A ring works on another order of the tokens.
+        gradients_BTD = np.empty_like(moved_BTD)
+        np.put_along_axis(gradients_BTD, places_BT[..., None], moved_BTD, axis=1)
+        return losses_BT, gradients_BTD
+
+    return per_token

@@ -1,0 +1,149 @@
+"""The proofs: what is run, what is measured on it, and the limit that it must keep."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxtrain.analysis.verify import attend, going_on, packing, sample
+from jaxtrain.analysis.verify.figures import (
+    ROUNDING,
+    Claim,
+    Finding,
+    NotChecked,
+    band,
+    bits,
+    equal,
+    relative,
+    relative_norm,
+    same_bits,
+)
+from jaxtrain.analysis.verify.going_on import STEPS_AFTER, STEPS_BEFORE
+from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.execution import Scan
+from jaxtrain.nn.precision import is_matrix
+from jaxtrain.nn.remat import Remat
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.stages import is_layer
+
+
+def claims(bench: Bench) -> Iterator[Claim]:
+    """Everything to prove of a configuration; programs are compiled when one needs them."""
+    own, small = bench.small.own, bench.small.config
+    text = small.train.model.inputs == "tokens"
+    for mesh in bench.meshes:
+        name = mesh_name(mesh)
+        yield Claim("initial", f"initial parameters on {name} = on one device",
+                    lambda mesh=mesh: initial(bench, mesh))  # fmt: skip
+        yield Claim("mesh", f"{name} = one device", lambda mesh=mesh: on_mesh(bench, mesh))
+    if own.precision != small.precision:
+        words = f"params {own.precision.params}, compute {own.precision.compute}"
+        words += f", {own.precision.matmul} products" * (own.precision.matmul != "compute")
+        yield Claim("precision", f"{words} near float32, on {mesh_name(bench.meshes[0])}",
+                    lambda: own_precision(bench))  # fmt: skip
+    if text:
+        yield Claim("accumulation", "2 microbatches of unequal token counts = one batch",
+                    lambda: accumulation(bench))  # fmt: skip
+        where = mesh_name(bench.within_stages)
+        of = packing.Documents(bench)
+        yield Claim("packing", f"documents packed in a row = each alone, on {where}", of.as_alone)
+        yield Claim("isolation", f"a changed document leaves the others as they are, on {where}",
+                    of.isolated)  # fmt: skip
+    else:
+        yield Claim("accumulation", "2 microbatches of the same images = one batch",
+                    lambda: accumulation(bench))  # fmt: skip
+    yield Claim("resume", f"{STEPS_BEFORE} steps + save + restore + {STEPS_AFTER} steps = "
+                f"{STEPS_BEFORE + STEPS_AFTER} steps, on {mesh_name(bench.meshes[0])}",
+                lambda: going_on.resumed(bench))  # fmt: skip
+    if own.exchange.method != "synchronous":
+        yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
+                    lambda: going_on.exchanged(bench))  # fmt: skip
+    if own.train.model.attention is not None:
+        yield Claim("kernel", f"attention {attend.written(bench)} = reference",
+                    lambda: attend.compare(bench))  # fmt: skip
+    if text:
+        yield Claim("execution", "recomputation, layer loop, loss chunks and kernel = none of them",
+                    lambda: execution(bench))  # fmt: skip
+
+
+def mesh_name(mesh: Mesh) -> str:
+    """The axes above 1, such as 'fsdp=4 x tensor=2'."""
+    sizes = {axis: getattr(mesh.config.mesh, axis) for axis in MESH_AXES}
+    return " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"
+
+
+# -- equal steps ----------------------------------------------------------------------------------
+
+
+def initial(bench: Bench, mesh: Mesh) -> Finding | NotChecked:
+    """Bit-equal parameters, whatever the mesh."""
+    if mesh.devices == 1:
+        return NotChecked("every mesh axis is 1: there is nothing to compare")
+    found, expected = mesh.initial, bench.one_device.initial
+    different = [name for name in expected if not same_bits(found[name], expected[name])]
+    return bits(different, len(expected), "parameters")
+
+
+def on_mesh(bench: Bench, mesh: Mesh) -> Finding | NotChecked:
+    """Loss, gradients and statistics of the first step on a mesh and on one device."""
+    if mesh.devices == 1:
+        return NotChecked("every mesh axis is 1: there is nothing to compare")
+    run = mesh.first_step if mesh.training is mesh.program else mesh.gradients
+    return equal(run(bench.batch), bench.one_device_step)
+
+
+def accumulation(bench: Bench) -> Finding:
+    """Two microbatches and one batch, on one device."""
+    if bench.batch.segment_ids is None and bench.batch.inputs.ndim > 2:
+        batch = sample.twins(bench.batch)
+        whole, parts = (bench.with_accumulation(count, batch) for count in (1, 2))
+        # Running statistics are moved once for each microbatch: those differ, and rightly so.
+        whole, parts = (dataclasses.replace(step, statistics={}) for step in (whole, parts))
+        return equal(parts, whole)
+    whole = bench.whole_step
+    if bench.small.config.train.accumulation > 1:
+        return equal(bench.one_device_step, whole)
+    return equal(bench.with_accumulation(2, bench.batch), whole)
+
+
+def execution(bench: Bench) -> Finding:
+    """The chosen ways to run the model, and the plain mathematics."""
+    small, model = bench.small.config, bench.small.config.train.model
+    plain = dataclasses.replace(
+        small,
+        train=dataclasses.replace(small.train, accumulation=1),
+        attention=Attention() if model.attention is None else Attention(kernel="reference"),
+        remat=Remat(policy="none"),
+        scan=Scan(layers_per_iteration=0),
+        loss=dataclasses.replace(small.loss, chunk_size=Loss().chunk_size),
+    )
+    return equal(bench.whole_step, Mesh(plain).gradients(bench.batch, bench.one_device.created))
+
+
+def own_precision(bench: Bench) -> Finding:
+    """The same step in the configuration's own precision, within a band of float32."""
+    own, config = bench.small.own, bench.meshes[0].config
+    kernel = config.attention.kernel
+    if own.precision.compute == "float16" and kernel == "xla":
+        kernel = "reference"  # the CPU has no float16 products for the other
+    config = dataclasses.replace(
+        config,
+        precision=own.precision,
+        attention=dataclasses.replace(config.attention, kernel=kernel),
+    )
+    found, expected = Mesh(config).gradients(bench.batch), bench.one_device_step
+    loss = relative(found.loss, expected.loss)
+    norm = relative_norm(found.gradients, expected.gradients)
+    lowest = own.precision.compute if own.precision.compute in ROUNDING else own.precision.params
+    limit = band(lowest, own.precision.matmul, _matrices(bench.one_device.created.params))
+    return Finding(max(loss, norm), limit, f"loss {loss:.1e}, gradients {norm:.1e} of norm")
+
+
+def _matrices(params: Any) -> int:
+    """How many matrices and convolution kernels a model has, those of every layer counted."""
+    found = [v for v in jax.tree.leaves(params, is_leaf=is_variable) if is_matrix(v)]
+    return sum(v.get_value().shape[0] if is_layer(v) else 1 for v in found)

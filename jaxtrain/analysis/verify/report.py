@@ -1,0 +1,162 @@
+"""What `jaxtrain verify` prints and writes: a line for each proof, with its figure and limit."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.analysis.verify.shrink import Small
+
+Verdict = Literal["proved", "FAILED", "not checked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """One line of the table.
+
+    Attributes:
+      proof: its short name.
+      what: what was compared.
+      measured: the largest difference; None where it was not checked.
+      limit: what it must not exceed; 0 is bit for bit.
+      verdict: 'proved', 'FAILED' or 'not checked'.
+      seconds: how long it took, compilation included.
+      detail: the single figures, or why it was not checked.
+    """
+
+    proof: str
+    what: str
+    measured: float | None
+    limit: float | None
+    verdict: Verdict
+    seconds: float
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All proofs of one configuration.
+
+    Attributes:
+      small: the shrunk configuration that was proved.
+      proofs: the lines, in order.
+      seconds: how long all of it took.
+    """
+
+    small: Small
+    proofs: tuple[Proof, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no proof failed."""
+        return all(proof.verdict != "FAILED" for proof in self.proofs)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` writes; its keys are documented in docs/verify.md."""
+        return {
+            "passed": self.passed,
+            "seconds": self.seconds,
+            "meshes": list(self.small.meshes),
+            "pairs_left_out": [list(pair) for pair in self.small.pairs_left_out],
+            "shrunk": [
+                {"setting": c.setting, "own": c.own, "small": c.small} for c in self.small.changes()
+            ],
+            "proofs": [_finite(dataclasses.asdict(proof)) for proof in self.proofs],
+        }
+
+
+def _finite(proof: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: a difference that is not a number becomes the largest double."""
+    measured = proof["measured"]
+    if measured is not None and not math.isfinite(measured):
+        proof["measured"] = 1.7976931348623157e308
+    return proof
+
+
+def show_small(console: Console, small: Small) -> None:
+    """Prints what was shrunk, and the meshes."""
+    for change in small.changes():
+        line = f"shrunk: {change.setting} = {change.own!r} -> {change.small!r}"
+        console.print(escape(line), highlight=False)
+    for sizes in small.meshes:
+        written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        console.print(f"mesh: {written or 'one device'}", highlight=False)
+    for one, other in small.pairs_left_out:
+        line = f"not checked: Mesh.{one} together with Mesh.{other} (8 devices hold no more)"
+        console.print(line, highlight=False)
+
+
+class _Shown:
+    """Shows what is proved while it is: a table that grows in a terminal, elsewhere plain lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._table = Table("proof", "what", "measured", "limit", "verdict", "seconds")
+
+    def small(self, small: Small) -> None:
+        """Prints what was shrunk, and the head of the table."""
+        show_small(self._console, small)
+        if self._console.is_terminal:
+            self._live = Live(self._table, console=self._console)
+            self._live.start()
+        else:
+            head = ("proof", "measured", "limit", "verdict", "seconds", "what (figures)")
+            self._console.print(_plain(*head))
+
+    def proof(self, proof: Proof) -> None:
+        """Adds a line."""
+        name, measured, limit, verdict, seconds, what = _cells(proof)
+        if self._live is None:
+            line = _plain(name, measured, limit, verdict, seconds, what)
+            self._console.print(line, soft_wrap=True, highlight=False)
+            return
+        style = {"proved": "green", "FAILED": "bold red"}.get(verdict, "yellow")
+        self._table.add_row(name, what, measured, limit, f"[{style}]{verdict}[/]", seconds)
+        self._live.refresh()
+
+    def close(self) -> None:
+        """Leaves the table as it is."""
+        if self._live is not None:
+            self._live.stop()
+
+
+@contextlib.contextmanager
+def showing(console: Console) -> Iterator[_Shown]:
+    """Gives what shows the shrunk configuration and each proof as it ends."""
+    shown = _Shown(console)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+def _cells(proof: Proof) -> tuple[str, ...]:
+    measured, limit = (_figure(value) for value in (proof.measured, proof.limit))
+    what = escape(f"{proof.what} ({proof.detail})")
+    return proof.proof, measured, limit, proof.verdict, f"{proof.seconds:.1f}", what
+
+
+def _plain(*cells: str) -> str:
+    name, measured, limit, verdict, seconds, what = cells
+    return f"{name:<12} {measured:>8} {limit:>8} {verdict:<11} {seconds:>7}  {what}"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
+
+
+def show_end(console: Console, report: Report) -> None:
+    """Prints the verdict over all."""
+    counts = {word: 0 for word in ("proved", "FAILED", "not checked")}
+    for proof in report.proofs:
+        counts[proof.verdict] += 1
+    words = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    console.print(f"{words} in {report.seconds:.0f} s", highlight=False)

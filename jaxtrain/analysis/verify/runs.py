@@ -1,0 +1,197 @@
+"""Runs a shrunk configuration on one device or on a mesh, each program compiled once."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.analysis.verify import sample
+from jaxtrain.analysis.verify.figures import Arrays, Step
+from jaxtrain.analysis.verify.meshes import MeshSizes
+from jaxtrain.analysis.verify.shrink import Small
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.parallel.sharding import Layout, is_variable
+from jaxtrain.training import layouts, preflight
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.objectives.objective import objective_named
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, TrainState, with_shardings
+
+
+class Mesh:
+    """A shrunk configuration's program on one mesh.
+
+    Attributes:
+      config: the configuration, with this mesh.
+      layout: where everything goes.
+      program: the pure functions of its synchronous step, which keeps its gradients.
+      training: the program that trains: `program`, or another exchange around it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+        self.config = config
+        self.devices = int(np.prod(list(sizes.values())))
+        try:
+            preflight.check(config, device_count=self.devices, platform="cpu")
+        except ValueError as error:
+            raise AssertionError(f"the shrunk configuration cannot run: {error}") from error
+        self.layout: Layout = layouts.layout(config, jax.devices()[: self.devices])
+        training = make_program(config, self.layout)
+        keeping = dataclasses.replace(
+            training.plain, optimizer=keep_gradients(training.plain.optimizer)
+        )
+        self.program: Program = keeping
+        self.training: Program | ExchangeProgram = (
+            dataclasses.replace(training, plain=keeping)
+            if isinstance(training, ExchangeProgram)
+            else keeping
+        )
+
+    @functools.cached_property
+    def train_step(self) -> Callable[..., Any]:
+        """The compiled step of `training`; it takes the state away from its caller."""
+        return self.compiled(
+            self.training.jit_train_step(), self.training.abstract_state(), self._abstract_batch()
+        )
+
+    @functools.cached_property
+    def created(self) -> TrainState:
+        """A fresh state of `training` on the host, as its program creates it on the devices."""
+        return jax.device_get(self.training.create(self.config.train.seed))
+
+    @functools.cached_property
+    def initial(self) -> Arrays:
+        """The initial parameters by name, in the model's order of layers."""
+        return self.named(self._synchronous_state().params)
+
+    def fresh(self) -> TrainState:
+        """A copy of the created state on the devices, for a step to take."""
+        return jax.device_put(self.created, self.training.state_shardings(self.created))
+
+    def place(self, batch: Batch) -> Batch:
+        """A batch of numpy arrays on the mesh's devices."""
+        return jax.device_put(batch, self.program.batch_shardings(batch))
+
+    def first_step(self, batch: Batch) -> Step:
+        """The first step of the compiled train step; of a synchronous program."""
+        assert self.training is self.program, "another exchange keeps a gradient for each replica"
+        placed = self.place(batch)
+        state, metrics = jax.block_until_ready(self.train_step(self.fresh(), placed))
+        return Step(
+            loss=float(metrics["loss"]),
+            gradients=self.named(state.opt_state[0]),
+            statistics=self.named(state.statistics),
+        )
+
+    def gradients(self, batch: Batch, state: TrainState | None = None) -> Step:
+        """The same without the update, for programs that take no step besides.
+
+        Args:
+          batch: the batch, numpy.
+          state: a fresh state on the host, where another program of the same form made one.
+        """
+        state = self._synchronous_state() if state is None else state
+        state = jax.device_put(state, self.program.state_shardings(state))
+        placed = self.place(batch)
+        compiled = self.compiled(jax.jit(self.program.gradients), state, placed)
+        gradients, metrics, statistics = jax.block_until_ready(compiled(state, placed))
+        return Step(float(metrics["loss"]), self.named(gradients), self.named(statistics))
+
+    def _synchronous_state(self) -> TrainState:
+        if self.training is self.program:
+            return self.created
+        return jax.device_get(self.program.create(self.config.train.seed))
+
+    def compiled(self, function: Any, *arguments: Any) -> Callable[..., Any]:
+        """A jitted function compiled for these arguments, or for their shapes."""
+        with self.layout.active():
+            return function.lower(*arguments).compile()
+
+    def named(self, tree: Any) -> Arrays:
+        """Every array by its path, on the host, layers in the model's order."""
+        tree = jax.device_get(tree)
+        if self.program.stages is not None:
+            tree = self.program.stages.to_layers(tree)
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(
+                leaf.get_value() if is_variable(leaf) else leaf
+            )
+            for path, leaf in leaves
+        }
+
+    def _abstract_batch(self) -> Batch:
+        batch = self.config.train.data.abstract_batch(self.config.train.global_batch_size)
+        return with_shardings(batch, self.program.batch_shardings(batch))
+
+
+class Bench:
+    """Everything that more than one proof needs, made when it is first asked for.
+
+    Attributes:
+      small: the shrunk configuration.
+      data: what it is run on.
+      batch: the first step's batch, numpy.
+    """
+
+    def __init__(self, small: Small) -> None:
+        self.small = small
+        objective = objective_named(small.config.train.model.objective)
+        drawn = sample.dataset(small.config)
+        self.data: Dataset = objective.dataset(drawn, small.config.train.model)
+        self.batch: Batch = sample.whole_batch(small.config, self.data)
+
+    @functools.cached_property
+    def one_device(self) -> Mesh:
+        """The shrunk configuration on one device."""
+        return Mesh(self.small.config)
+
+    @functools.cached_property
+    def one_device_step(self) -> Step:
+        """Its first step, accumulated as the user's."""
+        return self.one_device.gradients(self.batch)
+
+    @functools.cached_property
+    def whole_step(self) -> Step:
+        """The same batch on one device without accumulation."""
+        if self.small.config.train.accumulation == 1:
+            return self.one_device_step
+        return self.with_accumulation(1, self.batch)
+
+    def with_accumulation(self, count: int, batch: Batch) -> Step:
+        """A batch on one device in so many microbatches."""
+        train = dataclasses.replace(self.small.config.train, accumulation=count)
+        mesh = Mesh(dataclasses.replace(self.small.config, train=train))
+        return mesh.gradients(batch, self.one_device.created)
+
+    @functools.cached_property
+    def meshes(self) -> list[Mesh]:
+        """The shrunk configuration on each of its meshes."""
+        return [Mesh(self.small.on(sizes)) for sizes in self.small.meshes]
+
+    @functools.cached_property
+    def within_stages(self) -> Mesh:
+        """The first mesh without its stages: what one stage of it works on."""
+        config = self.meshes[0].config
+        if config.mesh.pipe == 1:
+            return self.meshes[0]
+        sizes: MeshSizes = {**self.small.meshes[0], "pipe": 1}
+        return Mesh(self.small.on(sizes))
+
+
+def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with the gradients it was given as the first part of its state."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params),
+        lambda updates, state, params=None: (updates, updates),
+    )
+    return optax.chain(keep, optimizer)

@@ -1,0 +1,166 @@
+"""Random data for the proofs: packed documents and images whose targets count unevenly."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset, Examples
+from jaxtrain.data.text.packing import PackedText, pack
+from jaxtrain.models.model import reads_images, reads_tokens
+from jaxtrain.training.settings import Config
+
+SEED = 20  # of all that is drawn here
+BATCHES = 5  # rows for so many, and a half, so that the last batches reach into the next epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenText:
+    """Packed rows of which between a third and all of the targets count; implements Examples.
+
+    Attributes:
+      rows: the rows as the packer makes them.
+    """
+
+    rows: PackedText
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`, tokens [T]; the same for any `rng`."""
+        row = self.rows.example(index, rng)
+        mask = row.loss_mask * _keep(index, row.loss_mask.shape)
+        return dataclasses.replace(row, loss_mask=mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomImages:
+    """Images of noise with random labels; implements Examples.
+
+    Attributes:
+      images: float32 [count, H, W, C].
+      labels: int32 [count].
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Image `index` [H, W, C]; with an `rng`, brighter or darker, as an augmentation is."""
+        image = self.images[index]
+        if rng is not None:
+            image = image + np.float32(rng.normal())
+        return Batch(image, self.labels[index], np.float32(_keep(index, ()) > 0))
+
+
+def _keep(index: int, shape: tuple[int, ...]) -> Any:
+    """1 where a target counts: a third of a row's, all of the next one's, and between."""
+    share = 0.3 + 0.7 * (index % 4) / 3
+    return (np.random.default_rng((SEED, index)).random(shape) < share).astype(np.float32)
+
+
+def dataset(config: Config) -> Dataset:
+    """What a shrunk configuration is proved on, in the form that a data source opens into."""
+    rows = config.train.global_batch_size * BATCHES - config.train.global_batch_size // 2
+    batch = config.train.data.abstract_batch(1)
+    model = config.train.model
+    rng = np.random.default_rng(SEED)
+    examples: Examples
+    if reads_tokens(model):
+        length = batch.inputs.shape[1]
+        # At most half a row, so that every row holds two documents at least.
+        documents = [
+            rng.integers(0, model.vocab_size, rng.integers(3, length // 2))
+            for _ in range(rows * length // 3)
+        ]
+        packed = pack(
+            documents, length, np.dtype(np.uint16), separate=batch.segment_ids is not None
+        )
+        tokens = packed.tokens[: rows * length - 4]  # the last row ends with padding
+        kept = int(np.searchsorted(packed.offsets, len(tokens)))
+        offsets = np.append(packed.offsets[:kept], len(tokens))
+        packed = dataclasses.replace(packed, tokens=tokens, offsets=offsets)
+        examples, unit = UnevenText(packed), "tokens"
+    else:
+        assert reads_images(model), f"no sample for {model.inputs}"
+        images = rng.normal(size=(rows, *batch.inputs.shape[1:])).astype(np.float32)
+        labels = rng.integers(0, model.num_classes, rows).astype(np.int32)
+        examples, unit = RandomImages(images, labels), "images"
+    return Dataset(examples, examples, f"random, seed {SEED}", {}, None, unit)
+
+
+def whole_batch(config: Config, data: Dataset) -> Batch:
+    """The batch of the first step; the last row of all, which has padding, is in it."""
+    rows = np.arange(config.train.global_batch_size) - 1
+    return _stack([data.train.example(int(row) % len(data.train), None) for row in rows])
+
+
+def twins(batch: Batch) -> Batch:
+    """Every second row repeated after itself, with its own loss_mask.
+
+    Split in two, both microbatches then hold the same images: they have the statistics of the
+    whole batch, so that accumulation is defined for models which normalise over the batch.
+    """
+    rows = np.arange(len(batch.targets)) // 2 * 2
+    return dataclasses.replace(batch, inputs=batch.inputs[rows], targets=batch.targets[rows])
+
+
+# -- packed rows ----------------------------------------------------------------------------------
+
+
+def documents_alone(batch: Batch) -> list[Batch]:
+    """For k = 1, 2, ...: every row's k-th document, alone at the beginning of its row."""
+    segment_ids: Any = batch.segment_ids
+    length, alone = batch.inputs.shape[1], []
+    for document in range(1, int(segment_ids.max()) + 1):
+        taken = segment_ids == document
+        # Stable, so that the document's tokens come first, in their order.
+        order = np.argsort(~taken, axis=1, kind="stable")
+        here = np.arange(length) < taken.sum(1, keepdims=True)
+
+        def one(x: Any, order: Any = order, here: Any = here) -> np.ndarray:
+            return np.where(here, np.take_along_axis(x, order, axis=1), 0).astype(x.dtype)
+
+        alone.append(
+            Batch(
+                one(batch.inputs),
+                one(batch.targets),
+                one(batch.loss_mask),
+                here.astype(np.int32),
+                one(batch.positions),
+            )
+        )
+    return alone
+
+
+def packed_again(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
+    """Per-token numbers of `documents_alone`, put where the packed rows have those tokens."""
+    segment_ids: Any = batch.segment_ids
+    found = np.zeros_like(alone[0])
+    for document, values in enumerate(alone, start=1):
+        taken = segment_ids == document
+        # Boolean indexing walks row by row, and in a row the document's tokens come first.
+        here = np.arange(taken.shape[1]) < taken.sum(1, keepdims=True)
+        found[taken] = values[here]
+    return found
+
+
+def with_one_document_changed(batch: Batch, vocab_size: int) -> tuple[Batch, np.ndarray]:
+    """The batch with other tokens in one document of each row, and where they are: bool [B, T]."""
+    rows = np.arange(len(batch.inputs))
+    segment_ids: Any = batch.segment_ids
+    counts = segment_ids.max(1)
+    chosen = segment_ids == (rows % counts + 1)[:, None]
+    shift = np.random.default_rng(SEED).integers(1, vocab_size, batch.inputs.shape)
+    other = ((batch.inputs + shift) % vocab_size).astype(np.int32)
+    return dataclasses.replace(batch, inputs=np.where(chosen, other, batch.inputs)), chosen
+
+
+def _stack(examples: list[Batch]) -> Batch:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)

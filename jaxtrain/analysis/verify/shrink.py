@@ -1,0 +1,312 @@
+"""A user's configuration made small: the same choices, sizes that eight simulated devices hold."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
+from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.text.source import TextData
+from jaxtrain.models.model import (
+    AttentionFacts,
+    ImageModel,
+    TokenModel,
+    reads_images,
+    reads_tokens,
+)
+from jaxtrain.parallel.mesh import MESH_AXES, Mesh
+from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training import layouts
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.settings import Config, Train
+
+# Every dimension is a multiple of all devices, so that any axes may share any dimension.
+UNIT = DEVICES
+VOCABULARY, HEAD_DIM, SEQUENCE, MAX_CHUNKS, MAX_GROUP, MAX_EXPERTS = 64, 8, 32, 4, 8, 4
+CLASSES = 16
+# The smallest published depth of the same form: stem, blocks and number of stages stay.
+DEPTHS = {34: 18, 56: 20, 32: 20}
+# Kernels that cannot run on a CPU; the kernel's own proof says what that means.
+NOT_ON_CPU = ("cudnn", "triton", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One setting that was shrunk.
+
+    Attributes:
+      setting: its gin name.
+      own: the user's value.
+      small: the value that is proved with.
+    """
+
+    setting: str
+    own: Any
+    small: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A shrunk configuration and the meshes that it is proved on.
+
+    Attributes:
+      own: the user's configuration.
+      config: the shrunk one, for one device.
+      meshes: sizes of all axes of each mesh, at most 8 devices each; never empty.
+      pairs_left_out: pairs of axes that the user's mesh has together and none of these has.
+      pipeline: the shrunk pipeline, for meshes that have one.
+    """
+
+    own: Config
+    config: Config
+    meshes: tuple[MeshSizes, ...]
+    pairs_left_out: tuple[tuple[str, str], ...]
+    pipeline: Pipeline
+
+    def on(self, sizes: MeshSizes) -> Config:
+        """The shrunk configuration on one of the meshes; what that mesh lacks is left out."""
+        config, own = self.config, self.own
+        return dataclasses.replace(
+            config,
+            mesh=Mesh(**sizes, dcn=_dcn(own.mesh, sizes)),
+            sharding=_sharding(own.sharding, sizes["tensor"]),
+            pipeline=self.pipeline if sizes["pipe"] > 1 else Pipeline(),
+            exchange=own.exchange if sizes["data"] > 1 else Exchange(),
+        )
+
+    def changes(self) -> list[Change]:
+        """Every setting that differs, but for the mesh, in the order of the configuration."""
+        shown = dataclasses.replace(
+            self.config,
+            mesh=dataclasses.replace(self.own.mesh, dcn=_dcn(self.own.mesh, {})),
+            sharding=_sharding(self.own.sharding, max(mesh["tensor"] for mesh in self.meshes)),
+            exchange=self.own.exchange,
+            pipeline=self.pipeline,
+        )
+        return list(_differences(self.own, shown))
+
+
+def shrink(own: Config) -> Small:
+    """The configuration made small: see docs/verify.md for the rules."""
+    sizes = {axis: _size(own.mesh, axis) for axis in MESH_AXES}
+    meshes, left_out = choose_meshes(sizes, tensor=_smallest_tensor(own.sharding))
+    most = {axis: max(mesh[axis] for mesh in meshes) for axis in MESH_AXES}
+    pipeline = _pipeline(own.pipeline, sizes["pipe"], most["pipe"])
+    accumulation = min(own.train.accumulation, 2)
+    parts = [
+        _batch_devices(own, mesh)
+        * accumulation
+        * (pipeline.microbatches if mesh["pipe"] > 1 else 1)
+        for mesh in meshes
+    ]
+    # At least two microbatches of two rows; of images enough that a batch norm is well conditioned.
+    model = own.train.model
+    rows = math.lcm(4 if reads_tokens(model) else 32, *parts)
+    train = dataclasses.replace(own.train, global_batch_size=rows, accumulation=accumulation)
+    config = dataclasses.replace(
+        own,
+        train=train,
+        mesh=Mesh(fsdp=1),
+        sharding=_sharding(own.sharding, 1),
+        pipeline=Pipeline(),
+        exchange=Exchange(),
+        precision=dataclasses.replace(
+            own.precision, params="float32", compute="float32", matmul="compute"
+        ),
+    )
+    if reads_tokens(model):
+        config = _text(config, own, model, sizes, most, pipeline.virtual_stages)
+    elif reads_images(model):
+        config = _images(config, own, model)
+    return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
+
+
+def _size(mesh: Mesh, axis: str) -> float:
+    size = getattr(mesh, axis)
+    return math.inf if size == -1 else size
+
+
+def _dcn(own: Mesh, sizes: MeshSizes) -> dict[str, int]:
+    """Two slices wherever the user has more than one and the small mesh has the axis."""
+    return {axis: 2 for axis, n in own.dcn.items() if n > 1 and sizes.get(axis, 2) > 1}
+
+
+def _smallest_tensor(own: Sharding) -> int:
+    """The smallest size above 1 of the tensor axis in the user's layout of it."""
+    return {"1d": 2, "2d": 4, "2.5d": 4 * min(own.tensor_depth, 2), "3d": 8}[own.tensor_layout]
+
+
+def _sharding(own: Sharding, tensor: int) -> Sharding:
+    if tensor == 1:
+        return dataclasses.replace(own, sequence_parallel=False, tensor_layout="1d", tensor_depth=1)
+    return dataclasses.replace(own, tensor_depth=min(own.tensor_depth, 2))
+
+
+def _batch_devices(own: Config, mesh: MeshSizes) -> int:
+    """Over how many of the mesh's devices the batch is split."""
+    config = dataclasses.replace(
+        own, mesh=Mesh(**mesh, dcn={}), sharding=_sharding(own.sharding, mesh["tensor"])
+    )
+    return layouts.abstract_layout(config, math.prod(mesh.values())).batch_devices()
+
+
+def _pipeline(own: Pipeline, own_ranks: float, ranks: int) -> Pipeline:
+    """Microbatches stay below, at, or above the number of ranks, and odd where they were."""
+    if ranks == 1:
+        return own
+    count, of = own.microbatches, ranks if math.isinf(own_ranks) else int(own_ranks)
+    if count < of:
+        small = min(count, ranks)
+    elif count % of:
+        small = ranks + 1
+    else:
+        small = min(count // of, 2) * ranks
+    return dataclasses.replace(own, microbatches=small)
+
+
+# -- models and data ------------------------------------------------------------------------------
+
+
+def _text(
+    config: Config,
+    own: Config,
+    model: TokenModel,
+    sizes: dict[str, float],
+    most: MeshSizes,
+    virtual_stages: int,
+) -> Config:
+    data, fields = own.train.data, vars(model)
+    length = data.abstract_batch(1).inputs.shape[1]
+    shorter = SEQUENCE / length
+    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
+    block = min(own.scan.layers_per_iteration, 2)
+    layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
+    small = {"vocab_size": VOCABULARY, "num_layers": layers, "embed_dim": 2 * UNIT}
+    if model.attention is not None:
+        small |= _heads(own, model.attention, sizes, most)
+        small["embed_dim"] = HEAD_DIM * small["num_heads"]
+    if "mlp_dim" in fields:
+        ratio = fields["mlp_dim"] / model.embed_dim
+        small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
+    if model.experts is not None:
+        few = min(model.experts.count, MAX_EXPERTS)
+        small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
+        small["experts_per_token"] = min(model.experts.per_token, small["num_experts"])
+    small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
+    for name in ("sliding_window", "rope_original_context_length"):
+        if fields.get(name) is not None:
+            small[name] = max(round(fields[name] * shorter), 2)
+    small = {name: value for name, value in small.items() if name in fields}
+    separate = data.abstract_batch(1).segment_ids is not None
+    text = TextData(
+        source="synthetic",
+        synthetic_vocab_size=VOCABULARY,
+        sequence_length=SEQUENCE,
+        separate_documents=separate,
+    )
+    if isinstance(data, TextData):
+        text = dataclasses.replace(
+            data,
+            source="synthetic",
+            synthetic_vocab_size=VOCABULARY,
+            sequence_length=SEQUENCE,
+            heldout_split=None,
+        )
+    kernel = "xla" if own.attention.kernel in NOT_ON_CPU else own.attention.kernel
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(
+            config.train, model=dataclasses.replace(model, **small), data=text
+        ),
+        attention=dataclasses.replace(own.attention, kernel=kernel),
+        scan=dataclasses.replace(own.scan, layers_per_iteration=block),
+        loss=dataclasses.replace(own.loss, chunk_size=_chunk(own.loss, length)),
+    )
+
+
+def _layers(own: int, stages: int, block: int, own_ranks: float, virtual_stages: int) -> int:
+    """At least two for every stage where that is cheap; uneven over the stages if they were."""
+    if stages == 1:
+        return own if own == 1 else max(2 * block, 2)
+    small = stages * (2 if stages <= 4 or block == 2 else 1)
+    own_stages = stages if math.isinf(own_ranks) else int(own_ranks) * virtual_stages
+    if own % own_stages and block < 2:
+        small = max(small - 1, stages + 1)
+    return small
+
+
+def _heads(
+    own: Config, attention: AttentionFacts, sizes: dict[str, float], most: MeshSizes
+) -> dict[str, int]:
+    """As many query heads for one key-value head as the user's; both divide where they did."""
+    tensor = most["tensor"]
+    group = min(attention.num_heads // attention.num_kv_heads, MAX_GROUP)
+    own_tensor = tensor if math.isinf(sizes["tensor"]) else int(sizes["tensor"])
+    if tensor == 1:
+        kv_heads = min(attention.num_kv_heads, 2)
+    elif attention.num_kv_heads % own_tensor == 0:
+        kv_heads = tensor
+    else:
+        kv_heads = max(tensor * attention.num_kv_heads // own_tensor, 1)
+    parts = tensor
+    if own.attention.context_parallel == "ulysses":
+        parts *= most["context"]
+    while kv_heads * group % parts:
+        if kv_heads < tensor:
+            group *= 2
+        else:
+            kv_heads *= 2
+    return {"num_heads": kv_heads * group, "num_kv_heads": kv_heads}
+
+
+def _chunk(own: Loss, length: int) -> int | None:
+    if own.chunk_size is None:
+        return None
+    chunks = max(length // own.chunk_size, 1)
+    return SEQUENCE // (chunks if chunks <= 2 else MAX_CHUNKS)
+
+
+def _images(config: Config, own: Config, model: ImageModel) -> Config:
+    data: Any = own.train.data
+    fields = vars(model)
+    classes = min(model.num_classes, CLASSES)
+    small: dict[str, Any] = {"num_classes": classes}
+    if "depth" in fields:
+        small["depth"] = DEPTHS.get(fields["depth"], fields["depth"])
+    if "width" in fields:
+        small["width"] = UNIT
+    pixels = data.abstract_batch(1).inputs.shape[1]
+    values = {
+        "source": "synthetic",
+        "image_size": min(pixels, model.least_pixels),
+        "num_classes": min(data.num_classes, classes),
+        "heldout_split": None,
+    }
+    if isinstance(data, ImageData):
+        images = dataclasses.replace(data, **values)
+    else:
+        images = ImageData(**values, channels=data.abstract_batch(1).inputs.shape[-1])
+    train = dataclasses.replace(
+        config.train, model=dataclasses.replace(model, **small), data=images
+    )
+    return dataclasses.replace(config, train=train)
+
+
+# -- what changed ---------------------------------------------------------------------------------
+
+
+def _differences(own: Any, small: Any) -> Iterator[Change]:
+    for field in dataclasses.fields(own):
+        before, after = getattr(own, field.name), getattr(small, field.name)
+        is_section = isinstance(own, Config) and field.name not in ("imports", "notes")
+        if is_section or (isinstance(own, Train) and field.name in ("model", "data")):
+            if type(before) is type(after):
+                yield from _differences(before, after)
+            else:
+                names = (f"@{type(value).__name__}()" for value in (before, after))
+                yield Change(f"Train.{field.name}", *names)
+        elif before != after:
+            yield Change(f"{type(own).__name__}.{field.name}", before, after)

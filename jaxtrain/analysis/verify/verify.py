@@ -1,0 +1,103 @@
+"""Proves a user's configuration, made small, on eight simulated devices."""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable
+
+from jaxtrain.analysis.verify.figures import NotChecked
+from jaxtrain.analysis.verify.meshes import DEVICES
+from jaxtrain.analysis.verify.proofs import claims
+from jaxtrain.analysis.verify.report import Proof, Report
+from jaxtrain.analysis.verify.runs import Bench
+from jaxtrain.analysis.verify.shrink import Small, shrink
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.source import TextData
+from jaxtrain.models.model import reads_tokens
+from jaxtrain.parallel.devices import simulate_devices
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.training import preflight
+from jaxtrain.training.settings import Config
+
+# Every program runs a few times only, so LLVM's optimizations of its machine code are left out;
+# XLA's own passes (partitioning, fusion, memory) are not. Halves the time.
+_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def simulate() -> None:
+    """Makes JAX run on eight simulated CPU devices; call before anything opens the backend.
+
+    Raises:
+      UserError: JAX already runs on other devices in this process.
+    """
+    os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+    simulate_devices(DEVICES)
+
+
+def verify(
+    config: Config,
+    *,
+    on_small: Callable[[Small], None] = lambda _: None,
+    on_proof: Callable[[Proof], None] = lambda _: None,
+) -> Report:
+    """Proves a configuration, shrunk to sizes that run in seconds; reads none of its data.
+
+    Args:
+      config: the user's, of any size.
+      on_small: called with the shrunk configuration before anything runs.
+      on_proof: called with each proof as it ends.
+
+    Raises:
+      UserError: the configuration could not run on its own devices either.
+    """
+    began = time.monotonic()
+    refuse(config)
+    small = shrink(config)
+    on_small(small)
+    proofs = []
+    for claim in claims(Bench(small)):
+        start = time.monotonic()
+        found = claim.prove()
+        seconds = time.monotonic() - start
+        if isinstance(found, NotChecked):
+            proof = Proof(claim.proof, claim.what, None, None, "not checked", seconds, found.reason)
+        else:
+            verdict = "proved" if found.measured <= found.limit else "FAILED"
+            proof = Proof(
+                claim.proof, claim.what, found.measured, found.limit, verdict, seconds, found.detail
+            )
+        proofs.append(proof)
+        on_proof(proof)
+    return Report(small, tuple(proofs), time.monotonic() - began)
+
+
+def refuse(config: Config) -> None:
+    """Raises UserError where the configuration cannot run on the devices that it is for.
+
+    How many those are is not known where an axis is -1: it then has two devices, or one if two
+    cannot be; what neither allows, no number allows.
+    """
+    model, data = config.train.model, config.train.data
+    if isinstance(data, TextData) and reads_tokens(model):
+        # Neither the text nor the tokenizer has to be on this machine.
+        vocabulary = max(model.vocab_size, 2)
+        data = dataclasses.replace(
+            data, source="synthetic", heldout_split=None, synthetic_vocab_size=vocabulary
+        )
+    train = dataclasses.replace(config.train, data=data)
+    sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]
+    fixed = math.prod(size for size in sizes if size != -1)
+    counts = (2 * fixed, fixed) if -1 in sizes else (fixed,)
+    # Where kernels run is not what is asked here: each is looked at on the platform it is made for.
+    platform = "tpu" if config.attention.kernel == "tpu" else "gpu"
+    refusals = []
+    for count in counts:
+        try:
+            preflight.check(
+                dataclasses.replace(config, train=train), device_count=count, platform=platform
+            )
+        except UserError as error:
+            refusals.append(error)
+    if len(refusals) == len(counts):
+        raise refusals[0]

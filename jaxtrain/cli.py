@@ -1,0 +1,174 @@
+"""The command line: which command, its errors and its exit status.
+
+JAX is loaded when a command that needs it runs: help and supervisors start in tenths of a second.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain.analysis.options import add_analysis_commands
+from jaxtrain.run.options import add_run_commands, adder
+from jaxtrain.run.status import FAILED, USER_ERROR
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _status(words)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("jaxtrain: interrupted by Ctrl-C\n")
+        status = FAILED
+    except BrokenPipeError:
+        # What is left goes nowhere: the interpreter writes it out at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = FAILED
+    return status
+
+
+def _status(words: list[str]) -> int:
+    if words[:1] == ["supervise"]:
+        # It watches for weeks: without JAX, and with options of its own.
+        from jaxtrain.run.attempts import supervise
+
+        return supervise.main(words[1:])
+    arguments = parser().parse_args(words)
+    if arguments.command in ("configs", "plot", "sweep"):
+        return _without_devices(arguments)
+    return _ended(arguments)
+
+
+def _without_devices(arguments: argparse.Namespace) -> int:
+    """Runs a command that holds no device."""
+    from jaxtrain.config.buckets import BucketError
+    from jaxtrain.config.errors import UserError
+    from jaxtrain.run.show import compare, configs
+    from jaxtrain.run.show.progress import terminal
+
+    try:
+        if arguments.command == "configs":
+            return configs.show_configs(terminal())
+        if arguments.command == "plot":
+            return compare.plot(terminal(), arguments.runs, arguments.png)
+        from jaxtrain.run.sweep import sweep
+
+        return sweep(arguments)
+    except UserError as error:
+        status, told = USER_ERROR, str(error)
+    except BucketError as error:
+        status, told = FAILED, str(error)
+    except OSError as error:
+        status, told = FAILED, _of_full_disk(error)
+        if told is None:
+            raise
+    print(f"jaxtrain: {told}", file=sys.stderr)  # noqa: T201
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `arguments.command` names the command."""
+    whole = argparse.ArgumentParser(
+        prog="jaxtrain", description="Trains models over device meshes."
+    )
+    whole.add_argument(
+        "--version", action="version", version=f"jaxtrain {importlib.metadata.version('jaxtrain')}"
+    )
+    add = adder(whole)
+    add_run_commands(add)
+    add_analysis_commands(add)
+    return whole
+
+
+def _ended(arguments: argparse.Namespace) -> int:
+    """Runs a parsed command; whatever it raises becomes a sentence and a status."""
+    import jax
+
+    from jaxtrain.analysis.planning.advice import OutOfMemory
+    from jaxtrain.config.buckets import BucketError
+    from jaxtrain.config.errors import ConfigError, UserError
+    from jaxtrain.run.checkpoint.manifest import CheckpointError
+    from jaxtrain.run.cluster.cluster import ClusterError
+    from jaxtrain.training import preflight
+    from jaxtrain.training.corruption import CorruptionError
+
+    failures = (
+        BucketError,
+        CheckpointError,
+        ClusterError,
+        CorruptionError,
+        FloatingPointError,
+        OutOfMemory,
+    )
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        # One mistake hides no other: those too that are looked for when all is read.
+        status, told = USER_ERROR, "\n".join([str(error), *preflight.also_wrong(error.config)])
+    except UserError as error:
+        status, told = USER_ERROR, error
+    except failures as error:
+        status, told = FAILED, error
+    except OSError as error:
+        told = _of_full_disk(error)
+        if told is None:
+            raise
+        status = FAILED
+    except BaseException:
+        if not jax.distributed.is_initialized():
+            raise
+        status, told = FAILED, traceback.format_exc()
+    print(f"jaxtrain: {told}", file=sys.stderr)  # noqa: T201
+    if jax.distributed.is_initialized():
+        # JAX's farewell waits for the other processes, which may be gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _of_full_disk(error: OSError) -> str | None:
+    """The sentence for a disk that is full; None: it is another error."""
+    from jaxtrain.config.disks import FullDiskError, full_disk, room
+
+    if isinstance(error, FullDiskError):
+        return str(error)
+    reason = full_disk(error)
+    if reason is None:
+        return None
+    place = Path(error.filename or ".")
+    return f"{place}: {reason}; {room(place)}"
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from jaxtrain.analysis import commands as analysis
+    from jaxtrain.analysis.planning.advice import explained
+    from jaxtrain.analysis.profiling.recorder import Recorder
+    from jaxtrain.run import commands as run
+
+    match arguments.command:
+        case "train":
+            recorder = Recorder if arguments.profile else None
+            return run.train(arguments, recorder=recorder, explained=explained)
+        case "eval":
+            return run.evaluate(arguments)
+        case "generate":
+            return run.generate(arguments)
+        case "inspect":
+            return run.inspect(arguments)
+        case "data":
+            return run.data(arguments)
+        case "plan":
+            return analysis.plan(arguments)
+        case "verify":
+            return analysis.verify(arguments)
+        case "timeline":
+            return analysis.timeline(arguments)
+        case "doctor":
+            return analysis.show_doctor(arguments)
+    raise AssertionError(arguments.command)

@@ -1,0 +1,349 @@
+"""Places in a Google Cloud Storage bucket: those of a path's methods that data and runs need.
+
+gcsfs, of jaxtrain[gcs], does the talking, here and under Orbax and TFDS; arrays go to the bucket
+through TensorStore's own driver. An object is whole or absent, and what one process has written
+all others see at once, so nothing is renamed into place and nothing is flushed.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxtrain.config.errors import UserError
+
+SCHEME = "gs://"
+_THREADS = 16  # requests wait for the network: many at a time take as long as one
+# pathlib makes one slash of two.
+_ADDRESS = re.compile(r"gs:/+(?P<bucket>[^/]*)/*(?P<rest>.*)", re.DOTALL)
+
+
+class BucketError(OSError):
+    """A bucket did not do what it was asked for: it cannot be reached, or said no."""
+
+
+class BucketRefusedError(BucketError, PermissionError):
+    """A bucket does not let us: no permission, or no valid login."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One object below a folder.
+
+    Attributes:
+      name: its name below the folder, with slashes.
+      bytes: its size.
+      md5: hex digest of its content as the bucket computed it; None for composed objects.
+    """
+
+    name: str
+    bytes: int
+    md5: str | None
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BucketPath:
+    """`gs://bucket/folder/name`; its methods mean and raise what pathlib.Path's do.
+
+    Besides those errors everything here raises BucketError.
+
+    Attributes:
+      address: begins with gs://, no slash at its end.
+    """
+
+    address: str
+
+    def __str__(self) -> str:
+        return self.address
+
+    def __truediv__(self, name: str | PurePosixPath) -> "BucketPath":
+        return BucketPath(f"{self.address}/{name}")
+
+    @property
+    def bucket(self) -> str:
+        """The bucket's name."""
+        return self.address.removeprefix(SCHEME).partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.address.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        """The last part without its ending."""
+        return PurePosixPath(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        """The ending of the last part, with its dot."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> "BucketPath":
+        """The folder this is in; the bucket's own is the bucket."""
+        above = self.address.rpartition("/")[0]
+        return BucketPath(above) if len(above) > len(SCHEME) else self
+
+    def relative_to(self, folder: "BucketPath") -> PurePosixPath:
+        """The way from a folder to this place."""
+        assert self.address.startswith(f"{folder}/"), (self, folder)
+        return PurePosixPath(self.address[len(folder.address) + 1 :])
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name, or one below it."""
+        return self._kind() is not None
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Whether there is an object below this name."""
+        return self._kind() == "directory"
+
+    def is_symlink(self) -> bool:
+        """Buckets have no links."""
+        return False
+
+    def iterdir(self) -> Iterator["BucketPath"]:
+        """The objects and folders in this folder, in order; FileNotFoundError where it has none."""
+        found = _ask(self, lambda files: files.ls(self.address, detail=False))
+        for name in found:
+            inside = f"{SCHEME}{name}".rstrip("/")
+            if inside != self.address:
+                yield _checked(inside, self)
+
+    def stored(self) -> list[Stored]:
+        """All objects below this folder, at any depth, in order of their names.
+
+        Raises:
+          UserError: a name leads out of the folder, as names with '..' would on a disk.
+        """
+        found = _ask(self, lambda files: files.find(self.address, detail=True))
+        rows = []
+        for name, facts in sorted(found.items()):
+            address = f"{SCHEME}{name}"
+            # An object whose name ends with a slash stands for a folder in some tools.
+            if address.endswith("/") or address == self.address:
+                continue
+            below = _checked(address, self).relative_to(self).as_posix()
+            rows.append(Stored(below, int(facts["size"]), _hex(facts.get("md5Hash"))))
+        return rows
+
+    # -- reading and writing -----------------------------------------------------------------------
+
+    def read_bytes(self) -> bytes:
+        """The object's content."""
+        return _ask(self, lambda files: files.cat_file(self.address))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The object's content, decoded."""
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Makes or replaces the object, whole."""
+        _ask(self, lambda files: files.pipe_file(self.address, content))
+
+    def create(self, content: bytes) -> None:
+        """Makes the object unless there is one: of all who try at once, one succeeds.
+
+        Raises:
+          FileExistsError: there is one. Perhaps our own: a request whose answer was lost is sent
+            again.
+        """
+        _ask(self, lambda files: files.pipe_file(self.address, content, mode="create"))
+
+    def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
+        """Does nothing: a folder is there while something is in it."""
+
+    def rmdir(self) -> None:
+        """Does nothing, like `mkdir`."""
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        """Deletes the object."""
+        try:
+            _ask(self, lambda files: files.rm_file(self.address))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def remove_tree(self) -> None:
+        """Deletes all objects below this folder; also where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            _ask(self, lambda files: files.rm(self.address, recursive=True))
+
+    def copy_to(self, other: "BucketPath") -> None:
+        """Copies the object within the storage, without a way through this machine."""
+        _ask(self, lambda files: files.cp_file(self.address, other.address))
+
+    def _kind(self) -> str | None:
+        try:
+            return _ask(self, lambda files: files.info(self.address))["type"]
+        except FileNotFoundError:
+            return None
+
+
+Place = Path | BucketPath
+
+
+def place(name: str | Path | BucketPath) -> Place:
+    """The folder or file of a name: in a bucket where it begins with gs://, else on a disk.
+
+    Raises:
+      UserError: it names another storage, no bucket, or leaves the bucket; or nobody's home.
+    """
+    text = str(name)
+    found = _ADDRESS.fullmatch(text)
+    if found is None:
+        scheme, separator, _ = text.partition("://")
+        if separator and scheme.isalnum():
+            raise UserError(f"{text}: of storages {SCHEME} is known, and paths on this machine")
+        return on_disk(text)
+    bucket, rest = found["bucket"], PurePosixPath(found["rest"])
+    # gcsfs would take stars, question marks and brackets for a pattern.
+    if not bucket or "@" in bucket or ".." in (bucket, *rest.parts) or re.search(r"[*?\[]", text):
+        raise UserError(
+            f"{re.sub('//.*@', '//...@', text)}: write gs://BUCKET/FOLDER, without '..', '*', '?' "
+            "and '[', and without credentials"
+        )
+    return BucketPath(f"{SCHEME}{bucket}/{rest}" if rest.parts else f"{SCHEME}{bucket}")
+
+
+def on_disk(name: str) -> Path:
+    """The path of a name, `~` expanded: shells leave it as it is behind a `=`.
+
+    Raises:
+      UserError: it begins with a ~ and no such user, or is no UTF-8, which config.gin is.
+    """
+    try:
+        name.encode()
+        return Path(name).expanduser()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name!r} is not UTF-8; rename it, or use another path") from error
+    except RuntimeError as error:
+        user = Path(name).parts[0]
+        raise UserError(
+            f"{name}: no home folder of {user!r} is known; write the path without '~'"
+        ) from error
+
+
+def require(setting: str, path: BucketPath) -> None:
+    """Looks whether a bucket can be read, before anything is begun.
+
+    Args:
+      setting: what names the path, for the message.
+      path: in the bucket.
+
+    Raises:
+      UserError: no such bucket, no permission, no login, or jaxtrain[gcs] is missing.
+      BucketError: it cannot be reached.
+    """
+    try:
+        _ask(path, lambda files: files.ls(path.bucket, max_results=1))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{setting} {path}: there is no bucket {path.bucket!r}; make it with 'gcloud storage "
+            f"buckets create {SCHEME}{path.bucket}', or name another"
+        ) from error
+    except (BucketRefusedError, UserError) as error:
+        raise UserError(f"{setting} {path}: {error}") from error
+
+
+def in_threads(function: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
+    """What a function that waits for a bucket returns for each of its arguments, in order."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket") as threads:
+        return list(threads.map(function, arguments))
+
+
+def _checked(address: str, folder: BucketPath) -> BucketPath:
+    """The place of a name that a listing gave."""
+    below = address[len(folder.address) + 1 :]
+    if str(PurePosixPath(below)) != below or ".." in PurePosixPath(below).parts or "\0" in below:
+        raise UserError(
+            f"{folder}: it holds an object called {below!r}, which is no name of a file; rename or "
+            "delete that object"
+        )
+    return BucketPath(address)
+
+
+def _hex(md5: str | None) -> str | None:
+    return None if md5 is None else base64.b64decode(md5).hex()
+
+
+# -- gcsfs -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _files() -> Any:
+    """The file system that gcsfs opens; UserError where it is not installed."""
+    try:
+        gcsfs = importlib.import_module("gcsfs")
+        config = importlib.import_module("fsspec.config")
+    except ImportError as error:
+        raise UserError(
+            f"buckets need jaxtrain[gcs] ({error}); run: pip install 'jaxtrain[gcs]'"
+        ) from error
+    # Others write there at the same time: a remembered listing is a wrong one. Orbax's and TFDS's
+    # own file systems are told too, and that TensorFlow, if it is installed, has no part in it.
+    for scheme in ("gs", "gcs"):
+        config.conf.setdefault(scheme, {})["use_listings_cache"] = False
+    os.environ.setdefault("EPATH_USE_TF", "false")
+    # It writes the traceback of every error before it raises it.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    return gcsfs.GCSFileSystem()
+
+
+def _ask(path: BucketPath, question: Callable[[Any], Any]) -> Any:
+    """What gcsfs answers; its errors become ours."""
+    with _translated(path):
+        return question(_files())
+
+
+@contextlib.contextmanager
+def _translated(path: BucketPath) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, UserError):
+        raise
+    # RuntimeError and the others: what gcsfs makes of odd answers.
+    except (OSError, ValueError, RuntimeError, KeyError, *library_errors()) as error:
+        detail = " ".join(str(error).split())[:300] or type(error).__name__
+        if str(error).startswith("Forbidden") or _code(error) in (401, 403):
+            raise BucketRefusedError(
+                f"the bucket {path.bucket!r} does not permit it to whoever is logged in here "
+                f"({detail}); log in with 'gcloud auth application-default login', or ask for the "
+                "role Storage Object User"
+            ) from error
+        raise BucketError(f"{path.address} did not answer ({detail})") from error
+
+
+def library_errors() -> tuple[type[Exception], ...]:
+    """What gcsfs and those below it raise besides OSError; none while it is not loaded."""
+    if "gcsfs" not in sys.modules:
+        return ()
+    classes = [
+        ("gcsfs.retry", "HttpError"),
+        ("gcsfs.retry", "ChecksumError"),
+        ("gcsfs.retry", "NonRetryableError"),
+        ("aiohttp", "ClientError"),
+        ("google.auth.exceptions", "GoogleAuthError"),
+    ]
+    return tuple(getattr(importlib.import_module(module), name) for module, name in classes)
+
+
+def _code(error: Exception) -> int | None:
+    """The HTTP status that gcsfs keeps in its own error."""
+    code = str(vars(error).get("code"))
+    return int(code) if code.isdigit() else None

@@ -1,0 +1,83 @@
+"""The one exception that means "the user can fix this", and the nearest valid choices."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake of the user's: the command line prints the sentence alone and exits with status 2.
+
+    The sentence names the thing, the value, what is allowed and the nearest valid choice.
+    """
+
+
+class ConfigError(UserError):
+    """Everything that was refused while a configuration was read, a sentence a line.
+
+    Attributes:
+      config: the configuration as far as it was read: see `partial.as_far_as_read`.
+    """
+
+    def __init__(self, sentences: Iterable[str], config: Any) -> None:
+        super().__init__("\n".join(sentences))
+        self.config = config
+
+
+def refuse_below(least: int, settings: Any, *names: str) -> None:
+    """Raises UserError for those of these settings that are under `least`; None passes."""
+    allowed = f"at least {least}" if least else "0 or more"
+    values = {name: getattr(settings, name) for name in names}
+    _raise_any(
+        f"{type(settings).__name__}.{name}={value}; use {allowed}"
+        for name, value in values.items()
+        if value is not None and value < least
+    )
+
+
+def refuse_not_positive(settings: Any, *names: str) -> None:
+    """Raises UserError for those of these settings that are not above 0; names their defaults."""
+    cls = type(settings)
+    values = {name: getattr(settings, name) for name in names}
+    _raise_any(
+        f"{cls.__name__}.{name}={value}; use a number above 0, such as {getattr(cls, name)}"
+        for name, value in values.items()
+        if not value > 0
+    )
+
+
+def _raise_any(sentences: Iterable[str]) -> None:
+    found = list(sentences)
+    if found:
+        raise UserError("\n".join(found))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 document`, `2 documents`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `word`, letter case ignored, or None when nothing is close."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[close[0]] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` when something known is close to `word`, else the list of what is."""
+    known = sorted(known)
+    close = nearest(word, known)
+    if close is not None:
+        return f"; did you mean {close!r}?"
+    return f"; known: {', '.join(known)}"
+
+
+def nearest_divisor(count: int, wanted: int) -> int:
+    """The divisor of `count` closest to `wanted`."""
+    return min((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - wanted))
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """The multiple of `of` closest to `value`, at least one time."""
+    return max(round(value / of), 1) * of

@@ -1,0 +1,560 @@
+"""Reads .gin files into frozen dataclasses and refuses what does not fit.
+
+gin's grammar with four rules on top: a binding names a field of a registered dataclass, its value
+fits the field's annotation, every binding is used, and the resolved tree can be printed and read
+again. This is the only module that imports gin, and it uses gin's parser alone: there is no global
+registry of bindings, so any number of configurations live side by side.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import re
+import sys
+import tokenize
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gin import config_parser
+
+from jaxtrain.config.errors import ConfigError, UserError, did_you_mean
+from jaxtrain.config.files import refused_path
+from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
+from jaxtrain.config.values import (
+    ByName,
+    by_name,
+    check_value,
+    choices,
+    located,
+    missing,
+    settings_of,
+    takes_plain_values,
+    takes_text,
+)
+
+_CONFIGURABLES: dict[str, type] = {}
+
+T = typing.TypeVar("T", bound=type)
+
+
+def configurable(cls: T) -> T:
+    """Registers a frozen dataclass under its own name, so that gin bindings can set its fields."""
+    assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
+    _CONFIGURABLES[cls.__name__] = cls
+    return cls
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """`@Name()` in a gin file: an instance of the registered dataclass Name."""
+
+    name: str
+    evaluate: bool
+
+    def __str__(self) -> str:
+        return f"@{self.name}()" if self.evaluate else f"@{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    """`%NAME` in a gin file: the value that `NAME = ...` gave."""
+
+    name: str
+
+
+class _Delegate(config_parser.ParserDelegate):
+    # Typed loosely in gin: it says Any by saying nothing.
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        return Reference(scoped_configurable_name, evaluate)
+
+    def macro(self, macro_name: str) -> Any:
+        return Macro(macro_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """One `Name.field = value`, with the place it was written at."""
+
+    value: Any
+    origin: str
+
+
+class _Bindings:
+    """Everything that files and the command line said, the later over the earlier."""
+
+    def __init__(self, *, allow_imports: bool, search_path: Path, folder: Path) -> None:
+        self.fields: dict[tuple[str, str], Binding] = {}
+        self.macros: dict[str, Binding] = {}
+        self.used_fields: set[tuple[str, str]] = set()
+        self.used_macros: set[str] = set()
+        self.imports: list[str] = []
+        self.mistakes: list[str] = []
+        self.notes: list[str] = []
+        # Where something was not read, what seems to be missing or unused may only seem so.
+        self.lacks_bindings = self.lacks_modules = False
+        self.allow_imports = allow_imports
+        self.search_path = search_path
+        self.folder = folder
+        self._being_built: list[str] = []
+
+    def add_file(self, path: Path, *, included_from: Path | None = None) -> None:
+        with self._noting_what_is_lacking():
+            text = _read(path)
+            self._add_statements(_statements(text, str(path)), path, included_from)
+
+    def _add_statements(
+        self, statements: Sequence[Any], path: Path, included_from: Path | None
+    ) -> None:
+        includes: list[str] = []
+        for statement in statements:
+            if isinstance(statement, config_parser.IncludeStatement):
+                includes.append(statement.filename)
+                with self._noting_what_is_lacking():
+                    if included_from is not None or len(includes) > 1:
+                        raise UserError(
+                            f"{path}:{statement.location.line_num}: include {statement.filename!r}:"
+                            " a run file includes at most one base, and a base includes nothing"
+                        )
+                    self.add_file(self._base(path, statement.filename), included_from=path)
+            else:
+                with self._noting_what_is_lacking():
+                    self._add(statement, str(path))
+
+    def add(self, statements: Sequence[Any], origin: str) -> None:
+        for statement in statements:
+            with self._noting_what_is_lacking():
+                if isinstance(statement, config_parser.IncludeStatement):
+                    raise UserError(f"{origin}: include belongs in a .gin file, not in a binding")
+                self._add(statement, origin)
+
+    def add_single(self, text: str) -> None:
+        """A binding of the command line; there text needs no quotes where nothing else is meant."""
+        origin, statements = f"-b {text!r}", []
+        with self._noting_what_is_lacking():
+            try:
+                statements = _statements(text, origin)
+            except UserError:
+                quoted = _quoted(text)
+                if quoted is None:
+                    raise
+                statements = _statements(quoted, origin)
+                self.notes.append(f"{origin} is taken as text: {quoted}")
+        self.add([one for one in statements if not _is_import(one)], origin)
+
+    @contextlib.contextmanager
+    def _noting_what_is_lacking(self) -> Iterator[None]:
+        """Within, a mistake is kept for the end, and what it kept from being read is lacking."""
+        try:
+            yield
+        except UserError as error:
+            self.mistakes.append(str(error))
+            self.lacks_bindings = True
+
+    def _base(self, path: Path, name: str) -> Path:
+        for folder in (path.parent, self.search_path):
+            base = (folder / name).resolve()
+            if base.is_file() and base.is_relative_to(folder.resolve()):
+                return base
+        raise UserError(
+            f"{path}: include {name!r}: no such file beside it or among the shipped configs "
+            f"(a base stays inside its folder){did_you_mean(name, _gin_files(path.parent))}"
+        )
+
+    def _add(self, statement: Any, origin: str) -> None:
+        if isinstance(statement, config_parser.BlockDeclaration):
+            return
+        where = origin if origin.startswith("-b") else f"{origin}:{statement.location.line_num}"
+        if _is_import(statement):
+            self._import(statement.module, where)
+            return
+        name, field = statement.selector, statement.arg_name
+        if statement.scope:
+            raise UserError(f"{where}: {statement.scope}/{name}: gin scopes are not used here")
+        if not field:
+            self.macros[name] = Binding(statement.value, where)
+            return
+        if name not in _CONFIGURABLES:
+            if self.lacks_modules:
+                return
+            raise UserError(
+                f"{where}: unknown name {name!r} in {name}.{field}"
+                f"{did_you_mean(name, _CONFIGURABLES)}"
+            )
+        known = settings_of(_CONFIGURABLES[name])
+        if field not in known:
+            hint = _of_a_choice(_CONFIGURABLES[name], field) or did_you_mean(field, known)
+            raise UserError(
+                f"{where}: {name} has no setting {field!r}{hint} ({name} takes: {', '.join(known)})"
+            )
+        self.fields[name, field] = Binding(statement.value, where)
+
+    def _import(self, module: str, where: str) -> None:
+        if module.split(".")[0] != "jaxtrain" and not self.allow_imports:
+            self.lacks_modules = True
+            raise UserError(
+                f"{where}: import {module}: a config does not run code from outside jaxtrain; "
+                "pass --allow-imports if you trust that module"
+            )
+        try:
+            with _on_path(self.folder, Path.cwd()):
+                importlib.import_module(module)
+        except ImportError as error:
+            self.lacks_modules = True
+            raise UserError(
+                f"{where}: import {module}: {error} (looked for beside the config, in this folder "
+                "and where Python looks; PYTHONPATH adds folders)"
+            ) from error
+        if module not in self.imports:
+            self.imports.append(module)
+
+    # -- building ------------------------------------------------------------------------------
+
+    def build(self, cls: type) -> Any:
+        """An instance of a registered dataclass, its fields from the bindings or its defaults.
+
+        Where something is refused, `mistakes` says what, and the instance has holes.
+        """
+        name, values, unread = cls.__name__, {}, set()
+        self._being_built.append(name)
+        hints, plain = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
+        for bound, field in settings_of(cls).items():
+            binding, mark = self.fields.get((name, bound)), by_name(hints[field.name])
+            written = f"{name}.{bound}"
+            try:
+                if mark is not None:
+                    values[field.name] = self._chosen(name, field, mark)
+                elif binding is not None:
+                    self.used_fields.add((name, bound))
+                    values[field.name] = self._value(written, binding, plain[field.name])
+                elif is_required(field):
+                    unread.add(field.name)
+                    if not self.lacks_bindings:
+                        known = _CONFIGURABLES.values()
+                        self.mistakes.append(missing(written, plain[field.name], known))
+            except NotRead:
+                unread.add(field.name)
+        self._being_built.pop()
+        if not unread:
+            try:
+                return cls(**values)
+            except ValueError:
+                pass  # `own_refusals` has the sentences
+        said, unread = own_refusals(cls, values, unread)
+        self.mistakes += said
+        return as_far_as_read(cls, values, unread)
+
+    def _value(self, name: str, binding: Binding, annotation: Any) -> Any:
+        """A field's value; NotRead where it is refused, and `mistakes` says why."""
+        value = None
+        try:
+            value = self._resolve(binding.value, binding.origin)
+            with contextlib.suppress(NotRead):  # of a section with holes: its class is what fits
+                value = check_value(name, value, annotation, binding.origin)
+        except UserError as error:
+            self.mistakes.append(str(error))
+            # Of the section that it might have been nothing is read now.
+            self.lacks_bindings |= value is None or not takes_plain_values(annotation)
+            raise NotRead from error
+        return value
+
+    def _chosen(self, section: str, field: dataclasses.Field[Any], mark: ByName) -> Any:
+        """An instance of the class that a binding names, or of the default's."""
+        binding = self.fields.get((section, mark.binding))
+        if binding is None:
+            return self.build(type(field.default))
+        self.used_fields.add((section, mark.binding))
+        try:
+            name = self._value(f"{section}.{mark.binding}", binding, _one_of(mark))
+            return self.build(mark.choices()[name])
+        except NotRead:
+            self.lacks_bindings = True  # what it names might have read some
+            raise
+
+    def _resolve(self, value: Any, where: str, macros: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, Macro):
+            if value.name not in self.macros or value.name in macros:
+                raise UserError(
+                    f"{where}: %{value.name} has no value{did_you_mean(value.name, self.macros)}"
+                )
+            self.used_macros.add(value.name)
+            macro = self.macros[value.name]
+            return self._resolve(macro.value, macro.origin, (*macros, value.name))
+        if isinstance(value, Reference):
+            if value.name not in _CONFIGURABLES:
+                if self.lacks_modules:
+                    raise NotRead
+                raise UserError(
+                    f"{where}: {value}: unknown name{did_you_mean(value.name, _CONFIGURABLES)}"
+                )
+            if not value.evaluate:
+                raise UserError(f"{where}: write @{value.name}() with the brackets")
+            if value.name in self._being_built:
+                raise UserError(f"{where}: {value} would be a part of itself; refer to another")
+            return self.build(_CONFIGURABLES[value.name])
+        if isinstance(value, list | tuple):
+            return tuple(self._resolve(item, where, macros) for item in value)
+        if isinstance(value, dict):
+            return {key: self._resolve(item, where, macros) for key, item in value.items()}
+        return value
+
+    def alone(self) -> "_Bindings":
+        """The same bindings, to which others may be added without a trace here."""
+        found = _Bindings(
+            allow_imports=self.allow_imports, search_path=self.search_path, folder=self.folder
+        )
+        found.fields, found.macros = dict(self.fields), dict(self.macros)
+        return found
+
+    def refuse_unused(self, root: type, file: "_Bindings") -> None:
+        """Refuses the bindings that nothing read, but for those of the file that were overridden.
+
+        Args:
+          root: what was built of the bindings.
+          file: the bindings of the file alone.
+        """
+        if self.lacks_bindings or self.lacks_modules:
+            return
+        fields = {key: one for key, one in self.fields.items() if key not in self.used_fields}
+        macros = {key: one for key, one in self.macros.items() if key not in self.used_macros}
+        if fields or macros:
+            for cls in sections(root).values():
+                file.build(cls)
+        replaced: dict[str, list[str]] = {}
+        for (name, field), binding in fields.items():
+            if file.fields.get((name, field)) is binding and (name, field) in file.used_fields:
+                replaced.setdefault(f"uses {name}", []).append(f"{name}.{field}")
+            else:
+                self.mistakes.append(
+                    f"{binding.origin}: {name}.{field} is set, but nothing in this configuration "
+                    f"uses {name}{_how_to_choose(name)}"
+                )
+        for name, binding in macros.items():
+            if file.macros.get(name) is binding and name in file.used_macros:
+                replaced.setdefault(f"refers to %{name}", []).append(name)
+            else:
+                self.mistakes.append(
+                    f"{binding.origin}: {name} = ... is set, but nothing refers to %{name}"
+                )
+        for reading, names in replaced.items():
+            self.notes.append(
+                f"{', '.join(names)}: left out, since by the bindings of the command line nothing "
+                f"{reading}"
+            )
+
+
+def load(
+    root: type,
+    file: Path | None,
+    bindings: Sequence[str] = (),
+    *,
+    search_path: Path,
+    allow_imports: bool = False,
+) -> Any:
+    """An instance of the frozen dataclass `root`: its `imports`, and its sections.
+
+    Args:
+      root: the annotation of each field but two is a registered dataclass, built from the bindings
+        of its name; `imports: tuple[str, ...]` takes what was imported, `notes: tuple[str, ...]` a
+        sentence for everything that was not taken as it was written.
+      file: the .gin file, or None for `bindings` alone.
+      bindings: single gin bindings, applied after the file, the later over the earlier; the modules
+        that they import are there for the file too.
+      search_path: the folder of shipped configs, where `include` looks after the file's own folder.
+      allow_imports: let `import` lines run modules from outside the package, of the file's folder
+        or the current one before all others.
+
+    Raises:
+      ConfigError: unknown names, values of the wrong type, bindings nothing uses, a bad file:
+        everything at once.
+    """
+    folder = Path.cwd() if file is None else file.resolve().parent
+    found = _Bindings(allow_imports=allow_imports, search_path=search_path, folder=folder)
+    for text in bindings:
+        with contextlib.suppress(UserError):  # `add_single` says it
+            statements = _statements(text, f"-b {text!r}")
+            found.add([one for one in statements if _is_import(one)], f"-b {text!r}")
+    if file is not None:
+        found.add_file(file)
+    of_file = found.alone()
+    for text in bindings:
+        found.add_single(text)
+    built = {name: found.build(cls) for name, cls in sections(root).items()}
+    found.refuse_unused(root, of_file)
+    loaded = root(imports=tuple(found.imports), notes=tuple(found.notes), **built)
+    if found.mistakes:
+        raise ConfigError(found.mistakes, loaded)
+    return loaded
+
+
+def sections(root: type) -> dict[str, type]:
+    """The registered dataclasses that a root consists of, by field."""
+    hints = typing.get_type_hints(root)
+    return {
+        f.name: hints[f.name]
+        for f in dataclasses.fields(root)
+        if f.name not in ("imports", "notes")
+    }
+
+
+def to_gin(root: Any, *, absolute: bool = False) -> str:
+    """The resolved tree as gin text: every value, so that reading it again gives an equal tree.
+
+    Args:
+      root: as of `load`.
+      absolute: paths on this machine are written from its root on: the text then means the same in
+        whatever folder it is read.
+    """
+    blocks = {"imports": [f"import {module}" for module in root.imports]} if root.imports else {}
+    for name in sections(type(root)):
+        _format_block(getattr(root, name), blocks, absolute)
+    return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
+
+
+def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
+    name = type(section).__name__
+    lines = blocks.setdefault(name, [])
+    hints = typing.get_type_hints(type(section), include_extras=True)
+    for bound, field in settings_of(type(section)).items():
+        value, mark = getattr(section, field.name), by_name(hints[field.name])
+        if absolute:
+            value = located(value, hints[field.name])
+        if mark is None:
+            written = _format_value(value, blocks, absolute)
+        else:
+            written = repr(mark.name_of(type(value)))
+            _format_block(value, blocks, absolute)
+        lines.append(f"{name}.{bound} = {written}")
+
+
+def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> str:
+    if type(value).__name__ in _CONFIGURABLES and dataclasses.is_dataclass(value):
+        _format_block(value, blocks, absolute)
+        return f"@{type(value).__name__}()"
+    if isinstance(value, tuple):
+        items = [_format_value(item, blocks, absolute) for item in value]
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    return repr(value)
+
+
+def _marks(cls: type) -> list[ByName]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [mark for mark in map(by_name, hints.values()) if mark is not None]
+
+
+def _one_of(mark: ByName) -> Any:
+    """What a binding takes that names one of several classes."""
+    literal: Any = typing.Literal
+    return literal[tuple(mark.choices())]
+
+
+def _of_a_choice(cls: type, setting: str) -> str:
+    """Where a setting belongs that a class has not, but what one of its settings names has."""
+    found = [
+        f"{choice.__name__}.{setting}"
+        for mark in _marks(cls)
+        for choice in mark.choices().values()
+        if setting in settings_of(choice)
+    ]
+    return f"; it belongs to what {cls.__name__} names: {', '.join(found)}" if found else ""
+
+
+def _how_to_choose(unused: str) -> str:
+    """The binding that makes a configuration use a class, where one names it."""
+    for cls in _CONFIGURABLES.values():
+        for mark in _marks(cls):
+            for name, choice in mark.choices().items():
+                if choice is _CONFIGURABLES[unused]:
+                    return f"; {cls.__name__}.{mark.binding} = {name!r} does"
+    return ""
+
+
+@contextlib.contextmanager
+def _on_path(*folders: Path) -> Iterator[None]:
+    """Within, modules are looked for in these folders first, as `python FILE` does beside FILE."""
+    before = list(sys.path)
+    sys.path[:0] = map(str, folders)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _is_import(statement: Any) -> bool:
+    return isinstance(statement, config_parser.ImportStatement)
+
+
+def _read(path: Path) -> str:
+    try:
+        with refused_path(f"config {str(path)!r}", needs="use a .gin file that can be read"):
+            return path.read_text(encoding="utf-8-sig")  # editors of Windows begin with a mark
+    except UnicodeDecodeError as error:
+        told = f"config {str(path)!r} is not UTF-8 text (byte {error.start}); convert it with iconv"
+        raise UserError(told) from error
+
+
+def _statements(text: str, origin: str) -> list[Any]:
+    try:
+        return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
+    except (SyntaxError, ValueError, tokenize.TokenError) as error:
+        if isinstance(error, tokenize.TokenError):  # as Python 3.12 says it of a missing quote
+            row = error.args[1][0]
+            line = dict(enumerate(text.splitlines(), 1)).get(row, "")
+            error = SyntaxError("Unable to parse value.", (origin, row, None, line))
+        line = getattr(error, "lineno", None)
+        where = f"{origin}:{line}" if line and not origin.startswith("-b") else origin
+        detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
+        if isinstance(error, SyntaxError):
+            detail, example = _no_value(error) or (error.msg.strip(), example)
+        raise UserError(
+            f"{where}: not a gin binding ({detail}); write Name.field = value, "
+            f"with text in quotes: {example}"
+        ) from error
+
+
+def _quoted(text: str) -> str | None:
+    """A binding whose value is text without quotes, with them; None where that is not obvious."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    section, _, field = name.partition(".")
+    known = settings_of(_CONFIGURABLES[section]) if section in _CONFIGURABLES else {}
+    if field not in known:
+        return None
+    hints = typing.get_type_hints(_CONFIGURABLES[section], include_extras=True)
+    mark = by_name(hints[known[field].name])
+    annotation: Any = typing.get_type_hints(_CONFIGURABLES[section])[known[field].name]
+    if mark is not None:
+        annotation = _one_of(mark)
+    # Quotes, brackets, references and comments began something else; so did true, none and classes,
+    # but for a choice of that name.
+    other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _meant(value)
+    if value in choices(annotation) or (takes_text(annotation) and not other):
+        return f"{name} = {value!r}"
+    return None
+
+
+def _meant(word: str) -> str | None:
+    """What a word without quotes is in gin; None: nothing."""
+    known = {"True": "True", "False": "False", "None": "None"}
+    known |= {cls: f"@{cls}()" for cls in _CONFIGURABLES}
+    return known.get(word.removesuffix("()")) or known.get(word.capitalize())
+
+
+def _no_value(error: SyntaxError) -> tuple[str, str] | None:
+    """What is wrong with a value that is none, and the same line with quotes around it."""
+    name, _, rest = (error.text or "").partition("=")
+    name, value = name.strip(), rest.strip()
+    token = re.search(r"Failed to parse token '(.*)'", error.msg)
+    if not value or not (token or error.msg.startswith("Unable to parse value")):
+        return None
+    word = token.group(1) if token else value
+    if not value.startswith(word):  # one of several, in brackets
+        return f"{word} is no value", f"{name} = {value.replace(word, repr(word), 1)}"
+    meant = _meant(word)
+    hint = f"; did you mean {meant}?" if meant else ""
+    return f"{value} is no value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"
+
+
+def _gin_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.gin")]

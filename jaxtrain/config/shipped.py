@@ -1,0 +1,69 @@
+"""Where configs are found, and what the shipped ones say of themselves."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from jaxtrain.config.buckets import on_disk
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.files import refused_path
+
+
+def configs_folder() -> Path:
+    """The folder of shipped configs: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def find_config(name: str) -> Path:
+    """The .gin file that `name` means: a path, or a shipped config without its ending.
+
+    Raises:
+      UserError: there is no such file, or no such user's home.
+    """
+    path = on_disk(name)
+    shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
+    if path.suffix == ".gin":
+        with refused_path(f"config {name!r}", needs="use a .gin file that can be read"):
+            if path.is_file():
+                return path
+            beside = [str(p) for p in path.parent.glob("*.gin")]
+            known = [path.stem] if path.stem in shipped else [*beside, *shipped]
+        raise UserError(f"config {name!r}: no such file{did_you_mean(name, known)}")
+    if name in shipped:
+        return shipped[name]
+    raise UserError(f"config {name!r}: no .gin file and not shipped{did_you_mean(name, shipped)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What the comment at the head of a config says.
+
+    Attributes:
+      name: of the config.
+      trains: its first sentence.
+      hardware: what it is meant for, without what stands in brackets and after a semicolon.
+    """
+
+    name: str
+    trains: str
+    hardware: str
+
+
+def shipped_headers() -> list[Header]:
+    """The header of each shipped config, by name."""
+    files = sorted(configs_folder().glob("*.gin"))
+    return [_header(file.stem, file.read_text(encoding="utf-8")) for file in files]
+
+
+def _header(name: str, text: str) -> Header:
+    lines = re.match(r"(?:#.*\n)*", text)
+    assert lines is not None
+    # A paragraph ends with an empty line; the hardware begins a line.
+    words = re.sub(r"^# ?", "", lines[0], flags=re.M)
+    first = " ".join(words.partition("\n\n")[0].split())
+    found = re.search(r"^Hardware: (.*?)(?:\.\s|\.?\Z)", words, re.M | re.S)
+    hardware = "" if found is None else " ".join(found[1].split())
+    without = re.sub(r" \([^()]*\)", "", hardware).partition(";")[0]
+    return Header(name, first.rstrip("."), without)

@@ -1,0 +1,227 @@
+"""Whether a setting's value fits its annotation, and what the setting takes in words."""
+
+import ast
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.errors import UserError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class PathOr:
+    """Marks a setting that takes a path: `source: Annotated[str, PathOr(("embedded", "tfds:"))]`.
+
+    Attributes:
+      words: what else it takes; a word that ends in a colon begins such a value.
+    """
+
+    words: tuple[str, ...] = ()
+
+    def absolute(self, value: str) -> str:
+        """A path on this machine from its root on; a word or a URL as it is."""
+        is_word = any(value.startswith(w) if w[-1] == ":" else value == w for w in self.words)
+        return (
+            value if is_word or "://" in value else str(Path(os.path.expanduser(value)).absolute())
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ByName:
+    """Marks a setting that is one of several registered dataclasses, bound by what it is called.
+
+    `rule: Annotated[Rule, ByName("name", rules)]` of Optimizer is bound as `Optimizer.name =
+    'sgd'`, and the settings of the class so called are a section of their own: `SGD.momentum`.
+
+    Attributes:
+      binding: what the setting is called in a gin file.
+      choices: the classes by their names.
+    """
+
+    binding: str
+    choices: Callable[[], Mapping[str, type]]
+
+    def name_of(self, cls: type) -> str:
+        """What a class is called."""
+        return next(name for name, choice in self.choices().items() if choice is cls)
+
+
+def by_name(annotation: Any) -> ByName | None:
+    """The mark of an annotation that is marked `ByName`."""
+    marks = getattr(annotation, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, ByName)), None)
+
+
+def settings_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a settings class by what they are called in a gin file."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    marks = {field: by_name(hints[field.name]) for field in dataclasses.fields(cls)}
+    return {mark.binding if mark else field.name: field for field, mark in marks.items()}
+
+
+def located(value: Any, annotation: Any) -> Any:
+    """`value`, absolute where its annotation is marked `PathOr`."""
+    marks = getattr(annotation, "__metadata__", ())
+    mark = next((mark for mark in marks if isinstance(mark, PathOr)), None)
+    return value if mark is None or value is None else mark.absolute(value)
+
+
+def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
+    """`value` if it fits the annotation (an int where a float is asked for becomes one).
+
+    Raises:
+      UserError: naming the setting, its value, what it takes and the nearest valid choice.
+    """
+    fits, value = _fit(value, annotation)
+    if fits:
+        return value
+    words = [choice for choice in choices(annotation) if isinstance(choice, str)]
+    hint = ""
+    if words and isinstance(value, str):
+        hint = did_you_mean(value, words)
+    elif isinstance(value, str):
+        try:
+            literal = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            literal = value
+        if not isinstance(literal, str) and _fit(literal, annotation)[0]:
+            hint = f"; write {literal!r} without quotes"
+    elif dataclasses.is_dataclass(value):
+        lacking = sorted({member for part in _parts(annotation) for member in lacks(value, part)})
+        hint = f", and this has no {', '.join(lacking)}" if lacking else ""
+    if not hint and _fit((value,), annotation)[0]:
+        hint = f"; write {(value,)!r}"
+    raise UserError(
+        f"{origin}: {name} = {value!r} is {_kind(value)}; it takes {_describe(annotation)}{hint}"
+    )
+
+
+def lacks(value: Any, annotation: Any) -> list[str]:
+    """The members of a protocol that a value has not; none where the annotation is no protocol."""
+    if not _is_protocol(annotation):
+        return []
+    members = {*annotation.__annotations__, *vars(annotation)}
+    return sorted(name for name in members if name[0] != "_" and name not in dir(value))
+
+
+def _is_protocol(annotation: Any) -> bool:
+    return isinstance(annotation, type) and typing.Protocol in annotation.__bases__
+
+
+def missing(name: str, annotation: Any, classes: Iterable[type]) -> str:
+    """What is said of a setting that has no value and needs one.
+
+    Args:
+      name: the setting.
+      annotation: what it takes.
+      classes: what can be referred to.
+    """
+    examples = sorted(f"@{cls.__name__}()" for cls in classes if _is_of(cls, annotation))
+    examples += [repr(choice) for choice in choices(annotation)]
+    plain = {int: "1", float: "0.1", str: "'text'", bool: "True"}
+    examples += [plain[part] for part in _parts(annotation) if part in plain]
+    takes = f" to one of {', '.join(examples)}" if len(examples) > 1 else ""
+    such = f", such as {name} = {examples[0]}" if examples else ""
+    return f"{name} has no value: bind it{takes}{such}"
+
+
+def _is_of(cls: type, annotation: Any) -> bool:
+    """Whether a dataclass has what a protocol asks for; a field without a default is no member."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return _is_protocol(annotation) and fields.issuperset(lacks(cls, annotation))
+
+
+def takes_text(annotation: Any) -> bool:
+    """Whether an annotation takes text, any or one of some choices."""
+    return str in _parts(annotation) or any(isinstance(one, str) for one in choices(annotation))
+
+
+def takes_plain_values(annotation: Any) -> bool:
+    """Whether no section fits an annotation: it takes numbers, text and collections of them."""
+    return all(
+        part is type(None)
+        or typing.get_origin(part) is not None
+        or (isinstance(part, type) and part is not object and part.__module__ == "builtins")
+        for part in _parts(annotation)
+    )
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def choices(annotation: Any) -> list[Any]:
+    """What an annotation's Literals name."""
+    return [
+        choice
+        for part in _parts(annotation)
+        if typing.get_origin(part) is typing.Literal
+        for choice in typing.get_args(part)
+    ]
+
+
+def _fit(value: Any, annotation: Any) -> tuple[bool, Any]:
+    parts = _parts(annotation)
+    if len(parts) > 1:
+        for part in parts:
+            fits, fitted = _fit(value, part)
+            if fits:
+                return True, fitted
+        return False, value
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True, value
+    if annotation is None or annotation is type(None):
+        return value is None, value
+    if origin is typing.Literal:
+        # True == 1 in Python: a bool is no choice among numbers.
+        return any(value == a and type(value) is type(a) for a in arguments), value
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False, value
+        variadic = len(arguments) == 2 and arguments[1] is ...
+        kinds = (arguments[0],) * len(value) if variadic else arguments
+        if len(kinds) != len(value):
+            return False, value
+        fitted = [_fit(item, kind) for item, kind in zip(value, kinds, strict=True)]
+        return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
+    if origin is dict:
+        if not isinstance(value, dict):
+            return False, value
+        keys = [_fit(key, arguments[0]) for key in value]
+        values = [_fit(item, arguments[1]) for item in value.values()]
+        fits = all(fit for fit, _ in (*keys, *values))
+        return fits, {key: item for (_, key), (_, item) in zip(keys, values, strict=True)}
+    if annotation is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number, float(value) if number else value
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    return isinstance(value, origin or annotation), value
+
+
+def _describe(annotation: Any) -> str:
+    words = []
+    for part in _parts(annotation):
+        if typing.get_origin(part) is typing.Literal:
+            words.append("one of " + ", ".join(repr(a) for a in typing.get_args(part)))
+        elif part is type(None):
+            words.append("None")
+        elif typing.get_origin(part) is None:
+            words.append(getattr(part, "__name__", str(part)))
+        else:
+            words.append(str(part))
+    return " or ".join(words)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,1 @@
+"""Images: files, arrays and TFDS to augmented batches."""

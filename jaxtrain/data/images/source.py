@@ -1,0 +1,223 @@
+"""ImageData: a source of labelled images, split by class, augmented and normalised."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+from PIL import Image
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.images import stores
+from jaxtrain.data.images import transform as transform
+from jaxtrain.data.images.stores import LabelledImages, Subset
+from jaxtrain.data.source import (
+    Dataset,
+    check_heldout_fraction,
+    check_heldout_split,
+    digest,
+    existing_path,
+    is_heldout,
+)
+from jaxtrain.data.tfds import PREFIX, check_feature, open_builder, open_split, tfds_name
+
+SOURCE_WORDS = (*stores.DEMO, "synthetic", "tfds:NAME")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Labelled images.
+
+    Attributes:
+      source: `'digits'` (1,797 of 8x8) or `'mnist5k'` (5,000 of 28x28), both from jaxtrain[demo]; a
+        folder with a folder of PNG and JPEG files for each class, numbered by sorted name;
+        `'tfds:NAME'`; or `'synthetic'`, random pixels for benchmarks.
+      image_size: height and width that the model reads, in pixels. Images of another size are
+        scaled to it by their shorter side and cut to their middle, unless `crop` is 'resized'.
+      channels: 1 (grey) or 3 (RGB).
+      num_classes: how many classes the source has.
+      crop: in training 'pad' shifts by up to `padding` pixels and 'resized' scales a random box; in
+        evaluation 'resized' takes the middle 224/256. 'none' does neither.
+      padding: of crop 'pad', in pixels.
+      flip: mirror half of the training images left to right.
+      mean: subtracted from pixels in [0, 1]; one value, or one a channel.
+      std: what pixels in [0, 1], less the mean, are divided by; one value, or one a channel.
+      heldout_fraction: share of each class that is held out, evenly spaced over its order.
+      data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
+      train_split: the TFDS split to train on.
+      heldout_split: the TFDS split to evaluate on; None holds out a part of `train_split`.
+      image_feature: the TFDS feature that holds the image.
+      label_feature: the TFDS feature that holds the label.
+    """
+
+    source: Annotated[str, PathOr((*stores.DEMO, "synthetic", PREFIX))] = "digits"
+    image_size: int = 8
+    channels: Literal[1, 3] = 1
+    num_classes: int = 10
+    crop: Literal["none", "pad", "resized"] = "none"
+    padding: int = 4
+    flip: bool = False
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+    heldout_fraction: float = 0.2
+    data_dir: Annotated[str | None, PathOr()] = None
+    train_split: str = "train"
+    heldout_split: str | None = None
+    image_feature: str = "image"
+    label_feature: str = "label"
+
+    def __post_init__(self) -> None:
+        for name, least in (("image_size", 1), ("num_classes", 2), ("padding", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"ImageData.{name} = {getattr(self, name)}: it is at least {least}")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) not in (1, self.channels):
+                raise UserError(
+                    f"ImageData.{name} = {values} has {len(values)} values; it takes one, or one "
+                    f"for each of ImageData.channels = {self.channels}"
+                )
+        if min(self.std) <= 0:
+            raise UserError(f"ImageData.std = {self.std}: a standard deviation is over 0")
+        check_heldout_fraction("ImageData.heldout_fraction", self.heldout_fraction)
+        check_heldout_split(
+            "ImageData", self.train_split, self.heldout_split, named=self.source.startswith(PREFIX)
+        )
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of an example."""
+        return self.image_size, self.image_size, self.channels
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+        shape = (global_batch_size, *self.image_shape)
+        images: Any = jax.ShapeDtypeStruct(shape, np.float32)
+        labels: Any = jax.ShapeDtypeStruct(shape[:1], np.int32)
+        mask: Any = jax.ShapeDtypeStruct(shape[:1], np.float32)
+        return Batch(images, labels, mask)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Finds and splits the images; only `'synthetic'` depends on `seed`.
+
+        Raises:
+          UserError: nothing there, an extra that is not installed, another number of classes, or a
+            split that would be empty.
+        """
+        train, heldout, class_names = self._split(seed)
+        for name, images in (("training", train), ("held-out", heldout)):
+            if not len(images):
+                raise UserError(
+                    f"ImageData.source = {self.source!r}: its {name} part would be empty; use more "
+                    f"images or another ImageData.heldout_fraction (now {self.heldout_fraction})"
+                )
+        where = ("source", "data_dir")
+        settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
+        header = {"kind": "image", "class_names": class_names, **settings}
+        facts: dict[str, float | int | str] = {
+            "source": self.source,
+            "classes": self.num_classes,
+            "class_names": ", ".join(class_names),
+            "train_images": len(train),
+            "heldout_images": len(heldout),
+        }
+        return Dataset(
+            PreparedImages(train, self),
+            PreparedImages(heldout, self),
+            digest(header, [*train.content(), *heldout.content()]),
+            facts,
+            None,
+            "images",
+        )
+
+    def _split(self, seed: int) -> tuple[LabelledImages, LabelledImages, list[str]]:
+        if self.source == "synthetic":
+            train, heldout = (
+                stores.RandomImages(count, self.image_shape, self.num_classes, (seed, number))
+                for number, count in enumerate(stores.SYNTHETIC_IMAGES.values())
+            )
+            return train, heldout, _numbers(self.num_classes)
+        name = tfds_name("ImageData.source", self.source)
+        if name is not None:
+            builder, class_names = self._builder(name)
+            self._check_num_classes(len(class_names))
+            train = self._tfds(builder, self.train_split, "ImageData.train_split")
+            if self.heldout_split is not None:
+                held = self._tfds(builder, self.heldout_split, "ImageData.heldout_split")
+                return train, held, class_names
+            return *self._hold_out(train), class_names
+        if self.source in stores.DEMO:
+            images, class_names = stores.DEMO[self.source](), _numbers(10)
+        else:
+            path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
+            images, class_names = stores.folder(path)
+        self._check_num_classes(len(class_names))
+        return *self._hold_out(images), class_names
+
+    def _hold_out(self, images: LabelledImages) -> tuple[Subset, Subset]:
+        labels = images.labels()
+        held = np.zeros(len(labels), bool)
+        for label in np.unique(labels):
+            (of_class,) = np.nonzero(labels == label)
+            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
+        return Subset(images, np.flatnonzero(~held)), Subset(images, np.flatnonzero(held))
+
+    def _builder(self, name: str) -> tuple[Any, list[str]]:
+        builder = open_builder(name, self.data_dir, "ImageData.source")
+        check_feature(builder, self.image_feature, "Image", "ImageData.image_feature")
+        label = check_feature(builder, self.label_feature, "ClassLabel", "ImageData.label_feature")
+        return builder, list(label.names)
+
+    def _tfds(self, builder: Any, split: str, setting: str) -> stores.TfdsImages:
+        records = open_split(builder, split, setting, skip=(self.image_feature,))
+        size = builder.info.splits[split].num_bytes
+        identity = f"{builder.info.full_name} {split} {len(records)} records {size} bytes"
+        return stores.TfdsImages(records, self.image_feature, self.label_feature, identity)
+
+    def _check_num_classes(self, found: int) -> None:
+        if found != self.num_classes:
+            raise UserError(
+                f"ImageData.num_classes = {self.num_classes}, but ImageData.source = "
+                f"{self.source!r} has {found} classes; set ImageData.num_classes = {found}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedImages:
+    """Images as the model reads them; implements Examples."""
+
+    images: LabelledImages
+    config: ImageData
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """One image [H, W, C], its label and a mask of 1; `rng` None is evaluation."""
+        image, label = self.images.read(index)
+        pixels = self._pixels(transform.convert(image, self.config.channels), rng)
+        inputs = transform.normalise(pixels, self.config.mean, self.config.std)
+        return Batch(inputs, np.asarray(label, np.int32), np.ones((), np.float32))
+
+    def _pixels(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
+        config = self.config
+        resized = config.crop == "resized"
+        if rng is None:
+            zoom = transform.EVALUATION_ZOOM if resized else 1.0
+            return transform.to_array(transform.center_crop(image, config.image_size, zoom=zoom))
+        if resized:
+            image = transform.random_resized_crop(image, config.image_size, rng)
+        else:
+            image = transform.center_crop(image, config.image_size)
+        pixels = transform.to_array(image)
+        if config.crop == "pad":
+            pixels = transform.pad_and_crop(pixels, config.padding, rng)
+        return transform.flip(pixels, rng) if config.flip else pixels
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]

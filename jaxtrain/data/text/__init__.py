@@ -1,0 +1,1 @@
+"""Text: files and folders to token windows or packed documents."""

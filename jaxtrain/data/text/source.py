@@ -1,0 +1,289 @@
+"""TextData: a text source, tokenized, split by documents and packed into rows."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+
+from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import (
+    Dataset,
+    check_heldout_fraction,
+    check_heldout_split,
+    digest,
+    existing_path,
+    is_heldout,
+)
+from jaxtrain.data.text import documents, packing
+from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
+from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+
+SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
+
+# Enough that a benchmark does not come round, and cheap: a row is drawn when it is asked for.
+SYNTHETIC_ROWS = {"train": 1 << 20, "heldout": 256}
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Rows of tokens from text.
+
+    Attributes:
+      source: a UTF-8 text file; a folder, each text file in it a document, both on a disk or at
+        `'gs://BUCKET/PATH'`; `'tfds:NAME'`, each record a document; `'embedded'`, Python's own
+        library and language reference; or `'synthetic'`, random tokens for benchmarks. Of JSON
+        lines (`.jsonl` or `.ndjson`, also `.gz`), alone or in a folder, each record is a document.
+      sequence_length: tokens a row.
+      separate_documents: documents in one row do not see each other and positions restart; False
+        lets attention run across them, which kernels without segment ids need.
+      tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
+        tokenizer.json.
+      end_of_text: the token of tokenizer.json that ends a document; None takes the usual names.
+      heldout_fraction: share of the documents that is held out, evenly spaced over their order; of
+        a source that is one document its last part, from a line's beginning.
+      data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
+      train_split: the TFDS split to train on.
+      heldout_split: the TFDS split to evaluate on; None holds out a part of `train_split`.
+      text_feature: the TFDS feature that holds the text.
+      text_field: the field of JSON lines that holds the text.
+      synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
+    """
+
+    source: Annotated[str, PathOr(("embedded", "synthetic", PREFIX))] = "embedded"
+    sequence_length: int = 256
+    separate_documents: bool = True
+    tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
+    end_of_text: str | None = None
+    heldout_fraction: float = 0.05
+    data_dir: Annotated[str | None, PathOr()] = None
+    train_split: str = "train"
+    heldout_split: str | None = None
+    text_feature: str = "text"
+    text_field: str = "text"
+    synthetic_vocab_size: int = 256
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise UserError(
+                f"TextData.sequence_length = {self.sequence_length}: a row has at least 1 token"
+            )
+        if self.synthetic_vocab_size < 2:
+            raise UserError(
+                f"TextData.synthetic_vocab_size = {self.synthetic_vocab_size}: "
+                "a vocabulary has at least 2 tokens"
+            )
+        check_heldout_fraction("TextData.heldout_fraction", self.heldout_fraction)
+        check_heldout_split(
+            "TextData", self.train_split, self.heldout_split, named=self.source.startswith(PREFIX)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are under this; reads the tokenizer file where there is one, and no text."""
+        if self.source == "synthetic":
+            return self.synthetic_vocab_size
+        return self.open_tokenizer().vocab_size
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, without reading any text.
+
+        Raises:
+          UserError: no such file, it is no tokenizer.json, or the tokens are random.
+        """
+        if self.source == "synthetic":
+            raise UserError(
+                "TextData.source = 'synthetic' has no tokenizer: random tokens stand for no text"
+            )
+        path = None
+        if self.tokenizer != "byte":
+            path = existing_path("TextData.tokenizer", self.tokenizer, words=("byte",))
+        return open_tokenizer(self.tokenizer, end_of_text=self.end_of_text, path=path)
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+        shape = (global_batch_size, self.sequence_length)
+        tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
+        mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
+        return Batch(tokens, tokens, mask, tokens if self.separate_documents else None, tokens)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Reads, tokenizes and splits the source; only `'synthetic'` depends on `seed`.
+
+        Raises:
+          UserError: nothing there, nothing in it, or too little for one row in each split.
+        """
+        if self.source == "synthetic":
+            return _open_synthetic(self, seed)
+        tokenizer = self.open_tokenizer()
+        files = self._files()
+        train_texts, heldout_texts = self._split_texts(files)
+        train = self._pack("training", train_texts, tokenizer)
+        heldout = self._pack("held-out", heldout_texts, tokenizer)
+        header = {
+            "kind": "text",
+            "tokenizer": tokenizer.digest,
+            "end_of_text": tokenizer.end_of_text,
+            "sequence_length": self.sequence_length,
+            "separate_documents": self.separate_documents,
+        }
+        facts = {
+            "source": self.source,
+            "documents": len(train_texts) + len(heldout_texts),
+            "train_documents": len(train_texts),
+            "heldout_documents": len(heldout_texts),
+            "train_tokens": len(train.tokens),
+            "heldout_tokens": len(heldout.tokens),
+            "vocab_size": tokenizer.vocab_size,
+            "unigram_entropy": packing.unigram_entropy(train, heldout, tokenizer.vocab_size),
+            **({} if files is None else files.facts()),
+        }
+        parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
+        return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
+
+    def _files(self) -> documents.Files | None:
+        """The files of a source that is a path; None of another."""
+        if self.source == "embedded" or tfds_name("TextData.source", self.source) is not None:
+            return None
+        return documents.files_of(existing_path("TextData.source", self.source, words=SOURCE_WORDS))
+
+    def _split_texts(self, files: documents.Files | None) -> tuple[list[str], list[str]]:
+        """The documents that are not blank, for training and held out."""
+        texts = _not_blank(
+            self._read(self.train_split, "TextData.train_split")
+            if files is None
+            else files.documents(self.text_field)
+        )
+        if not texts:
+            raise UserError(
+                f"TextData.source = {self.source!r}: empty text, nothing to learn from"
+                + ("" if files is None else _without(files))
+            )
+        if self.heldout_split is not None:
+            held = self._read(self.heldout_split, "TextData.heldout_split")
+            return texts, _not_blank(held)
+        if len(texts) == 1:
+            head, tail = _cut_at_line(texts[0], 1.0 - self.heldout_fraction)
+            return [head], [tail]
+        held = is_heldout(len(texts), self.heldout_fraction)
+        if not held.any():
+            least = math.ceil(1e4 / len(texts)) / 1e4
+            raise UserError(
+                f"TextData.heldout_fraction = {self.heldout_fraction} holds out none of the "
+                f"{counted(len(texts), 'document')} of TextData.source = {self.source!r}; use at "
+                f"least {least}"
+            )
+        train = [text for text, out in zip(texts, held, strict=True) if not out]
+        return train, [text for text, out in zip(texts, held, strict=True) if out]
+
+    def _read(self, split: str, setting: str) -> Iterable[str]:
+        """The documents of a source that is no path."""
+        name = tfds_name("TextData.source", self.source)
+        if name is None:
+            return documents.read_embedded()
+        builder = open_builder(name, self.data_dir, "TextData.source")
+        return read_text(builder, split, setting, feature=self.text_feature)
+
+    def _pack(
+        self, split: Literal["training", "held-out"], texts: list[str], tokenizer: Tokenizer
+    ) -> packing.PackedText:
+        packed = packing.pack(
+            _ended(texts, tokenizer),
+            self.sequence_length,
+            tokenizer.dtype,
+            separate=self.separate_documents,
+        )
+        needed = self.sequence_length + 1
+        if len(packed.tokens) < needed:
+            raise UserError(
+                f"TextData.source = {self.source!r}: its {split} part has "
+                f"{counted(len(texts), 'document')} with {counted(len(packed.tokens), 'token')}, "
+                f"and one row of TextData.sequence_length = {self.sequence_length} needs {needed}; "
+                "use more text, a smaller TextData.sequence_length or another "
+                f"TextData.heldout_fraction (now {self.heldout_fraction})"
+            )
+        return packed
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTokens:
+    """Rows of uniformly random tokens, each one document; implements WholeBatches."""
+
+    rows: int
+    sequence_length: int
+    vocab_size: int
+    seed: tuple[int, ...]
+    separate: bool
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`, the same for any `rng`."""
+        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The rows `indices`, each drawn from a generator of its own."""
+        shape = len(indices), self.sequence_length
+        windows = np.empty((shape[0], shape[1] + 1), np.int32)
+        for row, index in enumerate(indices.tolist()):
+            draw = np.random.default_rng((*self.seed, index))
+            windows[row] = draw.integers(self.vocab_size, size=shape[1] + 1, dtype=np.int32)
+        segment_ids = np.ones(shape, np.int32) if self.separate else None
+        positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        return Batch(inputs, targets, np.ones(shape, np.float32), segment_ids, positions)
+
+
+def _open_synthetic(config: TextData, seed: int) -> Dataset:
+    length, vocab_size = config.sequence_length, config.synthetic_vocab_size
+    train, heldout = (
+        RandomTokens(rows, length, vocab_size, (seed, number), config.separate_documents)
+        for number, rows in enumerate(SYNTHETIC_ROWS.values())
+    )
+    header = {"kind": "synthetic", "vocab": vocab_size, "sequence_length": length, "seed": seed}
+    facts = {
+        "source": config.source,
+        "documents": len(train) + len(heldout),
+        "train_tokens": len(train) * length,
+        "heldout_tokens": len(heldout) * length,
+        "vocab_size": vocab_size,
+        "unigram_entropy": math.log(vocab_size),
+    }
+    return Dataset(train, heldout, digest(header, ()), facts, None, "tokens")
+
+
+def _ended(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    for ids in tokenizer.encode_documents(texts):
+        if len(ids):
+            yield np.concatenate([ids, np.asarray(end, ids.dtype)])
+
+
+def _not_blank(texts: Iterable[str]) -> list[str]:
+    return [text for text in texts if text.strip()]
+
+
+def _without(files: documents.Files) -> str:
+    """What a refusal says of the files that are left out."""
+    if not files.left_out:
+        return ""
+    facts = files.facts()
+    return (
+        f"; {facts['files_left_out']:,} files are left out, whose endings are not those of text "
+        f"({facts['endings_left_out']})"
+    )
+
+
+def _cut_at_line(text: str, fraction: float) -> tuple[str, str]:
+    """The text cut at the line break nearest after `fraction` of it, or there if none follows."""
+    place = int(len(text) * fraction)
+    line_end = text.find("\n", place)
+    cut = place if line_end == -1 or line_end + 1 == len(text) else line_end + 1
+    return text[:cut], text[cut:]

@@ -1,0 +1,189 @@
+"""What every architecture's settings say of themselves; nobody looks for more than stands here."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.values import lacks
+from jaxtrain.nn.cache import Cached
+
+# What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
+__all__ = [
+    "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "TokenModel",
+]  # fmt: skip
+
+Inputs = Literal["tokens", "images", "pairs", "vectors"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionFacts:
+    """What kernels, caches and plans ask of a model's attention.
+
+    Attributes:
+      num_heads: query heads.
+      num_kv_heads: key-value heads.
+      key_dim: width of one head of the queries and keys.
+      value_dim: width of one head of the values.
+      window: tokens that a query sees back, itself included; None is all of them.
+      causal: whether a query sees no later token.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def keys_and_values(self) -> tuple[Cached, Cached]:
+        """What a layer keeps in generation where it keeps its keys and values themselves."""
+        keys, values = (
+            Cached(shape=(self.num_kv_heads, dim), axes=("kv_heads", "head_dim"), every_token=True)
+            for dim in (self.key_dim, self.value_dim)
+        )
+        return keys, values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsFacts:
+    """What checks and plans ask of a model's experts.
+
+    Attributes:
+      count: experts of a layer.
+      per_token: how many of them a token goes through.
+      capacity_factor: as in `nn.experts.Experts`; None is dropless.
+    """
+
+    count: int
+    per_token: int
+    capacity_factor: float | None = None
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What is asked of an architecture's settings, a frozen dataclass of sizes.
+
+    What a model of tokens or images says besides stands in `TokenModel` and `ImageModel`.
+
+    Attributes:
+      inputs: what it reads: rows of tokens, images, pairs of rows of tokens (source and target),
+        or vectors of numbers.
+      objective: what it is trained to do: a name of `training.objectives`.
+      settings: logical axis -> the field that gives it its size, for messages.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    inputs: ClassVar[Inputs]
+    objective: ClassVar[str]
+    settings: ClassVar[dict[str, str]]
+
+    # Of the others each is a field, a property, or a plain name in the class: `experts = None`.
+
+    @property
+    def layers(self) -> int | None:
+        """Equal layers in one module, from `parameters.stack`; None: there is no such stack."""
+        ...
+
+    @property
+    def attention(self) -> AttentionFacts | None:
+        """Its attention; None: it has none."""
+        ...
+
+    @property
+    def experts(self) -> ExpertsFacts | None:
+        """Its experts; None: it has none."""
+        ...
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """What each layer keeps of the tokens so far; empty: the model does not generate."""
+        ...
+
+    def build(self, key: jax.Array) -> nnx.Module:
+        """The module with freshly drawn parameters."""
+        ...
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one example: of its mathematics, without recomputation.
+
+        Args:
+          shape: of the example's inputs: (T,) tokens, an image (H, W, C), (S, T) tokens of a
+            source and a target, a vector (D,).
+        """
+        ...
+
+
+@runtime_checkable
+class TokenModel(Model, Protocol):
+    """What is asked besides of a model whose inputs are tokens; its module is a `Transformer`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Different tokens."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence, in tokens."""
+        ...
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of what goes from layer to layer."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Equal layers in one module."""
+        ...
+
+
+@runtime_checkable
+class ImageModel(Model, Protocol):
+    """What is asked besides of a model whose inputs are images; its module is a `Classifier`."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images: 3 for RGB, 1 for grey."""
+        ...
+
+    @property
+    def num_classes(self) -> int:
+        """Classes to tell apart."""
+        ...
+
+    @property
+    def least_pixels(self) -> int:
+        """The side of the smallest images that it is made for; `verify` proves with such."""
+        ...
+
+
+def reads_tokens(model: Model) -> TypeGuard[TokenModel]:
+    """Whether a model's inputs are tokens."""
+    return model.inputs == "tokens"
+
+
+def reads_images(model: Model) -> TypeGuard[ImageModel]:
+    """Whether a model's inputs are images."""
+    return model.inputs == "images"
+
+
+def refuse_incomplete(model: Model) -> None:
+    """Raises UserError where a model's settings do not say what models of its inputs do."""
+    kind = {"tokens": TokenModel, "images": ImageModel}.get(model.inputs, Model)
+    lacking = lacks(model, kind)
+    if lacking:
+        raise UserError(
+            f"Train.model=@{type(model).__name__}() has inputs={model.inputs!r}, but no "
+            f"{', '.join(lacking)}; models.model.{kind.__name__} says what each of them is"
+        )
+
+
+def token_model(model: Model) -> TokenModel:
+    """The same model, which is known to read tokens."""
+    assert reads_tokens(model), f"{type(model).__name__} reads {model.inputs}"
+    return model

@@ -1,0 +1,256 @@
+"""LSTM language model: an embedding, recurrent layers one above the other, an output matrix.
+
+Sources: Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers et
+al. 2000; stacked as in Zaremba et al. 2014 (arXiv 1409.2329), without its dropout. The cell is
+`torch.nn.LSTM`'s, its two biases as one.
+Letters: B batch, T length, D embed and state, G = 4 D (input, forget, candidate and output gate,
+in this order), V vocab, L layers.
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.block import HIDDEN
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.transformer import Auxiliary
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import shard
+
+STATE = ("batch", "embed")
+
+# What a layer carries from place to place: its output h and its cell c, float32 [B, D].
+State = tuple[jax.Array, jax.Array]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LSTM:
+    """Sizes of an LSTM language model; the defaults are the medium one of arXiv 1409.2329.
+
+    Attributes:
+      vocab_size: rows of the embedding table and of the output matrix.
+      num_layers: LSTM layers.
+      embed_dim: width of the embedding and of every layer's state.
+      context_length: the longest sequence, in tokens; the state starts from zero at its beginning
+        and at that of every document.
+    """
+
+    vocab_size: int = 10000
+    num_layers: int = 2
+    embed_dim: int = 650
+    context_length: int = 1024
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective: ClassVar[str] = "next_token"
+    attention = None
+    experts = None
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
+
+    @property
+    def layers(self) -> int:
+        """All LSTM layers are one stack."""
+        return self.num_layers
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """A layer's output and its cell."""
+        one = Cached(shape=(self.embed_dim,), axes=("embed",), every_token=False, dtype="float32")
+        return one, one
+
+    def build(self, key: jax.Array) -> Decoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_output, key_layers = jax.random.split(key, 3)
+        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
+        spread = normal(1 / math.sqrt(3 * self.embed_dim))
+        return Decoder(
+            Layer(self.embed_dim),
+            key_layers,
+            num_layers=self.num_layers,
+            token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
+            output=param(key_output, shape, axes, spread, role="output"),
+            stream=HIDDEN,
+        )
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        return self.num_layers * 8 * self.embed_dim**2 + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N, whatever the length."""
+        del sequence_length
+        return 6.0 * self.matmul_parameters()
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,)."""
+        return shape[0] * self.flops_per_token(shape[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The outputs of an LSTM along a sequence."""
+
+    embed_dim: int
+
+    def weights(self, key: jax.Array) -> Weights:
+        """From the inputs and from the state to the gates [D, G], and the gates' biases."""
+        D, G = self.embed_dim, 4 * self.embed_dim
+        key_input, key_recurrent = jax.random.split(key)
+        # The spread of torch.nn.LSTM, which draws uniformly from +-1 / sqrt(D).
+        spread = normal(1 / math.sqrt(3 * D))
+        return {
+            "input": param(key_input, (D, G), ("embed", "gates"), spread),
+            "recurrent": param(key_recurrent, (D, G), ("embed", "gates"), spread),
+            "gates_bias": param(key, (G,), ("vector",), _remembering),
+        }
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: State | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, State | None, Auxiliary]:
+        """One layer; its cache is its state."""
+        del positions_BT, start  # the order is in the recurrence
+        with jax.named_scope("lstm"):
+            x_TBD = jnp.swapaxes(x_BTD, 0, 1)
+            x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
+            x_TBG = add_bias(x_TBG, own["gates_bias"])
+            weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
+            before = cache
+            if before is None:
+                zeros = shard(jnp.zeros((x_BTD.shape[0], x_BTD.shape[2]), jnp.float32), STATE)
+                before = zeros, zeros
+            h_TBD, after = _recurrence(x_TBG, weight_DG, _goes_on(mask), before)
+            x_BTD = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
+            return x_BTD, None if cache is None else after, {}
+
+
+def _remembering(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros, and 1 for the forget gate, so that a new layer remembers (Jozefowicz et al. 2015)."""
+    del key
+    return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
+
+
+def _goes_on(mask: Mask) -> jax.Array | None:
+    """Whether each place [T, B, 1] is in the document of the one before; None: all of them are."""
+    ids_BT = mask.segment_ids_BT
+    if ids_BT is None:
+        return None
+    same_BT = jnp.pad(ids_BT[:, 1:] == ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return same_BT.T[:, :, None]
+
+
+# -- the recurrence --------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def _recurrence(
+    x_TBG: jax.Array, weight_DG: jax.Array, goes_on_TB1: jax.Array | None, state: State
+) -> tuple[jax.Array, State]:
+    """The outputs of an LSTM's cell at every place [T, B, D], and its state after the last.
+
+    The gradient of the recurrent weight is one product over all places after the loop: JAX's own
+    would read and write it, as large as the weight, at each of them.
+
+    Args:
+      x_TBG: what the inputs and the bias give to the gates before their activations.
+      weight_DG: the recurrent weight, in the dtype of x.
+      goes_on_TB1: False where the state starts from zero again; None: nowhere.
+      state: h and c before the first place.
+    """
+    return _forward(x_TBG, weight_DG, goes_on_TB1, state)[0]
+
+
+def _forward(
+    x_TBG: jax.Array, weight_DG: jax.Array, goes_on_TB1: jax.Array | None, state: State
+) -> tuple[tuple[jax.Array, State], Any]:
+    dtype = x_TBG.dtype
+
+    def step(state: State, inputs: Any) -> tuple[State, Any]:
+        x_BG, goes_on_B1 = inputs
+        h_BD, c_BD = _where(goes_on_B1, state)
+        x_BG = x_BG + _product("BD,DG->BG", h_BD.astype(dtype), weight_DG)
+        i, f, g, o = jnp.split(x_BG, 4, axis=-1)
+        i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+        new_c_BD = f * c_BD + i * g
+        new_h_BD = o * jnp.tanh(new_c_BD)
+        kept = (x.astype(dtype) for x in (i, f, g, o, c_BD))
+        return (new_h_BD, new_c_BD), (new_h_BD.astype(dtype), tuple(kept))
+
+    after, (h_TBD, kept) = jax.lax.scan(step, state, (x_TBG, goes_on_TB1))
+    return (h_TBD, after), (weight_DG, goes_on_TB1, state[0], h_TBD, kept)
+
+
+def _backward(kept: Any, gradients: tuple[jax.Array, State]) -> tuple[Any, ...]:
+    weight_DG, goes_on_TB1, first_h_BD, h_TBD, activations = kept
+    d_h_TBD, d_after = gradients
+    dtype = weight_DG.dtype
+
+    def step(carry: State, inputs: Any) -> tuple[State, jax.Array]:
+        d_h_BD, activations, goes_on_B1 = inputs
+        i, f, g, o, c_BD = (x.astype(jnp.float32) for x in activations)
+        t_BD = jnp.tanh(f * c_BD + i * g)
+        d_h_BD = carry[0] + d_h_BD
+        d_c_BD = carry[1] + d_h_BD * o * (1 - t_BD * t_BD)
+        parts = (
+            d_c_BD * g * i * (1 - i),
+            d_c_BD * c_BD * f * (1 - f),
+            d_c_BD * i * (1 - g * g),
+            d_h_BD * t_BD * o * (1 - o),
+        )
+        d_x_BG = jnp.concatenate(parts, axis=-1).astype(dtype)
+        before = _product("BG,DG->BD", d_x_BG, weight_DG), d_c_BD * f
+        return _where(goes_on_B1, before), d_x_BG
+
+    d_state, d_x_TBG = jax.lax.scan(
+        step, d_after, (d_h_TBD, activations, goes_on_TB1), reverse=True
+    )
+    before_TBD = jnp.concatenate([first_h_BD[None].astype(dtype), h_TBD[:-1]])
+    if goes_on_TB1 is not None:
+        before_TBD = jnp.where(goes_on_TB1, before_TBD, 0)
+    sharding = jax.typeof(weight_DG).sharding
+    d_weight_DG = jnp.einsum(
+        "TBD,TBG->DG", before_TBD, d_x_TBG,
+        out_sharding=None if sharding.mesh.empty else sharding.spec,
+    )  # fmt: skip
+    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), goes_on_TB1)
+    return d_x_TBG, d_weight_DG, nothing, d_state
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+def _where(goes_on_B1: jax.Array | None, state: State) -> State:
+    """The state, zero where a document begins."""
+    if goes_on_B1 is None:
+        return state
+    h_BD, c_BD = (jnp.where(goes_on_B1, x, 0) for x in state)
+    return h_BD, c_BD
+
+
+def _product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32)

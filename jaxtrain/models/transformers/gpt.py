@@ -1,0 +1,129 @@
+"""GPT-2: learned positions, pre-LayerNorm blocks, GELU, tied embeddings.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+Letters: V vocab, D embed, C places.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import AttentionFacts, Inputs
+from jaxtrain.nn.attention.multi_head import MultiHead
+from jaxtrain.nn.block import Block, residual_stddev
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.mlp import GELU
+from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.parameters import normal, param
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT:
+    """Sizes of a GPT-2; the defaults are the 124M model.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads; embed_dim / num_heads is the head_dim.
+      context_length: the longest sequence, in tokens.
+      norm_eps: epsilon of the layer norms.
+    """
+
+    vocab_size: int = 50257
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 12
+    context_length: int = 1024
+    norm_eps: float = 1e-5
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective: ClassVar[str] = "next_token"
+    experts = None
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "context_length")
+        refuse_below(1, self, *sizes)
+        refuse_not_positive(self, "norm_eps")
+        if self.embed_dim % self.num_heads:
+            nearest = nearest_multiple(self.embed_dim, self.num_heads)
+            raise UserError(
+                f"GPT.embed_dim={self.embed_dim} does not divide by GPT.num_heads={self.num_heads};"
+                f" the nearest embed_dim is {nearest}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def layers(self) -> int:
+        """All blocks are one stack."""
+        return self.num_layers
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """As many key-value heads as query heads."""
+        N, H = self.num_heads, self.head_dim
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H)
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """Keys and values."""
+        return self.attention.keys_and_values
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes."""
+        stddev = residual_stddev(self.num_layers)
+        return Block(
+            attention=MultiHead(
+                embed_dim=self.embed_dim,
+                num_heads=self.num_heads,
+                head_dim=self.head_dim,
+                residual_stddev=stddev,
+            ),
+            mlp=GELU(embed_dim=self.embed_dim, mlp_dim=4 * self.embed_dim, residual_stddev=stddev),
+            norm=LayerNorm(dim=self.embed_dim, epsilon=self.norm_eps),
+        )
+
+    def build(self, key: jax.Array) -> Decoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_positions, key_layers = jax.random.split(key, 3)
+        V, D, C = self.vocab_size, self.embed_dim, self.context_length
+        return Decoder(
+            self.block,
+            key_layers,
+            num_layers=self.num_layers,
+            token_embedding=param(
+                key_tokens, (V, D), ("vocab", "vocab_embed"), normal(0.02), role="embedding"
+            ),
+            position_embedding=param(
+                key_positions, (C, D), ("place", "vocab_embed"), normal(0.01), role="position"
+            ),
+            norm=self.block.norm,
+        )
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        return self.num_layers * self.block.matmul_parameters() + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N and the attention scores (arXiv 2204.02311, appendix B)."""
+        scores = self.block.attention.score_flops_per_token(sequence_length)
+        return 6 * self.matmul_parameters() + self.num_layers * scores
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,)."""
+        return shape[0] * self.flops_per_token(shape[0])

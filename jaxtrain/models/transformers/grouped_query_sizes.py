@@ -1,0 +1,186 @@
+"""What decoders with grouped queries and rotary positions share: settings, and what follows.
+
+Letters: V vocab, D embed, N of 6N.
+"""
+
+from typing import Protocol
+
+import jax
+
+from jaxtrain.config.errors import (
+    UserError,
+    nearest_divisor,
+    nearest_multiple,
+    refuse_below,
+    refuse_not_positive,
+)
+from jaxtrain.models.model import AttentionFacts
+from jaxtrain.nn.attention.grouped_query import GroupedQuery
+from jaxtrain.nn.block import Block, residual_stddev
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.rotary import Rotary
+
+
+class GroupedQuerySizes(Protocol):
+    """The settings, each documented at `Llama`, and what a `TokenModel` says by them.
+
+    A model that is this has the settings as fields, each with a default (a dataclass would take
+    the property for a missing one), says which it has besides, and what its `block` is.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> float: ...
+    @property
+    def rope_low_frequency_factor(self) -> float: ...
+    @property
+    def rope_high_frequency_factor(self) -> float: ...
+    @property
+    def rope_original_context_length(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes."""
+        ...
+
+    def check(self) -> None:
+        """Raises UserError for a size under 1, or heads, a window or rotations that do not fit."""
+        name = type(self).__name__
+        refuse_below(
+            1, self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
+            "mlp_dim", "context_length", "rope_original_context_length",
+        )  # fmt: skip
+        refuse_not_positive(self, "rope_theta", "norm_eps")
+        # The halves of a head are rotated against each other, so head_dim is even.
+        if self.embed_dim % (2 * self.num_heads):
+            pair = 2 * self.num_heads
+            nearest = nearest_multiple(self.embed_dim, pair)
+            raise UserError(
+                f"{name}.embed_dim={self.embed_dim} does not divide by twice {name}.num_heads="
+                f"{self.num_heads}; the nearest embed_dim is {nearest}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            nearest = nearest_divisor(self.num_heads, self.num_kv_heads)
+            raise UserError(
+                f"{name}.num_kv_heads={self.num_kv_heads} does not divide {name}.num_heads="
+                f"{self.num_heads}; the nearest num_kv_heads is {nearest}"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UserError(
+                f"{name}.sliding_window={self.sliding_window}; use None or at least 1 token"
+            )
+        if self.rope_scaling < 1:
+            raise UserError(f"{name}.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")
+        if not self.rope_low_frequency_factor < self.rope_high_frequency_factor:
+            raise UserError(
+                f"{name}.rope_low_frequency_factor={self.rope_low_frequency_factor} is not below "
+                f"{name}.rope_high_frequency_factor={self.rope_high_frequency_factor}; "
+                "Llama 3.1 has 1.0 and 4.0"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def layers(self) -> int:
+        """All blocks are one stack."""
+        return self.num_layers
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """Grouped-query attention, of every layer."""
+        return AttentionFacts(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            window=self.sliding_window,
+        )
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """Keys and values."""
+        return self.attention.keys_and_values
+
+    @property
+    def residual_stddev(self) -> float:
+        """The spread of weights that make what is added to the residual stream."""
+        return residual_stddev(self.num_layers)
+
+    @property
+    def grouped_query(self) -> GroupedQuery:
+        """The block's attention."""
+        return GroupedQuery(
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary=Rotary(
+                theta=self.rope_theta,
+                scaling=self.rope_scaling,
+                low_frequency_factor=self.rope_low_frequency_factor,
+                high_frequency_factor=self.rope_high_frequency_factor,
+                original_context_length=self.rope_original_context_length,
+            ),
+            window=self.sliding_window,
+            residual_stddev=self.residual_stddev,
+        )
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm before each part of a block, and after the last."""
+        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+
+    def build(self, key: jax.Array) -> Decoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_output, key_layers = jax.random.split(key, 3)
+        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
+        return Decoder(
+            self.block,
+            key_layers,
+            num_layers=self.num_layers,
+            token_embedding=param(key_tokens, shape, axes, normal(0.02), role="embedding"),
+            norm=self.norm,
+            output=None
+            if self.tie_embeddings
+            else param(key_output, shape, axes, normal(0.02), role="output"),
+        )
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        return self.num_layers * self.block.matmul_parameters() + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N and the attention scores (arXiv 2204.02311, appendix B)."""
+        scores = self.block.attention.score_flops_per_token(sequence_length)
+        return 6 * self.matmul_parameters() + self.num_layers * scores
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,)."""
+        return shape[0] * self.flops_per_token(shape[0])

@@ -1,0 +1,82 @@
+"""Llama: rotary positions, grouped-query attention, SwiGLU, RMSNorm, tied or untied embeddings.
+
+Sources: Touvron et al. 2023 (arXiv 2302.13971), Grattafiori et al. 2024 (arXiv 2407.21783).
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.nn.block import Block
+from jaxtrain.nn.mlp import SwiGLU
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama(GroupedQuerySizes):
+    """Sizes of a Llama; the defaults are Llama 3 8B.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads; embed_dim / num_heads is the head_dim.
+      num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
+        (grouped-query attention, arXiv 2305.13245).
+      mlp_dim: width inside the SwiGLU (arXiv 2002.05202).
+      context_length: the longest sequence, in tokens.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: by how much Llama 3.1 and later slow the frequencies whose wavelength is longer
+        than rope_original_context_length; 1 leaves all as they are.
+      rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
+        rope_original_context_length / low are slowed in full, shorter than / high not at all.
+      rope_original_context_length: the context that rope_scaling extends, in tokens.
+      sliding_window: tokens a query sees back, itself included (Mistral, arXiv 2310.06825); None
+        is all of them.
+      norm_eps: epsilon of the RMS norms.
+      tie_embeddings: the token embedding is the output matrix too.
+    """
+
+    vocab_size: int = 128256
+    num_layers: int = 32
+    embed_dim: int = 4096
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    mlp_dim: int = 14336
+    context_length: int = 8192
+    rope_theta: float = 500000.0
+    rope_scaling: float = 1.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 4.0
+    rope_original_context_length: int = 8192
+    sliding_window: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective: ClassVar[str] = "next_token"
+    experts = None
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
+        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
+        "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes."""
+        return Block(
+            attention=self.grouped_query,
+            mlp=SwiGLU(
+                embed_dim=self.embed_dim,
+                mlp_dim=self.mlp_dim,
+                residual_stddev=self.residual_stddev,
+            ),
+            norm=self.norm,
+        )

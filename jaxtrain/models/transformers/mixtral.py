@@ -1,0 +1,124 @@
+"""Mixtral: Llama's attention, and a mixture of SwiGLU experts in place of the MLP.
+
+Sources: Jiang et al. 2024 (arXiv 2401.04088); attention as in Llama (arXiv 2302.13971).
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import ExpertsFacts, Inputs
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.nn.block import Block
+from jaxtrain.nn.experts import Experts
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixtral(GroupedQuerySizes):
+    """Sizes of a Mixtral; the defaults are Mixtral 8x7B.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads; embed_dim / num_heads is the head_dim.
+      num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
+        (grouped-query attention, arXiv 2305.13245).
+      mlp_dim: width inside each expert's SwiGLU (arXiv 2002.05202).
+      num_experts: experts in each layer.
+      experts_per_token: how many of them a token goes through.
+      capacity_factor: None lets every expert take all tokens that choose it (dropless); a number
+        gives it ceil(capacity_factor T experts_per_token / num_experts) slots a row of T tokens,
+        and what comes later in the row is dropped: the token goes on without that expert.
+      balance_weight: what the load-balancing loss (mean over layers, k where the load is even) is
+        multiplied by; `router_aux_loss_coef` in transformers.
+      router_z_weight: what the router's z-loss (ST-MoE, arXiv 2202.08906; 1e-3 there) is
+        multiplied by, mean over layers.
+      context_length: the longest sequence, in tokens.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: by how much frequencies whose wavelength is longer than
+        rope_original_context_length are slowed (Llama 3.1); 1 leaves all as they are.
+      rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
+        rope_original_context_length / low are slowed in full, shorter than / high not at all.
+      rope_original_context_length: the context that rope_scaling extends, in tokens.
+      sliding_window: tokens a query sees back, itself included; None is all of them.
+      norm_eps: epsilon of the RMS norms.
+      tie_embeddings: the token embedding is the output matrix too.
+    """
+
+    vocab_size: int = 32000
+    num_layers: int = 32
+    embed_dim: int = 4096
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    mlp_dim: int = 14336
+    num_experts: int = 8
+    experts_per_token: int = 2
+    capacity_factor: float | None = None
+    balance_weight: float = 0.02
+    router_z_weight: float = 0.0
+    context_length: int = 32768
+    rope_theta: float = 1000000.0
+    rope_scaling: float = 1.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 4.0
+    rope_original_context_length: int = 32768
+    sliding_window: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective: ClassVar[str] = "next_token"
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
+        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "experts": "num_experts",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self.check()
+        refuse_below(1, self, "num_experts")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise UserError(
+                f"Mixtral.experts_per_token={self.experts_per_token} with Mixtral.num_experts="
+                f"{self.num_experts}; use 1 to {self.num_experts}"
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise UserError(
+                f"Mixtral.capacity_factor={self.capacity_factor}; use None (dropless) or a number "
+                "above 0, such as 1.25"
+            )
+        for name in ("balance_weight", "router_z_weight"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"Mixtral.{name}={getattr(self, name)}; use 0 (none) or more")
+
+    @property
+    def experts(self) -> ExpertsFacts:
+        """Of every layer."""
+        return ExpertsFacts(
+            count=self.num_experts,
+            per_token=self.experts_per_token,
+            capacity_factor=self.capacity_factor,
+        )
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes."""
+        return Block(
+            attention=self.grouped_query,
+            mlp=Experts(
+                embed_dim=self.embed_dim,
+                mlp_dim=self.mlp_dim,
+                num_experts=self.num_experts,
+                experts_per_token=self.experts_per_token,
+                capacity_factor=self.capacity_factor,
+                residual_stddev=self.residual_stddev,
+                balance_weight=self.balance_weight,
+                router_z_weight=self.router_z_weight,
+                num_layers=self.num_layers,
+            ),
+            norm=self.norm,
+        )

@@ -1,0 +1,1 @@
+"""Attention: every kernel behind one signature, sequences split over devices."""

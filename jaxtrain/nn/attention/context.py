@@ -1,0 +1,212 @@
+"""Context parallelism: each device holds a part of every sequence; its order, Ulysses, refusals.
+
+Letters: B batch, T length, N query heads, K kv heads, H head_dim.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import UserError, nearest_multiple
+from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_device, shard
+
+ContextParallel = Literal["ring", "ulysses"]
+
+AXIS = "context"
+QUERIES = ("inner_batch", "length", "heads", "head_dim")
+KEYS = ("inner_batch", "length", "kv_heads", "head_dim")
+SEGMENTS = ("inner_batch", "length")
+
+# Kernels that give no log-sum-exp, without which the blocks of a ring cannot be merged.
+NOT_IN_A_RING = ("blocked", "cudnn", "triton", "tpu")
+
+# Late queries and early keys first: under a causal mask every rank needs that block at every step.
+_SLOT_PAIRS = ((1, 0), (0, 0), (1, 1), (0, 1))
+
+
+def split() -> int:
+    """Over how many devices the code being traced splits each sequence."""
+    layout = current_layout()
+    return 1 if layout is None else layout.size(layout.activation(("length",))[0])
+
+
+def along_context(x_BT: jax.Array, method: str) -> jax.Array:
+    """Per-token numbers of whole sequences, laid out over the mesh as activations are.
+
+    A ring has zig-zag order: cut into 2c runs, rank i gets run i and run 2c-1-i, so that under a
+    causal mask every rank has as much to do. Positions and targets travel with their tokens, so
+    that nothing but attention sees the order. No communication: the batch is whole on every rank.
+
+    Args:
+      x_BT: numbers in the order of the text.
+      method: an `Attention.context_parallel`.
+    """
+    c = split()
+    if c > 1 and method == "ring":
+        B, T = x_BT.shape
+        if T % (2 * c):
+            raise UserError("\n".join(refuse(method, context=c, length=T)))
+        x = x_BT.reshape(B, 2, c, T // (2 * c))
+        x_BT = jnp.stack([x[:, 0], jnp.flip(x[:, 1], 1)], axis=2).reshape(B, T)
+    return shard(x_BT, ("batch", "length"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product of a run of queries with a run of keys, which every rank does at the same time.
+
+    Attributes:
+      query_slots: by rank, which of its own runs: 0 the early one, 1 the late one.
+      key_slots: by rank, which run of the keys that it holds at this step.
+      whole: every query sees every key, on every rank: no mask of places is needed.
+    """
+
+    query_slots: tuple[int, ...]
+    key_slots: tuple[int, ...]
+    whole: bool
+
+
+def run_of(rank: Any, slot: Any, c: int) -> Any:
+    """The run of the sequence that a rank holds in a slot; numbers or arrays."""
+    return rank + slot * (2 * c - 1 - 2 * rank)
+
+
+@functools.cache
+def work(c: int, r: int, *, causal: bool, window: int | None) -> tuple[tuple[Product, ...], ...]:
+    """What is computed at each of the c steps of the ring: blocks nobody sees are left out.
+
+    At step s rank i holds the keys of rank (i - s) mod c. Every rank does as many products as the
+    rank that needs most; a rank that needs fewer gets a block that its mask hides entirely.
+
+    Args:
+      c: ranks.
+      r: tokens of a run.
+      causal: as in Mask.
+      window: as in Mask.
+    """
+
+    def runs(rank: int, step: int, pair: tuple[int, int]) -> tuple[int, int]:
+        return run_of(rank, pair[0], c), run_of((rank - step) % c, pair[1], c)
+
+    def seen(query: int, key: int) -> bool:
+        near = window is None or (query - key - 1) * r + 1 < window
+        return near and (not causal or key <= query)
+
+    def whole(query: int, key: int) -> bool:
+        near = window is None or (query - key + 1) * r - 1 < window
+        return near and (not causal or key < query)
+
+    steps = []
+    for step in range(c):
+        needed = [[p for p in _SLOT_PAIRS if seen(*runs(i, step, p))] for i in range(c)]
+        count = max(len(pairs) for pairs in needed)
+        union = [p for p in _SLOT_PAIRS if any(p in pairs for pairs in needed)]
+        # The same pairs on every rank where that costs nothing: no run must be chosen by rank.
+        table = [union] * c
+        if len(union) > count:
+            hidden = [[p for p in _SLOT_PAIRS if p not in pairs] for pairs in needed]
+            table = [(needed[i] + hidden[i])[:count] for i in range(c)]
+        products = []
+        for pairs in zip(*table, strict=True):
+            query_slots, key_slots = zip(*pairs, strict=True)
+            is_whole = all(whole(*runs(i, step, pair)) for i, pair in enumerate(pairs))
+            products.append(Product(query_slots, key_slots, is_whole))
+        steps.append(tuple(products))
+    return tuple(steps)
+
+
+def ulysses(
+    kernel: Callable[..., jax.Array],
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    mask: Any,
+) -> jax.Array:
+    """Attention over sequences split over `context`, by exchanging heads (arXiv 2309.14509).
+
+    One all-to-all gives each device whole sequences of a c-th of its heads, `kernel` runs on them,
+    another one goes back. Where kv heads do not divide by c, each is repeated as often as it takes:
+    c / gcd(K, c) times the bytes of keys and values.
+
+    Args:
+      kernel: what attends on one device, called as kernel(q, k, v, mask).
+      q_BTNH: queries of the whole batch, as the other two.
+      k_BTKH: keys.
+      v_BTKH: values.
+      mask: a Mask over whole sequences in the order of the text.
+    """
+    c = split()
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+        repeats = c // math.gcd(k.shape[2], c)
+        # For each device of the axis its heads of all three, so that one collective moves them.
+        parts = [q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)]
+        parts = [x.reshape(*x.shape[:2], c, x.shape[2] // c, x.shape[3]) for x in parts]
+        heads = [x.shape[3] for x in parts]
+        there = jax.lax.all_to_all(jnp.concatenate(parts, 3), AXIS, 2, 1, tiled=True)[:, :, 0]
+        out = kernel(*jnp.split(there, [heads[0], heads[0] + heads[1]], axis=2), mask)
+        return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+
+    # Documents are compared over whole sequences: 4 bytes a token are gathered.
+    whole = ("batch", "place")
+    mask = jax.tree.map(lambda ids: shard(ids, whole), mask)
+    queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
+    in_specs = (queries, keys, keys, jax.tree.map(lambda _: activation_spec(whole), mask))
+    run = on_each_device(run, in_specs, queries)
+    return run(shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS), mask)
+
+
+def refuse(
+    method: str,
+    *,
+    context: int,
+    length: int,
+    tensor: int = 1,
+    num_heads: int | None = None,
+    kernel: str | None = None,
+    model: str = "Model",
+) -> Iterator[str]:
+    """A sentence for each reason why sequences cannot be split like this.
+
+    Args:
+      method: an `Attention.context_parallel`.
+      context: the size of the mesh axis; 1 is always possible.
+      length: tokens of a sequence.
+      tensor: the size of the mesh axis that splits the heads first.
+      num_heads: query heads; None leaves them unchecked.
+      kernel: an `Attention.kernel`; None leaves it unchecked.
+      model: what the heads belong to, for the message.
+    """
+    if context == 1:
+        return
+    c = context
+    heads_divide = num_heads is None or num_heads % (tensor * c) == 0
+    runs = 2 * c if method == "ring" else c
+    if length % runs:
+        yield (
+            f"TextData.sequence_length={length} does not divide into the {runs} parts of "
+            f"Attention.context_parallel={method!r} on Mesh.context={c}; the nearest is "
+            f"{nearest_multiple(length, runs)}"
+        )
+    if method == "ring" and kernel in NOT_IN_A_RING:
+        other = f", or Attention.context_parallel='ulysses' with {kernel!r}"
+        yield (
+            f"Attention.kernel={kernel!r} gives no log-sum-exp, so Attention.context_parallel="
+            f"'ring' (Mesh.context={c}) cannot merge its blocks; use Attention.kernel='xla'"
+            f"{other if heads_divide else ''}"
+        )
+    if method == "ulysses" and not heads_divide:
+        assert num_heads is not None
+        own = max(num_heads // tensor, 1)
+        fits = max(d for d in range(1, c + 1) if own % d == 0 and c % d == 0)
+        yield (
+            f"{model}.num_heads={num_heads} does not divide over Mesh.tensor x Mesh.context="
+            f"{tensor * c}, and Attention.context_parallel='ulysses' gives each device whole heads;"
+            f" the nearest is {nearest_multiple(num_heads, tensor * c)}, or set Mesh.context={fits}"
+            " or Attention.context_parallel='ring'"
+        )

@@ -1,0 +1,93 @@
+"""Grouped-query attention (arXiv 2305.13245) with rotary positions, as a part of a block.
+
+Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import rotate
+from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.rotary import Rotary
+from jaxtrain.nn.transformer import LayerCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedQuery:
+    """Each key-value head serves num_heads / num_kv_heads query heads; no biases.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      num_heads, num_kv_heads: heads of queries, and of keys and values.
+      head_dim: width of each.
+      rotary: how positions turn queries and keys.
+      window: tokens a query sees back, itself included; None is all of them.
+      residual_stddev: spread of the weight that makes the result.
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    window: int | None
+    residual_stddev: float
+
+    num_keys: ClassVar[int] = 4
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Projections to queries [D, N, H], keys and values [D, K, H], and back [N, H, D]."""
+        D, N, K, H = self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim
+        kv_axes = ("embed", "kv_heads", "head_dim")
+        into_residual = normal(self.residual_stddev)
+        return {
+            "query": param(keys[0], (D, N, H), ("embed", "heads", "head_dim"), normal(0.02)),
+            "key": param(keys[1], (D, K, H), kv_axes, normal(0.02)),
+            "value": param(keys[2], (D, K, H), kv_axes, normal(0.02)),
+            "out": param(keys[3], (N, H, D), ("heads", "head_dim", "embed"), into_residual),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All of them."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.embed_dim
+
+    def score_flops_per_token(self, sequence_length: int) -> float:
+        """12 N H times the mean number of keys that a query sees.
+
+        Source: arXiv 2204.02311, appendix B, halved for causal attention. Grouped-query attention
+        does the products of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
+        all of them are T / 2.
+        """
+        T = sequence_length
+        seen = T if self.window is None else min(self.window, T)
+        return 12 * self.num_heads * self.head_dim * seen * (1 - seen / (2 * T))
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attention among the normed tokens; arguments and results as in `block.Attends`."""
+        mask = dataclasses.replace(mask, window=self.window)
+        radians = self.rotary.frequencies(self.head_dim)
+        q_BTNH = execution.contract("BTD,DNH->BTNH", h_BTD, own["query"])
+        k_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["key"])
+        v_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["value"])
+        q_BTNH = rotate(q_BTNH, positions_BT, radians)
+        k_BTKH = rotate(k_BTKH, positions_BT, radians)
+        if cache is not None:
+            k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
+        a_BTNH = execution.attention(q_BTNH, k_BTKH, v_BTKH, mask)
+        return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache

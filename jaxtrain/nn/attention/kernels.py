@@ -1,0 +1,169 @@
+"""What each attention kernel can do, and which one 'auto' means on a platform."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from jaxtrain.nn.attention.context import NOT_IN_A_RING
+from jaxtrain.parallel.devices import OLD_GPU
+
+Kernel = Literal["auto", "reference", "xla", "blocked", "cudnn", "triton", "tpu"]
+
+# The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
+TILE = 128
+
+# What 'auto' takes of the kernels that can do what is asked, the fastest first: on CPUs as measured
+# (benchmarks/RESULTS.md), elsewhere as published, not by us. 'reference' can do everything.
+_ON_GPUS = ("cudnn", "triton", "xla", "reference")
+_FASTEST_FIRST = {
+    "cpu": ("blocked", "xla", "reference"),
+    "gpu": _ON_GPUS,
+    OLD_GPU: _ON_GPUS,
+    "tpu": ("tpu", "xla", "reference"),
+}
+_OTHERWISE = ("xla", "reference")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a kernel.
+
+    Attributes:
+      platform: 'cpu', 'gpu', OLD_GPU or 'tpu'.
+      dtype: of queries, keys and values.
+      causal: as in Mask.
+      window: as in Mask.
+      segment_ids: whether documents are kept apart.
+      cached: whether keys and values come from a key-value cache.
+      head_dim: width of one head.
+      T: queries.
+      S: keys.
+      in_ring: whether a ring over Mesh.context merges the results of several blocks of keys.
+    """
+
+    platform: str
+    dtype: str
+    causal: bool
+    window: int | None
+    segment_ids: bool
+    cached: bool
+    head_dim: int
+    T: int
+    S: int
+    in_ring: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The kernel that runs.
+
+    Attributes:
+      kernel: its name; never 'auto'.
+      why: a clause for people: what was asked for, or why the faster ones cannot do it.
+    """
+
+    kernel: str
+    why: str
+
+
+def refuse(kernel: str, request: Request) -> Iterator[str]:
+    """A sentence for each reason why `kernel` cannot do this; a ring is `context`'s to refuse."""
+    for reason in _REASONS[kernel](request):
+        able = choose(request).kernel
+        yield f"Attention.kernel={kernel!r} {reason}; the nearest kernel that can is {able!r}"
+
+
+def choose(request: Request) -> Choice:
+    """The fastest kernel that can do this on its platform, and why it is that one."""
+    passed_over = []
+    for kernel in _FASTEST_FIRST.get(request.platform, _OTHERWISE):
+        reasons = _REASONS[kernel](request)
+        if request.in_ring and kernel in NOT_IN_A_RING:
+            reasons.append("gives no log-sum-exp, which a ring over Mesh.context merges by")
+        if not reasons:
+            why = "; ".join(passed_over) or f"the first choice on a {request.platform}"
+            return Choice(kernel, why)
+        passed_over += [f"{kernel!r} {reason}" for reason in reasons]
+    raise AssertionError("'reference' can do everything")
+
+
+# -- what a kernel cannot do ----------------------------------------------------------------------
+
+_NO_CACHE = "cannot start queries in the middle of a key-value cache"
+
+
+def _anything(_: Request) -> list[str]:
+    return []
+
+
+def _not_by_xla(request: Request) -> list[str]:
+    # jax.nn.dot_product_attention asks for float16 products summed in float32.
+    if request.platform == "cpu" and request.dtype == "float16":
+        return ["cannot multiply float16 on the CPU"]
+    return []
+
+
+def _not_by_cudnn(request: Request) -> list[str]:
+    reasons = _not_by_gpus(request)
+    if request.segment_ids:
+        reasons.append("has no segment ids, so it cannot keep packed documents apart")
+    if request.window is not None and not request.causal:
+        reasons.append(f"has a window (here {request.window}) for causal attention only")
+    if request.head_dim % 8 or request.head_dim > 128:
+        reasons.append(
+            f"takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+        )
+    return reasons
+
+
+def _not_by_triton(request: Request) -> list[str]:
+    reasons = _not_by_gpus(request)
+    if request.window is not None:
+        reasons.append(f"has no window (here {request.window})")
+    if request.head_dim not in (16, 32, 64, 128):
+        reasons.append(f"takes a head_dim of 16, 32, 64 or 128, not {request.head_dim}")
+    return reasons + _not_whole_tiles(request, TILE)
+
+
+def _not_by_gpus(request: Request) -> list[str]:
+    reasons = []
+    if request.platform == OLD_GPU:
+        reasons.append("runs on NVIDIA GPUs from Ampere on (compute capability 8.0)")
+    elif request.platform != "gpu":
+        reasons.append(f"runs on NVIDIA GPUs, not on {request.platform!r}")
+    return reasons + _not_of_form(request, "bfloat16", "float16")
+
+
+def _not_by_tpu(request: Request) -> list[str]:
+    reasons = []
+    if request.platform != "tpu":
+        reasons.append(f"runs on TPUs, not on {request.platform!r}")
+    reasons += _not_of_form(request, "bfloat16", "float32")
+    return reasons + _not_whole_tiles(request, TILE)
+
+
+def _not_of_form(request: Request, *dtypes: str) -> list[str]:
+    reasons = []
+    if request.dtype not in dtypes:
+        reasons.append(f"computes in {' or '.join(dtypes)}, not in {request.dtype}")
+    if request.cached:
+        reasons.append(_NO_CACHE)
+    return reasons
+
+
+def _not_whole_tiles(request: Request, tile: int) -> list[str]:
+    return [
+        f"takes a multiple of {tile} {name}, not {length}"
+        for name, length in {"queries": request.T, "keys": request.S}.items()
+        if length % tile
+    ]
+
+
+_REASONS: dict[str, Callable[[Request], list[str]]] = {
+    "reference": _anything,
+    "xla": _not_by_xla,
+    "blocked": lambda request: [_NO_CACHE] if request.cached else [],
+    "cudnn": _not_by_cudnn,
+    "triton": _not_by_triton,
+    "tpu": _not_by_tpu,
+}

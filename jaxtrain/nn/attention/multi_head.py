@@ -1,0 +1,82 @@
+"""Multi-head attention with biases, queries, keys and values by one weight: a part of a block.
+
+Source: Vaswani et al. 2017 (arXiv 1706.03762), laid out as GPT-2 has it.
+Letters: B batch, T length, D embed, N heads, H head_dim.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.parallel.gathering import gather
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHead:
+    """As many heads of keys and values as of queries; positions come with the embedding.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      num_heads: heads.
+      head_dim: width of each.
+      residual_stddev: spread of the weight that makes the result.
+    """
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    residual_stddev: float
+
+    num_keys: ClassVar[int] = 2
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Projections to queries, keys and values [3, D, N, H], and back [N, H, D]."""
+        D, N, H = self.embed_dim, self.num_heads, self.head_dim
+        key_qkv, key_out = keys
+        axes, into_residual = ("qkv", "embed", "heads", "head_dim"), normal(self.residual_stddev)
+        return {
+            "qkv": param(key_qkv, (3, D, N, H), axes, normal(0.02)),
+            "qkv_bias": param(key_qkv, (3, N, H), ("qkv", "heads", "head_dim"), constant(0.0)),
+            "out": param(key_out, (N, H, D), ("heads", "head_dim", "embed"), into_residual),
+            "out_bias": param(key_out, (D,), ("vector",), constant(0.0)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All but the biases."""
+        return 4 * self.num_heads * self.head_dim * self.embed_dim
+
+    def score_flops_per_token(self, sequence_length: int) -> float:
+        """6 T N H: attention is causal (arXiv 2204.02311, appendix B, halved)."""
+        return 6 * sequence_length * self.num_heads * self.head_dim
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attention among the normed tokens; arguments and results as in `block.Attends`."""
+        del positions_BT
+        qkv = execution.contract("BTD,PDNH->PBTNH", h_BTD, own["qkv"])
+        qkv = qkv + gather(own["qkv_bias"])[:, None, None].astype(h_BTD.dtype)
+        # Split rather than indexed: the gradients are then put together in one pass.
+        q_BTNH, k_BTNH, v_BTNH = (part[0] for part in jnp.split(qkv, 3))
+        if cache is not None:
+            k_BTNH, v_BTNH = cache = extend_cache(k_BTNH, v_BTNH, cache, start)
+        a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)
+        a_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
+        return add_bias(a_BTD, own["out_bias"]), cache

@@ -1,0 +1,158 @@
+"""A transformer's block out of its parts: attention, and an mlp or experts, each after a norm.
+
+A part is a frozen dataclass. Its fields say which mathematics it is, `weights` draws its
+parameters, and a call computes with them. The parameters of all parts of a block lie side by side
+under their own names: how a block is put together does not show in a checkpoint.
+Letters: B batch, T length, D embed.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Protocol
+
+import jax
+
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.norms import Norm
+from jaxtrain.nn.parameters import Weights, prefixed, together, under
+from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.parallel.sharding import shard
+
+RESIDUAL = ("batch", "residual_length", "embed")
+HIDDEN = ("batch", "length", "embed")
+
+
+class Attends(Protocol):
+    """The part of a block that looks at other tokens.
+
+    Attributes:
+      num_keys: random keys that `weights` draws from.
+    """
+
+    num_keys: ClassVar[int]
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Freshly drawn parameters."""
+        ...
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token."""
+        ...
+
+    def score_flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token of the products with keys and values."""
+        ...
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+        cache: LayerCache | None,
+        start: jax.Array | int,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """What is added to the residual stream, and the extended cache.
+
+        Args:
+          own: the parameters.
+          h_BTD: what the norm gave, whole along length.
+          positions_BT: places of the tokens in their documents.
+          mask: which keys a query sees, the part's own window aside.
+          execution: the kernel, and the precision of the products.
+          out: logical axes of the result.
+          cache: what was kept of the tokens so far, or None.
+          start: the place in the cache where the new ones go.
+        """
+        ...
+
+
+class Feeds(Protocol):
+    """The part of a block that takes each token for itself.
+
+    Attributes:
+      num_keys: random keys that `weights` draws from.
+      scope: its name in profiles and plans.
+    """
+
+    num_keys: ClassVar[int]
+    scope: ClassVar[str]
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Freshly drawn parameters."""
+        ...
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token."""
+        ...
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+    ) -> tuple[jax.Array, Auxiliary]:
+        """What is added to the residual stream, laid out as `out` says, and auxiliary sums."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    attention: Attends
+    mlp: Feeds
+    norm: Norm
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Freshly drawn parameters of all parts, for `parameters.stack`."""
+        first = self.attention.num_keys
+        keys = jax.random.split(key, first + self.mlp.num_keys)
+        return together(
+            prefixed("attention_norm", self.norm.weights(key)),
+            self.attention.weights(keys[:first]),
+            prefixed("mlp_norm", self.norm.weights(key)),
+            self.mlp.weights(keys[first:]),
+        )
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token."""
+        return self.attention.matmul_parameters() + self.mlp.matmul_parameters()
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer; arguments and results as in `Transformer.run_layer`."""
+        with jax.named_scope("attention"):
+            h_BTD = shard(self.norm(under("attention_norm", own), x_BTD), HIDDEN)
+            a_BTD, cache = self.attention(
+                own, h_BTD, positions_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
+            )
+            x_BTD += a_BTD
+        with jax.named_scope(self.mlp.scope):
+            h_BTD = shard(self.norm(under("mlp_norm", own), x_BTD), HIDDEN)
+            y_BTD, auxiliary = self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
+            x_BTD += y_BTD
+        return x_BTD, cache, auxiliary
+
+
+def residual_stddev(num_layers: int) -> float:
+    """The spread of weights that make what is added to the residual stream.
+
+    Smaller the more layers there are, so that the stream's variance does not grow with them.
+    """
+    return 0.02 / math.sqrt(2 * num_layers)

@@ -1,0 +1,86 @@
+"""What generation keeps of the tokens so far.
+
+Letters: B batch, T length, S longest sequence, L layers, K kv heads, H head_dim.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.products.contract import copies_of_kv_heads
+from jaxtrain.parallel.sharding import shard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached:
+    """One array that a layer keeps in generation.
+
+    Attributes:
+      shape: of what is kept for one row; where every token has its own, for one token.
+      axes: what these dimensions mean.
+      every_token: whether every token so far has its own (keys, values), or all together one (a
+        state).
+      dtype: its dtype; None is the one that is computed in.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    every_token: bool
+    dtype: str | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What the layers remember of the tokens so far, for generation.
+
+    Attributes:
+      layers: arrays with a leading layers dimension, one for each `Cached` of the model: of
+        attention keys and values, both [L, B, S, K, H]; of a recurrent layer its state.
+      length: int32 scalar, how many tokens there were.
+    """
+
+    layers: tuple[jax.Array, ...]
+    length: jax.Array
+
+
+def empty_cache(
+    cached: Sequence[Cached], *, layers: int, rows: int, room: int, dtype: jnp.dtype
+) -> Cache:
+    """A cache of no tokens: zeros.
+
+    Args:
+      cached: what each layer keeps.
+      layers: how many there are.
+      rows: texts that are written at one time.
+      room: tokens that fit into a row.
+      dtype: what is computed in.
+    """
+    arrays = tuple(_zeros(one, layers, rows, room, dtype) for one in cached)
+    return Cache(arrays, jnp.zeros((), jnp.int32))
+
+
+def _zeros(one: Cached, layers: int, rows: int, room: int, dtype: jnp.dtype) -> jax.Array:
+    shape = [
+        size * copies_of_kv_heads(size) if axis == "kv_heads" else size
+        for axis, size in zip(one.axes, one.shape, strict=True)
+    ]
+    places, place_axes = ((room,), ("length",)) if one.every_token else ((), ())
+    zeros = jnp.zeros((layers, rows, *places, *shape), one.dtype or dtype)
+    return shard(zeros, ("layers", "inner_batch", *place_axes, *one.axes))
+
+
+def extend_cache(
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    layer_cache: tuple[jax.Array, jax.Array],
+    start: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer's cached keys and values with the new ones written from place `start` on."""
+    keys, values = layer_cache
+    return (
+        jax.lax.dynamic_update_slice_in_dim(keys, k_BTKH.astype(keys.dtype), start, axis=1),
+        jax.lax.dynamic_update_slice_in_dim(values, v_BTKH.astype(values.dtype), start, axis=1),
+    )

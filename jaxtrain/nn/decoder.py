@@ -1,0 +1,105 @@
+"""A language model out of one kind of layer: embedding, layers, a last norm, output matrix.
+
+Letters: B batch, T length, D embed, V vocab, L layers.
+"""
+
+from typing import Protocol
+
+import jax
+from flax import nnx
+
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.block import HIDDEN, RESIDUAL
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import embed
+from jaxtrain.nn.norms import Norm
+from jaxtrain.nn.parameters import Weights, prefixed, stack, under
+from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.parallel.sharding import shard
+
+
+class Layer(Protocol):
+    """What all layers of a model compute, each with its own parameters: a `Block`, or another."""
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Freshly drawn parameters of one layer."""
+        ...
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer; arguments and results as in `Transformer.run_layer`."""
+        ...
+
+
+class Decoder(nnx.Module):
+    """Tokens to hidden states to logits; a `transformer.Transformer`."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        key: jax.Array,
+        *,
+        num_layers: int,
+        token_embedding: nnx.Param,
+        position_embedding: nnx.Param | None = None,
+        norm: Norm | None = None,
+        output: nnx.Param | None = None,
+        stream: tuple[str, ...] = RESIDUAL,
+    ) -> None:
+        """Draws the layers; what stands before and after them is handed in.
+
+        Args:
+          layer: what each of them computes.
+          key: for their parameters.
+          num_layers: how many there are.
+          token_embedding: the table [V, D].
+          position_embedding: learned positions [places, D]; None where the layers know positions.
+          norm: of what comes out of the last layer; None: there is none.
+          output: the output matrix [V, D]; None: the token embedding.
+          stream: logical axes of the activations between layers.
+        """
+        self.layer, self.norm, self.stream = layer, norm, stream
+        self.token_embedding, self.position_embedding = token_embedding, position_embedding
+        self.layers = nnx.data(stack(layer.weights, num_layers, key))
+        self.output = output
+        for name, weight in prefixed("norm", norm.weights(key) if norm else {}).items():
+            setattr(self, name, weight)
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """What goes into the first layer, [B, T, D]."""
+        with jax.named_scope("embedding"):
+            x_BTD = embed(tokens_BT, self.token_embedding)
+            if self.position_embedding is not None:
+                x_BTD += embed(positions_BT, self.position_embedding)
+            return shard(x_BTD, self.stream)
+
+    def run_layer(
+        self,
+        layer: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer with these parameters."""
+        return self.layer(layer, x_BTD, positions_BT, mask, execution, cache, start)
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed activations after the last layer."""
+        if self.norm is not None:
+            x_BTD = self.norm(under("norm", vars(self)), x_BTD)
+        return shard(x_BTD, HIDDEN)
+
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states."""
+        return self.token_embedding if self.output is None else self.output

@@ -1,0 +1,142 @@
+"""How a model's mathematics is run: attention kernel, products, loop over layers, remat."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.config.errors import UserError, nearest_divisor, refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.products.dot import Einsum, einsum
+from jaxtrain.nn.remat import RESIDUAL, Policy, all_but_gathered_weights, remat
+from jaxtrain.parallel.sharding import shard
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scan:
+    """How the loop over layers is compiled; the mathematics is the same.
+
+    Attributes:
+      layers_per_iteration: 1 scans (compile time independent of depth), k unrolls k layers in each
+        iteration (the blocked form), 0 unrolls all of them (no loop).
+    """
+
+    layers_per_iteration: int = 1
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "layers_per_iteration")
+
+
+def refuse(settings: Scan, *, num_layers: int, written: str) -> Iterator[str]:
+    """A sentence where the loop's iterations do not come out even.
+
+    Args:
+      settings: of the loop.
+      num_layers: layers that it goes over.
+      written: which those are, for the message.
+    """
+    block = settings.layers_per_iteration
+    if block and num_layers % block:
+        yield (
+            f"Scan.layers_per_iteration={block} does not divide {written}; the nearest is "
+            f"{nearest_divisor(num_layers, block)} (0 unrolls all)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a model's mathematics is run.
+
+    Attributes:
+      kernel: of attention; a name, since each says where it cannot run.
+      context_parallel: `Attention.context_parallel`.
+      remat: what the backward pass keeps of each layer.
+      layers_per_iteration: `Scan.layers_per_iteration`.
+      einsum: what the layers' products with weights are multiplied with.
+    """
+
+    kernel: str = "xla"
+    context_parallel: str = "ring"
+    remat: Policy = all_but_gathered_weights
+    layers_per_iteration: int = 1
+    einsum: Einsum = einsum
+
+    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+        """Attention with this run's kernel; shapes as in `attention.attention`."""
+        mask = dataclasses.replace(
+            mask,
+            segment_ids_BT=_rows_inside(mask.segment_ids_BT),
+            segment_ids_BS=_rows_inside(mask.segment_ids_BS),
+        )
+        return attention(q, k, v, mask, kernel=self.kernel, context_parallel=self.context_parallel)
+
+    def contract(
+        self, equation: str, x: jax.Array, weight: nnx.Param, out: tuple[str, ...] | None = None
+    ) -> jax.Array:
+        """A layer's product with a weight, in this run's precision; as `contract.contract`."""
+        return contract(equation, x, weight, out, by=self.einsum)
+
+    def over_layers(
+        self, layer_fn: Callable[..., Any], x: jax.Array, layers: Any, per_layer: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """Runs `x, out = layer_fn(layer, x, extra)` through all stacked layers.
+
+        Args:
+          layer_fn: one layer: its module, the activations and its part of `per_layer`, to the new
+            activations and whatever is stacked into the second result.
+          x: the activations that go in.
+          layers: a module from `stack`.
+          per_layer: a pytree with a leading layers dimension (a key-value cache), or None.
+
+        Returns:
+          The activations that come out, and the stacked outputs.
+        """
+        count = jax.tree.leaves(layers)[0].shape[0]
+        block = self.layers_per_iteration or count
+        if count % block:
+            raise UserError(
+                f"Scan.layers_per_iteration={block} does not divide num_layers={count}; "
+                f"use {nearest_divisor(count, block)} (or 0 to unroll all)"
+            )
+
+        def named(layer: Any, x: jax.Array, extra: Any) -> Any:
+            return layer_fn(layer, checkpoint_name(x, RESIDUAL), extra)
+
+        # Without a loop around it only prevent_cse keeps XLA from undoing the recomputation.
+        run = remat(named, self.remat, prevent_cse=block == count)
+
+        def run_block(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+            if block == 1:
+                return run(xs[0], x, xs[1])
+            outs = []
+            for i in range(block):
+                layer, extra = jax.tree.map(lambda leaf, i=i: leaf[i], xs)
+                x, out = run(layer, x, extra)
+                outs.append(out)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+        if block == count:
+            if count == 1:
+                layers, per_layer = jax.tree.map(lambda leaf: leaf[0], (layers, per_layer))
+                x, out = run(layers, x, per_layer)
+                return x, jax.tree.map(lambda leaf: leaf[None], out)
+            return run_block(x, (layers, per_layer))
+        xs = (layers, per_layer)
+        if block > 1:
+            xs = jax.tree.map(lambda a: a.reshape(count // block, block, *a.shape[1:]), xs)
+        x, outs = jax.lax.scan(run_block, x, xs)
+        if block > 1:
+            outs = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), outs)
+        return x, outs
+
+
+def _rows_inside(x_BT: jax.Array | None) -> jax.Array | None:
+    """Per-token numbers where the rows of queries and keys are."""
+    return None if x_BT is None else shard(x_BT, ("inner_batch", "length"))

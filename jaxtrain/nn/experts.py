@@ -1,0 +1,356 @@
+"""A mixture of experts: routing, the exchange of tokens over the mesh axis `expert`, the experts.
+
+Letters: B rows, T length, D embed, F mlp, E experts, k experts a token, N = B T k assignments on a
+device, C slots a row and expert, R devices along `expert`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.context import split
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.transformer import Auxiliary
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, shard
+
+TOKENS = ("batch", "length", "embed")
+UP = ("experts", "embed", "mlp")
+DOWN = ("experts", "mlp", "embed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """E SwiGLU networks, of which each token goes through the k that its router scores highest.
+
+    A part of a block. Mixtral's (arXiv 2401.04088): the outputs are weighted by the softmax over
+    the k highest logits. Router logits and softmax are float32 whatever the compute dtype.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      mlp_dim: width inside each expert.
+      num_experts, experts_per_token: E and k.
+      capacity_factor: what an expert takes of a row, see `slots_per_expert`; None is all that come.
+      residual_stddev: spread of the weights that make the result.
+      balance_weight, router_z_weight: what these losses are multiplied by.
+      num_layers: layers that the router's losses and metrics are means over.
+    """
+
+    embed_dim: int
+    mlp_dim: int
+    num_experts: int
+    experts_per_token: int
+    capacity_factor: float | None
+    residual_stddev: float
+    balance_weight: float
+    router_z_weight: float
+    num_layers: int
+
+    num_keys: ClassVar[int] = 1
+    scope: ClassVar[str] = "experts"
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Under one name: router [D, E], gates and ups [E, D, F], downs [E, F, D]."""
+        D, F, E = self.embed_dim, self.mlp_dim, self.num_experts
+        key_router, key_gate, key_up, key_down = jax.random.split(keys[0], 4)
+        own = {
+            # To the router experts are classes: every device scores all of them.
+            "router": param(key_router, (D, E), ("embed", "classes"), normal(0.02), role="router"),
+            "gate": param(key_gate, (E, D, F), UP, normal(0.02)),
+            "up": param(key_up, (E, D, F), UP, normal(0.02)),
+            "down": param(key_down, (E, F, D), DOWN, normal(self.residual_stddev)),
+        }
+        return {"experts": own}
+
+    def matmul_parameters(self) -> int:
+        """The router's, and those of the k experts that a token goes through."""
+        active = 3 * self.embed_dim * self.mlp_dim * self.experts_per_token
+        return active + self.embed_dim * self.num_experts
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+    ) -> tuple[jax.Array, Auxiliary]:
+        """The weighted sum of each token's experts [B, T, D], and the router's losses and metrics.
+
+        Arguments as in `block.Feeds`. Padding goes through experts, but no statistic counts it.
+
+        Raises:
+          UserError: while tracing, where rows are split and experts have a capacity.
+        """
+        del execution  # grouped products have no form in 8 bits
+        own, h_BTD = own["experts"], shard(h_BTD, TOKENS)
+        logits_BTE = contract("BTD,DE->BTE", h_BTD.astype(jnp.float32), own["router"])
+        top_BTk, experts_BTk = jax.lax.top_k(logits_BTE, self.experts_per_token)
+        gates_BTk = jax.nn.softmax(top_BTk, axis=-1)
+        if self.capacity_factor is None:
+            kept_BTk = jnp.ones_like(experts_BTk, dtype=bool)
+            run, routes = _dropless, (experts_BTk, gates_BTk)
+        else:
+            for sentence in refuse(self.capacity_factor, context=split()):
+                raise UserError(sentence)
+            k, E = self.experts_per_token, self.num_experts
+            C = slots_per_expert(self.capacity_factor, h_BTD.shape[1], k, E)
+            slots_BTk = _slots(experts_BTk, E)
+            kept_BTk = slots_BTk < C
+            run = functools.partial(_with_capacity, C)
+            routes = (experts_BTk, gates_BTk, slots_BTk)
+        weights = [gather(own[name]).astype(h_BTD.dtype) for name in ("gate", "up", "down")]
+        y_BTD = _over_the_mesh(run, h_BTD, routes, weights, out)
+        statistics = router_statistics(logits_BTE, experts_BTk, kept_BTk, mask.segment_ids_BT)
+        return y_BTD, self._auxiliary(statistics)
+
+    def _auxiliary(self, statistics: dict[str, jax.Array]) -> Auxiliary:
+        """One layer's part of the mean over layers of the router's sums over tokens."""
+        mean = {name: total / self.num_layers for name, total in statistics.items()}
+        weighted = self.balance_weight * mean["balance"] + self.router_z_weight * mean["z"]
+        return {
+            "auxiliary_loss": weighted,
+            "router_balance_loss": mean["balance"],
+            "router_z_loss": mean["z"],
+            "router_dropped": mean["dropped"],
+            "router_max_load": mean["max_load"],
+        }
+
+
+def router_statistics(
+    logits_BTE: jax.Array,
+    experts_BTk: jax.Array,
+    kept_BTk: jax.Array,
+    segment_ids_BT: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Sums over the tokens that are not padding, each a float32 scalar.
+
+    A row's balance and its greatest load count once for each of its tokens, so that every sum
+    over the number of tokens is a mean, and none depends on how rows are put together:
+
+    - balance: E sum_e f_e P_e of the token's row (arXiv 2101.03961, equation 4, taken row by row as
+      in arXiv 2412.19437, equation 17). f_e is the fraction of the row's tokens that chose expert
+      e, so the f_e sum to k and an even load gives k, as in Mixtral; P_e is its mean probability.
+    - z: the squared logsumexp of the router's logits (ST-MoE, arXiv 2202.08906, equation 5).
+    - dropped: the part of the token's k assignments that found no slot.
+    - max_load: the load of the row's busiest expert over that of an even spread.
+    """
+    E, k = logits_BTE.shape[-1], experts_BTk.shape[-1]
+    counts_BT = jnp.ones_like(logits_BTE[..., 0])
+    if segment_ids_BT is not None:
+        counts_BT *= segment_ids_BT != 0
+    tokens_B = counts_BT.sum(1)
+    # Plain jnp outside every manual region: rows split over context add up by themselves.
+    chosen_BTE = (experts_BTk[..., None] == jnp.arange(E)).sum(2) * counts_BT[..., None]
+    probability_BTE = jax.nn.softmax(logits_BTE, axis=-1) * counts_BT[..., None]
+    at_least_one_B1 = jnp.maximum(tokens_B, 1.0)[:, None]
+    load_BE = chosen_BTE.sum(1) / at_least_one_B1
+    probability_BE = probability_BTE.sum(1) / at_least_one_B1
+    partition_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
+    dropped_BT = (~kept_BTk).sum(-1) / k
+    return {
+        "balance": (E * (load_BE * probability_BE).sum(-1) * tokens_B).sum(),
+        "z": (jnp.square(partition_BT) * counts_BT).sum(),
+        "dropped": (dropped_BT * counts_BT).sum(),
+        "max_load": (load_BE.max(-1) * E / k * tokens_B).sum(),
+    }
+
+
+def slots_per_expert(
+    capacity_factor: float, length: int, experts_per_token: int, num_experts: int
+) -> int:
+    """C = ceil(capacity_factor T k / E), the tokens of one row that an expert takes.
+
+    Capacity belongs to a row (a group of GShard, arXiv 2006.16668), not to a device: which tokens
+    are dropped does not depend on the mesh. More than T cannot come, since a token's k experts
+    are distinct.
+    """
+    slots = math.ceil(capacity_factor * length * experts_per_token / num_experts)
+    return min(slots, length)
+
+
+def refuse(capacity_factor: float | None, *, context: int, model: str = "Model") -> Iterator[str]:
+    """A sentence where experts with this capacity cannot run.
+
+    Args:
+      capacity_factor: None is dropless, which is always possible.
+      context: over how many devices a row is split.
+      model: what the capacity belongs to, for the message.
+    """
+    if capacity_factor is not None and context > 1:
+        yield (
+            f"{model}.capacity_factor={capacity_factor} with Mesh.context={context}: an expert's "
+            "slots are counted along whole rows, which context splits; set Mesh.context=1 or "
+            f"{model}.capacity_factor=None (dropless)"
+        )
+
+
+def _slots(experts_BTk: jax.Array, num_experts: int) -> jax.Array:
+    """How many earlier assignments of its row go to the same expert, for each assignment."""
+    B, T, k = experts_BTk.shape
+    one_hot = (experts_BTk[..., None] == jnp.arange(num_experts)).astype(jnp.int32)
+    one_hot = one_hot.reshape(B, T * k, num_experts)
+    before = jnp.cumsum(one_hot, axis=1) - one_hot
+    return (before * one_hot).sum(-1).reshape(B, T, k)
+
+
+# -- over the mesh --------------------------------------------------------------------------------
+
+
+def _over_the_mesh(
+    run: Any,
+    x_BTD: jax.Array,
+    routes: tuple[jax.Array, ...],
+    weights: list[jax.Array],
+    out: tuple[str, ...],
+) -> jax.Array:
+    """Every device runs its tokens through the exchange and its experts through their rows."""
+    layout = current_layout()
+    if layout is None:
+        return run(1, x_BTD, *routes, *weights)
+    tokens, result = layout.activation(TOKENS), layout.activation(out)
+    ranks, tensor = layout.mesh.shape["expert"], layout.mesh.shape["tensor"]
+
+    def each(*local: jax.Array) -> jax.Array:
+        y_BTD = run(ranks, *local)
+        # Each device of `tensor` did a part of F, so what it has is a part of the sum.
+        if "tensor" in parts_of(result[1]):
+            return jax.lax.psum_scatter(y_BTD, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(y_BTD, "tensor") if tensor > 1 else y_BTD
+
+    route = P(*tokens[:2])
+    in_specs = (tokens, *(route for _ in routes), *(layout.weight(a) for a in (UP, UP, DOWN)))
+    return on_each_device(each, in_specs, result)(x_BTD, *routes, *weights)
+
+
+def _exchange(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
+    """Part r of dimension `axis` goes to rank r; what comes is strung together along `concat`."""
+    return jax.lax.all_to_all(x, "expert", split_axis=axis, concat_axis=concat, tiled=True)
+
+
+def _with_capacity(
+    C: int,
+    ranks: int,
+    x_BTD: jax.Array,
+    experts_BTk: jax.Array,
+    gates_BTk: jax.Array,
+    slots_BTk: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    """Experts that take C tokens a row; what finds no slot contributes nothing.
+
+    Each exchange is one array of E B C D values a device (B its own rows), there and back.
+    """
+    B, T, D = x_BTD.shape
+    E = ranks * gate_EDF.shape[0]
+    row = jnp.arange(B)[:, None, None]
+    # The token in each slot; T where there is none, which reads as zeros.
+    token_BEC = jnp.full((B, E, C), T, jnp.int32)
+    token_BEC = token_BEC.at[row, experts_BTk, slots_BTk].set(
+        jnp.arange(T, dtype=jnp.int32)[None, :, None], mode="drop"
+    )
+    x_BECD = x_BTD.at[row, token_BEC].get(mode="fill", fill_value=0)
+    x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, B * C, D)
+    if ranks > 1:
+        x_ESD = _exchange(x_ESD, axis=0, concat=1)
+    h_ESF = jax.nn.silu(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF))
+    h_ESF *= jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF)
+    y_ESD = jnp.einsum("ESF,EFD->ESD", h_ESF, down_EFD)
+    if ranks > 1:
+        y_ESD = _exchange(y_ESD, axis=1, concat=0)
+    y_BECD = jnp.moveaxis(y_ESD.reshape(E, B, C, D), 0, 1)
+    y_BTkD = y_BECD.at[row, experts_BTk, slots_BTk].get(mode="fill", fill_value=0)
+    return _weighted(y_BTkD, gates_BTk)
+
+
+def _dropless(
+    ranks: int,
+    x_BTD: jax.Array,
+    experts_BTk: jax.Array,
+    gates_BTk: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    """Experts that take every token that comes: sorted by expert, one grouped product each.
+
+    On one rank these are exactly N = B T k rows. Between ranks any one rank may be chosen for all
+    of them, and shapes are fixed, so each exchange is one array of R N D values a device: R /
+    capacity_factor times what a capacity would send.
+    """
+    B, T, D = x_BTD.shape
+    k = experts_BTk.shape[-1]
+    E = ranks * gate_EDF.shape[0]
+    expert_N = experts_BTk.reshape(-1)
+    order_N = jnp.argsort(expert_N, stable=True)
+    sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
+    x_ND = x_BTD.reshape(B * T, D)[order_N // k]
+    weights = (gate_EDF, up_EDF, down_EFD)
+    if ranks == 1:
+        y_ND = _grouped(x_ND, sizes_E, *weights)
+    else:
+        y_ND = _grouped_over_ranks(ranks, x_ND, expert_N[order_N], sizes_E, *weights)
+    y_BTkD = y_ND[jnp.argsort(order_N)].reshape(B, T, k, D)
+    return _weighted(y_BTkD, gates_BTk)
+
+
+def _grouped_over_ranks(
+    ranks: int,
+    x_ND: jax.Array,
+    expert_N: jax.Array,
+    sizes_E: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    """`_grouped` with the experts on several ranks; the rows are sorted by expert."""
+    N, D = x_ND.shape
+    sizes_RE = sizes_E.reshape(ranks, -1)
+    count_R = sizes_RE.sum(1)
+    start_R = jnp.cumsum(count_R) - count_R
+    place_N = jnp.arange(N)
+    # Part r of what is sent: the rows for rank r's experts, filled up with zeros.
+    source_RN = jnp.where(place_N < count_R[:, None], start_R[:, None] + place_N, N)
+    x_RND = x_ND.at[source_RN].get(mode="fill", fill_value=0)
+    # Part r is from now on what came from rank r, for the experts of this device.
+    x_RND = _exchange(x_RND, axis=0, concat=0)
+    sizes_RE = _exchange(sizes_RE, axis=0, concat=0)
+    # The local expert of each row; one past the last for filling, which sorts to the end.
+    ends_RE = jnp.cumsum(sizes_RE, axis=1)
+    local_RN = (place_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
+    order = jnp.argsort(local_RN.reshape(-1), stable=True)
+    y = _grouped(x_RND.reshape(-1, D)[order], sizes_RE.sum(0), gate_EDF, up_EDF, down_EFD)
+    y_RND = _exchange(y[jnp.argsort(order)].reshape(ranks, N, D), axis=0, concat=0)
+    rank_N = expert_N // gate_EDF.shape[0]
+    return y_RND[rank_N, place_N - start_R[rank_N]]
+
+
+def _grouped(
+    x_ND: jax.Array,
+    sizes_E: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    """SwiGLU of rows that stand expert after expert, sizes_E of them each."""
+    h_NF = jax.nn.silu(jax.lax.ragged_dot(x_ND, gate_EDF, sizes_E))
+    h_NF *= jax.lax.ragged_dot(x_ND, up_EDF, sizes_E)
+    return jax.lax.ragged_dot(h_NF, down_EFD, sizes_E)
+
+
+def _weighted(y_BTkD: jax.Array, gates_BTk: jax.Array) -> jax.Array:
+    y_BTD = (y_BTkD.astype(jnp.float32) * gates_BTk[..., None]).sum(2)
+    return y_BTD.astype(y_BTkD.dtype)

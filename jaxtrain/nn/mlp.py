@@ -1,0 +1,127 @@
+"""Two-layer networks that every token goes through alone: parts of a block.
+
+Letters: B batch, T length, D embed, F mlp.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.transformer import Auxiliary
+from jaxtrain.parallel.devices import platform_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwiGLU:
+    """down(silu(gate x) * up x), without biases (arXiv 2002.05202).
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      mlp_dim: width inside.
+      residual_stddev: spread of the weight that makes the result.
+    """
+
+    embed_dim: int
+    mlp_dim: int
+    residual_stddev: float
+
+    num_keys: ClassVar[int] = 3
+    scope: ClassVar[str] = "mlp"
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Gate and up [D, F], down [F, D]."""
+        D, F = self.embed_dim, self.mlp_dim
+        key_gate, key_up, key_down = keys
+        return {
+            "gate": param(key_gate, (D, F), ("embed", "mlp"), normal(0.02)),
+            "up": param(key_up, (D, F), ("embed", "mlp"), normal(0.02)),
+            "down": param(key_down, (F, D), ("mlp", "embed"), normal(self.residual_stddev)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All of them."""
+        return 3 * self.embed_dim * self.mlp_dim
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+    ) -> tuple[jax.Array, Auxiliary]:
+        """The network's outputs; arguments and results as in `block.Feeds`."""
+        del mask
+        gate_BTF = jax.nn.silu(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]))
+        h_BTF = gate_BTF * execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GELU:
+    """down(gelu(up x)), with biases.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      mlp_dim: width inside.
+      residual_stddev: spread of the weight that makes the result.
+    """
+
+    embed_dim: int
+    mlp_dim: int
+    residual_stddev: float
+
+    num_keys: ClassVar[int] = 2
+    scope: ClassVar[str] = "mlp"
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Up [D, F], down [F, D], and their biases."""
+        D, F = self.embed_dim, self.mlp_dim
+        key_up, key_down = keys
+        return {
+            "up": param(key_up, (D, F), ("embed", "mlp"), normal(0.02)),
+            "up_bias": param(key_up, (F,), ("mlp",), constant(0.0)),
+            "down": param(key_down, (F, D), ("mlp", "embed"), normal(self.residual_stddev)),
+            "down_bias": param(key_down, (D,), ("vector",), constant(0.0)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All but the biases."""
+        return 2 * self.embed_dim * self.mlp_dim
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+    ) -> tuple[jax.Array, Auxiliary]:
+        """The network's outputs; arguments and results as in `block.Feeds`."""
+        del mask
+        up_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        h_BTF = gelu(add_bias(up_BTF, own["up_bias"]))
+        y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
+        return add_bias(y_BTD, own["down_bias"]), {}
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
+
+    Off CPUs (1 + tanh u) / 2 is sigmoid(2u). XLA's compiler for GPUs does not compute a tanh twice:
+    the backward pass, which does this again, would write it out and read it back.
+    """
+    x32 = x.astype(jnp.float32)
+    if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
+        return jax.nn.gelu(x32, approximate=True).astype(x.dtype)
+    u = math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32**3)
+    return (x32 * jax.nn.sigmoid(2 * u)).astype(x.dtype)

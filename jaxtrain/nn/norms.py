@@ -1,0 +1,56 @@
+"""Norms as parts of blocks and decoders: which one, over how many numbers, with its parameters."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+
+from jaxtrain.nn.layers import layer_norm, rms_norm
+from jaxtrain.nn.parameters import Weights, constant, param
+
+
+class Norm(Protocol):
+    """A norm over the last dimension of what it is given."""
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Freshly made parameters."""
+        ...
+
+    def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
+        """The normed x, in its dtype."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSNorm:
+    """Root-mean-square normalisation with a scale."""
+
+    dim: int
+    epsilon: float
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Scales of 1."""
+        return {"scale": param(key, (self.dim,), ("vector",), constant(1.0), role="norm")}
+
+    def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
+        """The normed x."""
+        return rms_norm(x, own["scale"], epsilon=self.epsilon)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerNorm:
+    """Layer normalisation with a scale and a bias."""
+
+    dim: int
+    epsilon: float
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Scales of 1 and biases of 0."""
+        return {
+            "scale": param(key, (self.dim,), ("vector",), constant(1.0), role="norm"),
+            "bias": param(key, (self.dim,), ("vector",), constant(0.0), role="norm"),
+        }
+
+    def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
+        """The normed x."""
+        return layer_norm(x, own["scale"], own["bias"], epsilon=self.epsilon)

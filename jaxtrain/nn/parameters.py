@@ -1,0 +1,87 @@
+"""Parameters that know what they mean, initialisers, and layers stacked for a loop."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.errors import did_you_mean
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+
+Initializer = Callable[..., jax.Array]
+
+# What a parameter is for, where its axes do not say it: most have none of these roles.
+#   embedding  a row for each token; logits are made with it too where nothing is the output
+#   position   a row for each place of a sequence
+#   norm       the scale or the bias of a norm, which computes in float32
+#   router     scores experts, in float32
+#   output     makes logits
+Role = Literal["embedding", "position", "norm", "router", "output"]
+
+# Parameters by name; a part of a model may keep its own under one name.
+Weights = dict[str, Any]
+
+
+class Statistic(nnx.Variable):
+    """A running statistic of the data (batch norm's mean and variance): state, not a parameter."""
+
+
+def param(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    init: Initializer,
+    *,
+    role: Role | None = None,
+) -> nnx.Param:
+    """A float32 parameter that knows what each of its dimensions means, and its own role."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} has {len(shape)} dims but {len(axes)} axis names: {axes}")
+    if role is not None and role not in get_args(Role):
+        raise ValueError(f"unknown role {role!r}{did_you_mean(role, get_args(Role))}")
+    return nnx.Param(init(key, shape, jnp.float32), axes=axes, role=role)
+
+
+def role_of(variable: nnx.Variable) -> Role | None:
+    """What a parameter is for, as its model declared it."""
+    return variable.get_metadata().get("role")
+
+
+def normal(stddev: float) -> Initializer:
+    """The initializer N(0, stddev^2)."""
+    return jax.nn.initializers.normal(stddev)
+
+
+def constant(value: float) -> Initializer:
+    """The initializer that is `value` everywhere."""
+    return jax.nn.initializers.constant(value)
+
+
+def together(*parts: Weights) -> Weights:
+    """The parameters of several parts side by side; no two may have one name."""
+    names = [name for part in parts for name in part]
+    assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
+    return {name: weight for part in parts for name, weight in part.items()}
+
+
+def prefixed(prefix: str, weights: Weights) -> Weights:
+    """The same parameters, each name after `prefix` and an underscore."""
+    return {f"{prefix}_{name}": weight for name, weight in weights.items()}
+
+
+def under(prefix: str, weights: Weights) -> Weights:
+    """The parameters that `prefixed` gave this prefix, by their own names."""
+    start = f"{prefix}_"
+    return {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
+
+
+def stack(make: Callable[[jax.Array], Any], num_layers: int, key: jax.Array) -> Any:
+    """num_layers copies of make(key) in one module, stacked on a leading "layers" dimension."""
+    layers = jax.vmap(make)(jax.random.split(key, num_layers))
+
+    def name_new_axis(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(axes=("layers", *logical_axes(variable)))
+
+    return jax.tree.map(name_new_axis, layers, is_leaf=is_variable)

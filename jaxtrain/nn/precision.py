@@ -1,0 +1,75 @@
+"""The dtype policy: what parameters are kept in and what is computed in."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of the parameters at rest and in matrix products.
+
+    The loss, norms and softmax are float32 whatever stands here.
+
+    Attributes:
+      params: the dtype of the master parameters; that of the moments is Optimizer.moments.
+      compute: the dtype of matrix products and of the activations between them.
+      loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
+        underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
+        steps).
+      matmul: 'float8' computes the products with the weights inside a transformer's layers, forward
+        and backward, in float8 (e4m3, gradients e5m2), each tensor scaled by its own largest
+        element and the sums in float32. 'int8' computes the same products, but for the weights'
+        gradients, in int8 with int32 sums, each row scaled by its own largest element. The
+        embedding, the head, attention's scores and the norms stay as they are. For devices with
+        units for them; a CPU computes the same numbers, slowly, for tests.
+    """
+
+    params: Literal["float32", "bfloat16"] = "float32"
+    compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    loss_scale: Literal["dynamic"] | float | None = None
+    matmul: Literal["compute", "float8", "int8"] = "compute"
+
+    def __post_init__(self) -> None:
+        if self.compute == "float16" and self.loss_scale is None:
+            raise UserError(
+                "Precision.compute='float16' with Precision.loss_scale=None: gradients underflow; "
+                "set Precision.loss_scale='dynamic' (or compute in 'bfloat16')"
+            )
+        if self.compute == "float16" and self.matmul == "float8":
+            raise UserError(
+                "Precision.matmul='float8' with Precision.compute='float16': a float8 product of "
+                "448 x 448 is beyond float16's 65,504; use Precision.compute='bfloat16'"
+            )
+        if isinstance(self.loss_scale, float) and not self.loss_scale > 0:
+            raise UserError(f"Precision.loss_scale={self.loss_scale}; use a number above 0")
+
+
+def is_matrix(variable) -> bool:  # noqa: ANN001 - an NNX variable
+    """Whether a parameter is the weight of a product or a lookup, not a scale or a bias.
+
+    It then has at least two dimensions besides those that only stack weights; the heads' two
+    dimensions count once, since together they are one side of the product.
+    """
+    stacked = ("layers", "qkv", "head_dim")
+    return sum(axis not in stacked for axis in logical_axes(variable)) >= 2
+
+
+def to_compute(params, dtype: str):  # noqa: ANN001, ANN201
+    """The parameters in the compute dtype, matrices only.
+
+    Norm scales and biases stay as they are and are cast where they are used: bfloat16 has 8 bits of
+    precision, so a scale near 1 would lose every update below 0.4 %.
+    """
+    return jax.tree.map(
+        lambda v: v.replace(v.get_value().astype(jnp.dtype(dtype))) if is_matrix(v) else v,
+        params,
+        is_leaf=is_variable,
+    )

@@ -1,0 +1,90 @@
+"""What every language model has in common: embed, run the layers, finish, make logits.
+
+Letters: B batch, T length, D embed, V vocab.
+"""
+
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.products.contract import contract
+
+# Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
+# their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss.
+Auxiliary = dict[str, jax.Array]
+
+# What one layer keeps of the tokens so far: its part of `Cache.layers`.
+LayerCache = tuple[jax.Array, jax.Array]
+
+
+class Transformer(Protocol):
+    """A language model in the parts that a loop, a pipeline and generation put together.
+
+    Attributes:
+      layers: the parameters of all layers, from `jaxtrain.nn.parameters.stack`.
+    """
+
+    layers: Any
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream [B, T, D] that goes into the first layer."""
+        ...
+
+    def run_layer(
+        self,
+        layer: Any,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer: the new residual stream, the extended cache, the auxiliary sums."""
+        ...
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed residual stream after the last layer."""
+        ...
+
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of finished hidden states."""
+        ...
+
+
+# How the output matrix makes logits.
+LOGITS = "BTD,VD->BTV"
+
+
+def logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of finished hidden states."""
+    return contract(LOGITS, x_BTD, model.output_matrix())
+
+
+def hidden(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    mask: Mask,
+    execution: Execution,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None, Auxiliary]:
+    """Finished hidden states [B, T, D], the extended cache, and the layers' auxiliary sums."""
+    x_BTD = model.embed(tokens_BT, positions_BT)
+    start = 0 if cache is None else cache.length
+
+    def run_layer(layer: Any, x_BTD: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
+        x_BTD, layer_cache, auxiliary = model.run_layer(
+            layer, x_BTD, positions_BT, mask, execution, layer_cache, start
+        )
+        return x_BTD, (layer_cache, auxiliary)
+
+    layer_caches = None if cache is None else cache.layers
+    x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, layer_caches)
+    if cache is not None:
+        cache = Cache(caches, cache.length + tokens_BT.shape[1])
+    return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)

@@ -1,0 +1,209 @@
+"""The figures of every chip that a plan can be made for, and where each figure comes from."""
+
+import dataclasses
+from typing import Literal
+
+_GIB = 2**30
+_PCIE4 = 16 * 16e9 * 128 / 130 / 8
+
+# The part of a GPU's memory that JAX's allocator takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+# otherwise (docs.jax.dev, "GPU memory allocation").
+GPU_MEMORY_FRACTION = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What one JAX device of a chip can do; None where it is not known or does not apply.
+
+    Attributes:
+      name: as in a target, "v5e", "h100".
+      kind: which compiler and which network it has.
+      device_kinds: what `jax.Device.device_kind` says of it; the first is the one planned for.
+      bf16_flops: peak FLOP/s of dense bfloat16 matrix products.
+      float32_flops: peak FLOP/s of float32 matrix products as JAX does them by default: one pass of
+        bfloat16 on TPUs, TF32 on GPUs.
+      float8_flops: peak FLOP/s of dense float8 matrix products; None without units for them.
+      int8_flops: peak operations/s of dense int8 matrix products; None where they are not known to
+        be faster than those of bfloat16.
+      hbm_bytes: memory that the programs on one device may fill, in bytes.
+      hbm_bandwidth: bytes/s between the device and its memory.
+      link_bandwidth: bytes/s that a device sends to one neighbour in one direction: an ICI link, or
+        all of a GPU's NVLinks together, since the switch leads them to any one GPU; its PCIe slot
+        where it has none.
+      links: axes of the torus of ICI links, each with two neighbours; 1 for a switch.
+      dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for what
+        is in no machine with a network of its own.
+    """
+
+    name: str
+    kind: Literal["tpu", "gpu", "cpu"]
+    device_kinds: tuple[str, ...]
+    bf16_flops: float | None
+    float32_flops: float | None
+    float8_flops: float | None
+    int8_flops: float | None
+    hbm_bytes: int | None
+    hbm_bandwidth: float | None
+    link_bandwidth: float | None
+    links: int
+    dcn_bandwidth: float | None
+
+
+# Sources of the TPUs, all "per chip":
+# - bf16_flops, float8_flops, hbm_bandwidth: cloud.google.com/tpu/docs, page of each version.
+# - int8_flops: these pages of v5e and v6e; for v5p docs.jax.dev/en/latest/pallas/tpu/hardware.html,
+#   which has no int8 figure of v4 (whose page gives 275 TFLOPs for "bf16 or int8") and TPU7x.
+# - hbm_bytes: what libtpu 0.0.42's compiler says a program that is too large exceeds ("exceeds
+#   available HBM (15.75G)"): a chip's memory less what the runtime keeps.
+# - link_bandwidth: jax-ml.github.io/scaling-book/tpus, "ICI BW/link (one-way)". The figure of TPU7x
+#   is v5p's: the documentation gives both the same 1200 GB/s per chip over the same six links.
+# - dcn_bandwidth: the documentation's "DCN bandwidth per chip", 50 Gb/s for v5p, 100 Gb/s for v6e
+#   and TPU7x, and 6.4 Tb/s per pod of 256 for v5e; v4: scaling-book's 25 GB/s per host of 4 chips.
+# A v4 or v5p chip is one device (its two cores work as one, "megacore"). A TPU7x chip is two, which
+# share its figures: half of its compute, memory and links each.
+#
+# Sources of the GPUs, which are the SXM boards:
+# - bf16_flops, float32_flops (TF32), float8_flops, int8_flops, hbm_bandwidth, link_bandwidth:
+#   NVIDIA's data sheets of A100, H100, H200 and HGX/DGX B200. FLOPs given "with sparsity" are
+#   halved, and so is NVLink's bandwidth, which counts both directions.
+# - hbm_bytes: GPU_MEMORY_FRACTION of the memory CUDA reports (xla/backends/gpu/target_config/specs
+#   of openxla/xla; for H200 the "total capacity of 139.80 GiB" that PyTorch reports).
+# - dcn_bandwidth: data sheets of DGX A100 (eight 200 Gb/s adapters for eight GPUs), DGX H100, H200
+#   and B200 (eight of 400 Gb/s).
+# RTX 3090, 4090, 5090 and L4 have PCIe slots in place of NVLink's switch:
+# - bf16_flops, float32_flops: NVIDIA's white papers "Ampere GA102", "Ada" (with L4 in its version
+#   2) and "RTX Blackwell", the dense rates that accumulate in float32, as XLA's products do: half
+#   of those that accumulate in float16 on GeForce. L4: its data sheet, "with sparsity" halved.
+# - float8_flops and int8_flops: L4's data sheet. None for GeForce, where Precision.matmul refuses
+#   them.
+# - hbm_bandwidth: the same papers. hbm_bytes: GPU_MEMORY_FRACTION of what PyTorch reports as total
+#   capacity on Linux, 23.70, 23.64, 31.36 and 22.03 GiB (issues 137 of Lightning-AI/lit-llama, 104
+#   of ali-vilab/VGen, 20 of TrajectoryCrafter/TrajectoryCrafter, 190 of ArcInstitute/evo2).
+# - link_bandwidth: 16 lanes of PCI Express 4.0 (16 GT/s) or 5.0 (32 GT/s), of 130 bits 128 data. A
+#   bridge between two 3090s (56 GB/s) is not counted.
+# - dcn_bandwidth: 100 Gb/s for the eight L4 of Google Cloud's g2-standard-96
+#   (docs.cloud.google.com/compute/docs/gpus).
+# PCIe boards of the A100 have the SXM boards' peak; those of H100 and H200 are slower and unknown.
+_ALL = (
+    Chip(
+        name="v4", kind="tpu", device_kinds=("TPU v4",),
+        bf16_flops=275e12, float32_flops=275e12, float8_flops=None,
+        int8_flops=None,
+        hbm_bytes=int(30.75 * _GIB), hbm_bandwidth=1200e9,
+        link_bandwidth=4.5e10, links=3, dcn_bandwidth=6.25e9,
+    ),
+    Chip(
+        name="v5e", kind="tpu", device_kinds=("TPU v5 lite", "TPU v5e"),
+        bf16_flops=197e12, float32_flops=197e12, float8_flops=None,
+        int8_flops=393e12,
+        hbm_bytes=int(15.75 * _GIB), hbm_bandwidth=819e9,
+        link_bandwidth=4.5e10, links=2, dcn_bandwidth=3.125e9,
+    ),
+    Chip(
+        name="v5p", kind="tpu", device_kinds=("TPU v5", "TPU v5p"),
+        bf16_flops=459e12, float32_flops=459e12, float8_flops=None,
+        int8_flops=918e12,
+        hbm_bytes=int(95.74 * _GIB), hbm_bandwidth=2765e9,
+        link_bandwidth=9e10, links=3, dcn_bandwidth=6.25e9,
+    ),
+    Chip(
+        name="v6e", kind="tpu", device_kinds=("TPU v6 lite", "TPU v6e"),
+        bf16_flops=918e12, float32_flops=918e12, float8_flops=None,
+        int8_flops=1836e12,
+        hbm_bytes=int(31.25 * _GIB), hbm_bandwidth=1638e9,
+        link_bandwidth=9e10, links=2, dcn_bandwidth=12.5e9,
+    ),
+    Chip(
+        name="7x", kind="tpu", device_kinds=("TPU7x",),
+        bf16_flops=2307e12 / 2, float32_flops=2307e12 / 2, float8_flops=4614e12 / 2,
+        int8_flops=None,
+        hbm_bytes=int(94.75 * _GIB), hbm_bandwidth=7380e9 / 2,
+        link_bandwidth=9e10 / 2, links=3, dcn_bandwidth=12.5e9 / 2,
+    ),
+    Chip(
+        name="a100", kind="gpu", device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+        bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
+        int8_flops=624e12,
+        hbm_bytes=int(85_100_068_864 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
+        link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
+    ),
+    Chip(
+        name="a100-40", kind="gpu",
+        device_kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
+        int8_flops=624e12,
+        hbm_bytes=int(42_331_013_120 * GPU_MEMORY_FRACTION), hbm_bandwidth=1555e9,
+        link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
+    ),
+    Chip(
+        name="h100", kind="gpu", device_kinds=("NVIDIA H100 80GB HBM3",),
+        bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
+        int8_flops=1979e12,
+        hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=3350e9,
+        link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
+    ),
+    Chip(
+        name="h200", kind="gpu", device_kinds=("NVIDIA H200",),
+        bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
+        int8_flops=1979e12,
+        hbm_bytes=int(139.80 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=4800e9,
+        link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
+    ),
+    Chip(
+        name="b200", kind="gpu", device_kinds=("NVIDIA B200",),
+        bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
+        int8_flops=4500e12,
+        hbm_bytes=int(191_514_411_008 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        link_bandwidth=900e9, links=1, dcn_bandwidth=50e9,
+    ),
+    Chip(
+        name="l4", kind="gpu", device_kinds=("NVIDIA L4",),
+        bf16_flops=121e12, float32_flops=60e12, float8_flops=242.5e12,
+        int8_flops=242.5e12,
+        hbm_bytes=int(22.03 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=300e9,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=1.5625e9,
+    ),
+    Chip(
+        name="rtx3090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 3090",),
+        bf16_flops=71e12, float32_flops=35.6e12, float8_flops=None,
+        int8_flops=None,
+        hbm_bytes=int(23.70 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=936e9,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None,
+    ),
+    Chip(
+        name="rtx4090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 4090",),
+        bf16_flops=165.2e12, float32_flops=82.6e12, float8_flops=None,
+        int8_flops=None,
+        hbm_bytes=int(23.64 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1008e9,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None,
+    ),
+    Chip(
+        name="rtx5090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 5090",),
+        bf16_flops=209.5e12, float32_flops=104.8e12, float8_flops=None,
+        int8_flops=None,
+        hbm_bytes=int(31.36 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1792e9,
+        link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None,
+    ),
+    Chip(
+        name="cpu", kind="cpu", device_kinds=("cpu",),
+        bf16_flops=None, float32_flops=None, float8_flops=None,
+        int8_flops=None,
+        hbm_bytes=None, hbm_bandwidth=None,
+        link_bandwidth=None, links=1, dcn_bandwidth=None,
+    ),
+)  # fmt: skip
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip whose `jax.Device.device_kind` this is; None where it is not in the table."""
+    for chip in _ALL:
+        if device_kind in chip.device_kinds:
+            return chip
+    return None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of one JAX device of this kind; None where it is not known."""
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.bf16_flops

@@ -1,0 +1,195 @@
+"""How programs are compiled: XLA's options by platform, and keeping what was compiled on disk."""
+
+import contextlib
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxlib import utils as jaxlib_utils
+
+from jaxtrain.config.files import cache_folder
+
+# Of a block of temporaries that holds more than one array. Programs of one block stay in the cache
+# of compiled programs, those of several XLA cannot write down.
+BLOCK_BYTES = 31 * 2**20
+
+# mallopt's options (glibc's malloc.h) and their values. Blocks up to 32 MiB, glibc's limit, are not
+# mapped; the free end of a heap is not given back; and a thread's heap, of 64 MiB, stays where it
+# is empty, since it would go only if that much were free in the heap before it.
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_TOP_PAD = -3, -1, -2
+_KEPT = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 * 2**20}
+_WARNING, _ERROR = "1", 2  # of XLA's log
+
+
+def keep_memory(platform: str) -> bool:
+    """Has this process keep what its programs free, where they run on CPUs.
+
+    Whoever set glibc's `MALLOC_*` or `GLIBC_TUNABLES` has chosen, and the memory is left alone. Two
+    complaints about programs of several blocks are dropped: XLA's log of every array above
+    BLOCK_BYTES, and with it its other warnings, unless `TF_CPP_MIN_LOG_LEVEL` is set to another
+    level than JAX's own; and JAX's that such a program cannot be kept on disk.
+
+    Args:
+      platform: of the devices: "cpu", "gpu" or "tpu".
+
+    Returns:
+      whether the memory is kept: not without glibc.
+    """
+    if platform != "cpu":
+        return False
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", _WARNING) == _WARNING:
+        jaxlib_utils.absl_set_min_log_level(_ERROR)
+    unwritten = "Error writing persistent compilation cache entry.*Multiple temp buffer"
+    warnings.filterwarnings("ignore", message=unwritten, category=UserWarning)
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return False
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    return all(library.mallopt(option, value) for option, value in _KEPT.items())
+
+
+# XLA's options for training and evaluation, each with what was measured in benchmarks/RESULTS.md.
+_XLA_OPTIONS: dict[str, dict[str, str]] = {
+    "cpu": {
+        # XLA's own default without YNNPACK's convolutions: with XLA's, a step of ResNet-20 takes
+        # three quarters of the time. Products and reductions stay YNNPACK's.
+        "xla_cpu_experimental_ynn_fusion_type": (
+            "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+        ),
+    },
+}
+
+# By `jax.Device.device_kind`. libtpu's collectives hold up the products around them on v5p and v6e,
+# whose SparseCores can do them beside the products, as TPU7x's do by default: published recipes
+# have these flags (MaxText's `xla_flags_library.py`), the first five for what is moved, the others
+# for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last reductions.
+_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+}
+_V5P, _V6E = ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")
+_OF_DEVICES: dict[str, dict[str, str]] = dict.fromkeys((*_V5P, *_V6E), _SPARSE_CORES)
+
+# The same for a train step that a run takes so often that its compilation may cost more: of runs
+# of `_LONG_RUN` steps and more.
+_OF_LONG_RUNS: dict[str, dict[str, str]] = {
+    # Temporaries in blocks that the process keeps: a step of 60 to 400 ms takes 0.70 to 0.89 of
+    # the time (see `allocation`), and 2 to 5 s are compiled at a start that the cache would save.
+    "cpu": {"xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES)},
+    # How much of the vector memory a product's tiles may fill: three quarters of v5p's and TPU7x's,
+    # where libtpu allows 16 or 32 MiB. By its own expectation a step takes 3 to 20 % fewer cycles;
+    # it compiles for 2 to 5 times as long. Nothing changes on v4.
+    "tpu": {"xla_tpu_scoped_vmem_limit_kib": str(48 * 1024)},
+}
+_LONG_RUN = {"cpu": 500, "tpu": 10_000}
+# v6e's units are four times as big and its vector memory twice.
+_OF_LONG_RUNS_ON = dict.fromkeys(_V6E, {"xla_tpu_scoped_vmem_limit_kib": str(96 * 1024)})
+
+
+def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]:
+    """What `jax.jit` is given as `compiler_options`; nothing that the environment says itself.
+
+    XLA_FLAGS and, for TPUs, LIBTPU_INIT_ARGS win.
+
+    Args:
+      platform: of the devices: "cpu", "gpu" or "tpu".
+      steps: for a train step: of the whole run, so that each of its starts has the same program.
+      kind: `jax.Device.device_kind`.
+    """
+    chosen = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    options = _XLA_OPTIONS.get(platform, {}) | _OF_DEVICES.get(kind, {})
+    if steps >= _LONG_RUN.get(platform, math.inf):
+        options = options | _OF_LONG_RUNS[platform] | _OF_LONG_RUNS_ON.get(kind, {})
+    said = set(re.findall(r"--(\w+)", chosen))
+    return {name: value for name, value in options.items() if name not in said}
+
+
+def options_of_run(
+    platform: str, kind: str, steps: int, say: Callable[[str], object]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """`xla_options` of the train step and of evaluation that this version's compiler has."""
+    of_steps = known_options(xla_options(platform, steps, kind), say)
+    options = xla_options(platform, kind=kind)
+    return of_steps, {name: value for name, value in options.items() if name in of_steps}
+
+
+def known_options(options: Mapping[str, str], say: Callable[[str], object]) -> dict[str, str]:
+    """Those of the options that this version's compiler has.
+
+    Compilers drop options without notice, and refuse a program over one that they do not know.
+
+    Args:
+      options: as of `xla_options`.
+      say: is told of each one that is missing.
+    """
+    left = dict(options)
+    while left:
+        try:
+            jax.jit(lambda: 0, compiler_options=left).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            missing = re.search(r"No such compile option: '(\w+)'", str(error))
+            if missing is None or left.pop(missing.group(1), None) is None:
+                raise
+            say(
+                f"this version's compiler has no option {missing.group(1)}: compiled without it "
+                "(docs/performance.md, XLA flags)"
+            )
+        else:
+            break
+    return left
+
+
+def keep_compiled_programs() -> Path | None:
+    """Has JAX load each program that an earlier process of this machine compiled.
+
+    JAX's own settings win: `JAX_COMPILATION_CACHE_DIR` names another folder, and
+    `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing. To be called before anything is compiled.
+
+    Returns:
+      the folder, `$JAXTRAIN_CACHE/compiled/<processor>`; None where JAX's settings chose.
+    """
+    settings: Any = jax.config  # whose attributes are made at run time
+    chosen = "JAX_COMPILATION_CACHE_DIR" in os.environ or settings.jax_compilation_cache_dir
+    if chosen or not settings.jax_enable_compilation_cache:
+        return None
+    folder = cache_folder("compiled") / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None  # nowhere to keep it: it is compiled anew
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # JAX keeps what took a second; a start consists of a hundred programs of less, together as
+        # long as the step's, and a few kilobytes each.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+def _processor() -> str:
+    """This machine's instruction set, as a folder's name.
+
+    JAX's key says "cpu" for every processor, and homes are shared: a program for one may hold
+    instructions that another lacks (https://github.com/jax-ml/jax/issues/38445).
+    """
+    described = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        said = [line for line in lines if line.startswith(("flags", "Features"))]
+        described += said[0] if said else ""
+    return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

@@ -1,0 +1,114 @@
+"""The devices of this process: simulated ones, a notebook's, their platform, and their work."""
+
+import collections
+import contextlib
+from typing import Any
+
+import jax
+from jax.extend import backend
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.compilation import keep_compiled_programs
+
+SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
+
+
+def device_word(count: int) -> str:
+    return "devices" if count != 1 else "device"
+
+
+def offer_cpu_devices(count: int) -> None:
+    """Splits the CPU into `count` devices; where JAX has opened its backend already, nothing."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def simulate_devices(count: int) -> None:
+    """Makes JAX run on `count` simulated CPU devices; call before anything opens the backend.
+
+    Raises:
+      UserError: JAX already runs on other devices in this process.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+    offer_cpu_devices(count)
+    if jax.device_count() != count or jax.default_backend() != "cpu":
+        raise UserError(
+            f"Mesh.simulated_devices={count}, but JAX already runs on {jax.device_count()} "
+            f"{jax.default_backend()} {device_word(jax.device_count())} in this process; "
+            "start a new one"
+        )
+
+
+def use_devices(count: int | None = None) -> list[jax.Device]:
+    """The devices that a notebook runs on: accelerators where there are any, else simulated ones.
+
+    To be called before anything else, so that the CPU can still be split; compiled programs are
+    kept on disk from here on, as the command line keeps them.
+
+    Args:
+      count: how many a notebook's layouts need: the accelerators if there are exactly so many,
+        else that many simulated CPU devices. None takes all accelerators, or simulates 8.
+
+    Raises:
+      UserError: JAX already runs on another number of devices in this process.
+    """
+    keep_compiled_programs()
+    simulated = SIMULATED_DEVICES if count is None else count
+    offer_cpu_devices(simulated)
+    if jax.default_backend() == "cpu":
+        simulate_devices(simulated)
+    elif count not in (None, jax.device_count()):
+        # Only now is it known what is there: the backends are opened again, with the CPU alone.
+        backend.clear_backends()
+        simulate_devices(simulated)
+    return jax.devices()
+
+
+# Of 32 programs of a device that XLA's CPU client has unfinished at most; see RunAhead.
+RUN_AHEAD_PROGRAMS = 8
+
+
+class RunAhead:
+    """Keeps the host a few programs ahead of the devices, and no further.
+
+    XLA's CPU client begins and runs programs on one pool of threads, as many as there are devices.
+    While 32 programs of a device are unfinished, the next is begun by a thread that waits: on
+    simulated devices the others are then in collectives, waiting for a device whose program finds
+    no thread, and XLA gives the process up after 40 s. A few programs keep any device busy.
+    """
+
+    def __init__(self) -> None:
+        self._results: collections.deque[Any] = collections.deque()
+
+    def add(self, result: Any) -> None:
+        """Takes what a program returns, which nothing may donate, and waits for an earlier one."""
+        self._results.append(result)
+        if len(self._results) > RUN_AHEAD_PROGRAMS:
+            jax.block_until_ready(self._results.popleft())
+
+
+# What GPUs are called that are not NVIDIA's from this compute capability on: neither cuDNN nor
+# Pallas has flash attention for them (docs.nvidia.com/deeplearning/cudnn, "scaled dot product
+# attention").
+OLD_GPU = "gpu before Ampere"
+_AMPERE = 8
+
+
+def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+    """Where a mesh's code runs: 'cpu', 'gpu', OLD_GPU or 'tpu'; JAX's default where it is open."""
+    if isinstance(mesh, jax.sharding.Mesh):
+        return platform_of_device(mesh.devices.flat[0])
+    device = mesh.abstract_device
+    if device is None:
+        return platform_of_device(jax.devices()[0])
+    return "gpu" if device.platform == "cuda" else device.platform
+
+
+def platform_of_device(device: Any) -> str:
+    """The platform of a device, which may be one to compile for alone."""
+    if device.platform not in ("gpu", "cuda"):
+        return device.platform
+    # Other vendors' GPUs have words there.
+    major = str(device.compute_capability).partition(".")[0]
+    return "gpu" if major.isdigit() and int(major) >= _AMPERE else OLD_GPU

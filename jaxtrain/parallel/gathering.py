@@ -1,0 +1,100 @@
+"""Weights while they are computed with: whole along fsdp, and how their gradients go back.
+
+A weight is gathered where it is used and its gradient reduced into the shard (ZeRO, arXiv
+1910.02054).
+"""
+
+import dataclasses
+import math
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import current_layout, logical_axes, reshape
+
+# The name of weights that were gathered: remat policies gather them again in the backward pass
+# instead of keeping them, or every layer's whole weights would be alive at once.
+GATHERED = "gathered"
+
+# Dimensions of an array by their places, each group to become one dimension.
+Groups = tuple[tuple[int, ...], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientSlice:
+    """A replicated weight, and the fsdp slice of it that the gradient is taken with respect to.
+
+    This is ZeRO 2: the slice never enters the forward pass, it only gives the gradient a sharded
+    type, so each layer's gradient is reduced straight into its shard.
+    """
+
+    weight: jax.Array
+    slice: jax.Array
+
+
+def gathers_weights() -> bool:
+    """Whether weights are gathered over fsdp while they are used (ZeRO 3 on several devices)."""
+    layout = current_layout()
+    return layout is not None and layout.zero == 3 and layout.mesh.shape["fsdp"] > 1
+
+
+def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
+    """The value of a parameter in the layout it is computed with: whole along fsdp.
+
+    Called inside the loop over layers, so that one layer is gathered at a time; its transpose
+    reduces the gradient over fsdp.
+
+    Args:
+      parameter: the parameter.
+      groups: of its dimensions, which are put in this order and joined; None leaves them. Only the
+        first of a group may be split. Joined before it is gathered: each device moves its shard.
+    """
+    value, layout = parameter.get_value(), current_layout()
+    if layout is None:
+        return _joined(value, groups)
+    axes = logical_axes(parameter)
+    if isinstance(value, GradientSlice):
+        axes = axes[-value.weight.ndim :]
+        weight = jax.sharding.reshard(
+            _joined(value.weight, groups), _join(layout.weight(axes), groups)
+        )
+        return _with_sliced_gradient(
+            _join(layout.gradient(axes), groups), weight, _joined(value.slice, groups)
+        )
+    # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
+    axes = axes[-value.ndim :]
+    gathered = jax.sharding.reshard(_joined(value, groups), _join(layout.weight(axes), groups))
+    if layout.parameter(axes) == layout.weight(axes):
+        return gathered
+    return checkpoint_name(gathered, GATHERED)
+
+
+def _join(spec: P, groups: Groups | None) -> P:
+    """The spec of an array whose dimensions were joined."""
+    return spec if groups is None else P(*(spec[group[0]] for group in groups))
+
+
+def _joined(x: jax.Array, groups: Groups | None) -> jax.Array:
+    if groups is None:
+        return x
+    shape = [math.prod(x.shape[i] for i in group) for group in groups]
+    parts = tuple(_join(jax.typeof(x).sharding.spec, groups))
+    return reshape(x.transpose([i for group in groups for i in group]), shape, parts)
+
+
+def _with_sliced_gradient(spec: P, weight: jax.Array, slice_: jax.Array) -> jax.Array:
+    @jax.custom_vjp
+    def attach(weight: jax.Array, slice_: jax.Array) -> jax.Array:
+        return weight
+
+    def forward(weight: jax.Array, slice_: jax.Array) -> tuple[jax.Array, None]:
+        return weight, None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.numpy.zeros_like(gradient), jax.sharding.reshard(gradient, spec)
+
+    attach.defvjp(forward, backward)
+    return attach(weight, slice_)

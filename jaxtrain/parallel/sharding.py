@@ -1,0 +1,371 @@
+"""Logical axes, where the tables say that they go, and the ZeRO stages.
+
+A parameter says what its dimensions mean (`("embed", "mlp")`); a table says which mesh axes they
+are split over. Hardly anything else in the package names a mesh axis for an array.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import did_you_mean, nearest_multiple
+from jaxtrain.config.reader import configurable
+from jaxtrain.parallel.tables import TABLES, MeshAxes, Rule, TensorLayout
+from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
+
+# Logical axes that generation, which has one row, does not split.
+_OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
+
+# NNX would otherwise shard variables by itself while a module is being built.
+nnx.use_eager_sharding(False)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What the mesh axes shard beyond the batch.
+
+    Attributes:
+      zero: what the fsdp axis shards (ZeRO, arXiv 1910.02054): 0 nothing, 1 the optimizer state,
+        2 and the gradients, 3 and the parameters.
+      sequence_parallel: shard the residual stream between tensor-parallel blocks over `tensor`
+        along the sequence (arXiv 2205.05198).
+      tensor_layout: how Mesh.tensor devices share a matrix product: '1d' (Megatron, arXiv
+        1909.08053); '2d' (a q x q grid, Optimus, arXiv 2104.05343); '2.5d' (tensor_depth grids,
+        Tesseract, arXiv 2105.14500); '3d' (a cube, arXiv 2105.14450).
+      tensor_depth: grids of the 2.5d layout: Mesh.tensor = tensor_depth q^2.
+    """
+
+    zero: Literal[0, 1, 2, 3] = 3
+    sequence_parallel: bool = False
+    tensor_layout: TensorLayout = "1d"
+    tensor_depth: int = 1
+
+
+def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> Iterator[str]:
+    """A sentence for each reason why a mesh of these sizes cannot shard so.
+
+    Args:
+      settings: what is sharded.
+      sizes: of every axis in Mesh.
+      experts: whether the model is a mixture of experts.
+    """
+    if sizes["tensor"] == 1 and settings.sequence_parallel:
+        yield (
+            "Sharding.sequence_parallel=True with Mesh.tensor=1: it splits the sequence over "
+            "tensor; set Mesh.tensor above 1 or Sharding.sequence_parallel=False"
+        )
+    yield from refuse_tensor_layout(
+        settings.tensor_layout,
+        depth=settings.tensor_depth,
+        sizes=sizes,
+        sequence_parallel=settings.sequence_parallel,
+        experts=experts,
+    )
+
+
+def refuse_length(settings: Sharding, sizes: Mapping[str, int], *, length: int) -> Iterator[str]:
+    """A sentence where sequences do not divide over the devices of the residual stream."""
+    tensor, parts = sizes["tensor"], sizes["context"] * sizes["tensor"]
+    if not settings.sequence_parallel:
+        return
+    if length % tensor:
+        yield (
+            f"TextData.sequence_length={length} does not divide over Mesh.tensor={tensor} "
+            f"(Sharding.sequence_parallel); the nearest is {nearest_multiple(length, tensor)}"
+        )
+    elif length % parts and tensor > 1:
+        yield (
+            f"TextData.sequence_length={length} does not divide over Mesh.context x Mesh.tensor="
+            f"{parts} (Sharding.sequence_parallel); the nearest is "
+            f"{nearest_multiple(length, parts)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The table resolved for one mesh: from the meaning of dimensions to PartitionSpecs.
+
+    Attributes:
+      mesh: the device mesh, or an abstract one.
+      zero: the ZeRO stage.
+      sequence_parallel: whether the residual stream is sharded over `tensor`.
+      split_batch: whether activations are split over the batch and along the sequence; generation
+        turns this off.
+      manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
+        them (or a `jax.vmap` over replicas): no spec mentions these.
+      tensor_layout: the table, a name in TABLES.
+      whole: logical axes of parameters that are not split over the tensor axes, because their size
+        does not divide: kv heads, each of which then serves several devices.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    zero: int = 3
+    sequence_parallel: bool = False
+    split_batch: bool = True
+    manual: frozenset[str] = frozenset()
+    tensor_layout: TensorLayout = "1d"
+    whole: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        settings: Sharding,
+        num_kv_heads: int | None = None,
+    ) -> "Layout":
+        """The layout of a run.
+
+        Args:
+          mesh: the device mesh, or an abstract one.
+          settings: what is sharded.
+          num_kv_heads: key-value heads of the model; None where it has no attention.
+        """
+        layout = cls(
+            mesh, settings.zero, settings.sequence_parallel, tensor_layout=settings.tensor_layout
+        )
+        devices = layout.size(layout.weight(("kv_heads",))[0])
+        if num_kv_heads is None or num_kv_heads % devices == 0:
+            return layout
+        return dataclasses.replace(layout, whole=frozenset({"kv_heads"}))
+
+    def activation(self, axes: tuple[str, ...]) -> P:
+        """The spec of an activation."""
+        return self._spec(axes, [self._activation_axis(axis) for axis in axes])
+
+    def weight(self, axes: tuple[str, ...]) -> P:
+        """The spec of a parameter while it is computed with: gathered over fsdp.
+
+        Layers stay on their stage; what stands around them is gathered over pipe too.
+        """
+        return self._spec(axes, [self._of_parameter(axis).weight for axis in axes])
+
+    def parameter(self, axes: tuple[str, ...]) -> P:
+        """The spec of a parameter at rest."""
+        return self._from_stage(3, axes)
+
+    def gradient(self, axes: tuple[str, ...]) -> P:
+        """The spec of an accumulated gradient."""
+        return self._from_stage(2, axes)
+
+    def moment(self, axes: tuple[str, ...]) -> P:
+        """The spec of optimizer state, and of parameters and gradients while they are updated."""
+        return self._from_stage(1, axes)
+
+    def batch_devices(self) -> int:
+        """Over how many devices the batch is split."""
+        return self.size(self.activation(("batch",))[0])
+
+    def size(self, part: MeshAxes) -> int:
+        """Over how many devices a dimension with this part of a spec is split."""
+        return math.prod(self.mesh.shape[name] for name in parts_of(part))
+
+    def named(self, spec: P) -> NamedSharding:
+        """The sharding of this mesh with this spec."""
+        return NamedSharding(self.mesh, spec)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes this the layout (and the mesh) that `shard` and `gather` use while tracing."""
+        assert isinstance(self.mesh, jax.sharding.Mesh), "an abstract mesh has no devices"
+        with jax.set_mesh(self.mesh), self.current():
+            yield
+
+    @contextlib.contextmanager
+    def inside(self, *axes: str) -> Iterator["Layout"]:
+        """The layout for code inside a `jax.shard_map` over these axes."""
+        layout = dataclasses.replace(self, manual=self.manual | set(axes))
+        with layout.current():
+            yield layout
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes this the layout where the mesh is set already."""
+        token = _LAYOUT.set(self)
+        try:
+            yield
+        finally:
+            _LAYOUT.reset(token)
+
+    def _from_stage(self, stage: int, axes: tuple[str, ...]) -> P:
+        kept = [self._of_parameter(axis).parameter for axis in axes]
+        if self.zero < stage:
+            kept = [without(part, ("fsdp",)) for part in kept]
+        return self._spec(axes, kept)
+
+    def _rule(self, axis: str) -> Rule:
+        table = TABLES[self.tensor_layout]
+        if axis not in table:
+            raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, table)}")
+        return table[axis]
+
+    def _of_parameter(self, axis: str) -> Rule:
+        rule = self._rule(axis)
+        return Rule(None, None, rule.activation) if axis in self.whole else rule
+
+    def _activation_axis(self, axis: str) -> MeshAxes:
+        part = self._rule(axis).activation
+        if axis in _OF_THE_BATCH and not self.split_batch:
+            return None
+        if axis == "residual_length" and self.sequence_parallel:
+            return (*parts_of(part), "tensor")
+        return part
+
+    def _spec(self, axes: tuple[str, ...], parts: list[MeshAxes]) -> P:
+        used = [name for part in parts for name in parts_of(part)]
+        if len(set(used)) != len(used):
+            raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
+        unseen = self.manual | {name for name, size in self.mesh.shape.items() if size == 1}
+        return P(*(without(part, unseen) for part in parts))
+
+
+_LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+
+
+def parts_of(part: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes that one dimension of a spec names."""
+    return () if part is None else (part,) if isinstance(part, str) else part
+
+
+def without(part: MeshAxes, dropped: Collection[str]) -> MeshAxes:
+    """A dimension's part of a spec without these mesh axes."""
+    kept = tuple(name for name in parts_of(part) if name not in dropped)
+    return None if not kept else kept[0] if len(kept) == 1 else kept
+
+
+def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The activation `x`, laid out as its dimensions' meaning says; without a mesh, as it is."""
+    layout = _LAYOUT.get()
+    if layout is None:
+        return x
+    if x.ndim != len(axes):
+        raise ValueError(f"an array of shape {x.shape} has {len(axes)} axis names: {axes}")
+    return jax.sharding.reshard(x, layout.activation(axes))
+
+
+def reshape(x: jax.Array, shape: Sequence[int], parts: Sequence[MeshAxes]) -> jax.Array:
+    """x with this shape, each dimension split over the mesh as its part of a spec says."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x.reshape(shape)
+    return jax.lax.reshape(x, shape, out_sharding=P(*parts))
+
+
+def current_layout() -> Layout | None:
+    """The layout of the code being traced; None without a mesh."""
+    return _LAYOUT.get()
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`function` run by every device on its own shards, under the current layout.
+
+    Replication cannot be followed through a kernel or a hand-written collective, so every result
+    is taken for what `out_specs` declares; tests compare it with one device.
+    """
+    layout = _LAYOUT.get()
+    assert layout is not None, "no layout is active"
+    # Inside a pipeline stage the axis pipe is taken. Generation hides it as well, but is inside of
+    # nothing; XLA's CPU compiler aborts over bfloat16 sums between devices while an axis is left.
+    idle = {"pipe"} - set(jax.sharding.get_abstract_mesh().manual_axes)
+    free = set(layout.mesh.axis_names) - (layout.manual - idle)
+
+    def run(*shards: Any) -> Any:
+        with layout.inside(*free):
+            return function(*shards)
+
+    return jax.shard_map(
+        run, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )
+
+
+def along(axis: str, function: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
+    """`function(*arguments)` run for every index of one mesh axis; the other axes stay explicit.
+
+    Between the two regions the other axes are automatic: a `shard_map` of JAX 0.10 takes what no
+    spec mentions for replicated over EXPLICIT axes, and gathers it at its boundary.
+
+    Args:
+      axis: the mesh axis; collectives inside name it.
+      function: takes the arguments' parts along the axis.
+      arguments: pytrees of arrays.
+      out_specs: the whole specs of the results, or a prefix of their tree.
+    """
+    layout = _LAYOUT.get()
+    assert layout is not None, "no layout is active"
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arguments)
+    others = tuple(set(layout.mesh.axis_names) - layout.manual - {axis})
+
+    def explicit(*parts: Any) -> Any:
+        with layout.inside(axis):
+            return function(*parts)
+
+    def manual(*parts: Any) -> Any:
+        inside = _each_spec(specs, (axis,))
+        return jax.sharding.explicit_axes(explicit, axes=others, in_sharding=inside)(*parts)
+
+    mapped = jax.shard_map(
+        manual,
+        in_specs=_each_spec(specs, others),
+        out_specs=_each_spec(out_specs, others),
+        axis_names={axis},
+        check_vma=False,
+    )
+    return jax.sharding.auto_axes(mapped, axes=others, out_sharding=out_specs)(*arguments)
+
+
+def _each_spec(specs: Any, dropped: Collection[str]) -> Any:
+    """The tree of specs without these mesh axes."""
+    return jax.tree.map(
+        lambda spec: P(*(without(part, dropped) for part in spec)),
+        specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+
+
+def activation_spec(axes: tuple[str, ...]) -> P | None:
+    """The spec that `shard` would use, for `out_sharding=`; None without a mesh."""
+    layout = _LAYOUT.get()
+    return None if layout is None else layout.activation(axes)
+
+
+def is_variable(x: object) -> bool:
+    """Whether `x` is an NNX variable: the leaf of a tree of named parameters."""
+    return isinstance(x, nnx.Variable)
+
+
+def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
+    """What the dimensions of a parameter mean, as its model declared them."""
+    return variable.get_metadata()["axes"]
+
+
+def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree in, the same out
+    """The same tree with a NamedSharding in place of every array; unnamed leaves are replicated.
+
+    Args:
+      tree: a pytree whose NNX variables name their axes.
+      spec: one of the layout's methods: `layout.parameter`, `layout.moment`, `layout.gradient`.
+      layout: the layout.
+    """
+
+    def one(leaf):  # noqa: ANN001, ANN202
+        if is_variable(leaf):
+            return leaf.replace(layout.named(spec(logical_axes(leaf))))
+        return layout.named(P())
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def reshard(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
+    """The same tree with every named array moved to the layout that `spec` gives."""
+    return jax.tree.map(
+        lambda v: v.replace(jax.sharding.reshard(v.get_value(), spec(logical_axes(v)))),
+        tree,
+        is_leaf=is_variable,
+    )

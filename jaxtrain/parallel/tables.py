@@ -1,0 +1,180 @@
+"""Layouts as tables: over which mesh axes a dimension is split, by what it means; and grids."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from jaxtrain.config.errors import UserError
+
+MeshAxes = str | tuple[str, ...] | None
+TensorLayout = Literal["1d", "2d", "2.5d", "3d"]
+
+
+class Rule(NamedTuple):
+    """Over which mesh axes a dimension is split.
+
+    Attributes:
+      parameter: of a parameter at rest; fsdp takes part from its ZeRO stage on.
+      weight: of a parameter while it is computed with.
+      activation: of an activation.
+    """
+
+    parameter: MeshAxes
+    weight: MeshAxes
+    activation: MeshAxes
+
+
+_BATCH = ("data", "fsdp", "expert")
+_WHOLE, _TENSOR = Rule(None, None, None), Rule("tensor", "tensor", "tensor")
+
+#   logical axis       parameter, weight, activation
+RULES: dict[str, Rule] = {
+    "batch": Rule(None, None, _BATCH),
+    # The rows of what attention and the MLP compute inside: a 3D layout has them elsewhere.
+    "inner_batch": Rule(None, None, _BATCH),
+    # Leading, of what every replica along data has its own of (see `Exchange`).
+    "replica": Rule("data", "data", "data"),
+    "length": Rule(None, None, "context"),
+    "residual_length": Rule(None, None, "context"),  # and "tensor" under sequence parallelism
+    "embed": Rule("fsdp", None, None),
+    # Along embed too, of what stands before the first layer and after the last: every stage of a
+    # pipeline keeps a part, and all of it is gathered once a step.
+    "vocab_embed": Rule(("fsdp", "pipe"), None, None),
+    "place": _WHOLE,
+    # Norm scales and biases along embed: replicated, since a collective for each of them costs more
+    # latency than its few kilobytes save.
+    "vector": _WHOLE,
+    "mlp": _TENSOR,
+    "gates": _WHOLE,  # every gate of a recurrent layer reads the whole state at every place
+    "heads": _TENSOR,
+    "kv_heads": _TENSOR,  # but see Layout.whole
+    "head_dim": _WHOLE,
+    "vocab": _TENSOR,
+    "experts": Rule("expert", "expert", "expert"),
+    "layers": Rule("pipe", "pipe", None),
+    "qkv": _WHOLE,
+    "height": _WHOLE,
+    "width": _WHOLE,
+    "channels_in": _WHOLE,
+    "channels": Rule("fsdp", None, None),
+    "classes": _WHOLE,
+}
+
+# The other layouts of tensor parallelism: what differs from RULES. Axes of the mesh are gathered or
+# reduced where a product needs it: see `jaxtrain.nn.products.contract.contract`.
+_2D = RULES | {
+    # Optimus (arXiv 2104.05343): a q x q grid, `row` x `tensor`.
+    "batch": Rule(None, None, (*_BATCH, "row")),
+    "inner_batch": Rule(None, None, (*_BATCH, "row")),
+    "embed": Rule(("fsdp", "row"), None, "tensor"),
+    "vocab_embed": Rule(("fsdp", "pipe", "row"), None, None),
+    "place": Rule("tensor", None, None),
+    "vector": Rule(None, "tensor", None),
+}
+_2_5D = _2D | {
+    # Tesseract (arXiv 2105.14500): `depth` such grids, each with its own rows of the batch.
+    "batch": Rule(None, None, (*_BATCH, "depth", "row")),
+    "inner_batch": Rule(None, None, (*_BATCH, "depth", "row")),
+}
+_3D = RULES | {
+    # arXiv 2105.14450: a cube, x = `depth`, y = `row`, z = `tensor`. Rows of the batch lie along x
+    # and y and embed along z; inside attention and the MLP, y and z change places.
+    "batch": Rule(None, None, (*_BATCH, "depth", "row")),
+    "inner_batch": Rule(None, None, (*_BATCH, "depth", "tensor")),
+    # z first: gathering along the last axes moves runs that stay together.
+    "embed": Rule(("tensor", "fsdp", "depth"), "tensor", "tensor"),
+    "vocab_embed": Rule(("fsdp", "pipe", "depth", "row"), None, None),
+    "place": Rule("tensor", None, None),
+    "vector": Rule(None, "tensor", None),
+    "mlp": Rule("row", "row", "row"),
+    "heads": Rule("row", "row", "row"),
+    "kv_heads": Rule("row", "row", "row"),
+}
+TABLES: dict[str, dict[str, Rule]] = {"1d": RULES, "2d": _2D, "2.5d": _2_5D, "3d": _3D}
+
+
+def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, int]:
+    """The mesh axes that stand in place of `tensor`, outermost first.
+
+    Args:
+      layout: a name in TABLES.
+      tensor: devices that share each matrix product.
+      depth: grids of the 2.5d layout.
+
+    Raises:
+      UserError: so many devices form no such grid.
+    """
+    if layout == "1d":
+        return {"tensor": tensor}
+    if depth < 1:
+        raise UserError(f"Sharding.tensor_depth={depth}: there is at least 1 grid")
+    form, grids, sides = _FORMS[layout]
+    grids = depth if grids is None else grids
+    q = round((tensor / grids) ** (1 / sides))
+    if grids * q**sides != tensor:
+        low = math.floor((tensor / grids) ** (1 / sides) + 1e-9)
+        fitting = [grids * side**sides for side in (max(low, 1), max(low, 1) + 1)]
+        given = f" with Sharding.tensor_depth={depth}" if layout == "2.5d" else ""
+        raise UserError(
+            f"Mesh.tensor={tensor} is not {form}, as Sharding.tensor_layout={layout!r}{given} has "
+            f"it; the nearest are {fitting[0]} and {fitting[1]}"
+        )
+    if layout == "2d":
+        return {"row": q, "tensor": q}
+    return {"depth": depth if layout == "2.5d" else q, "row": q, "tensor": q}
+
+
+# What Mesh.tensor is, the grids (None: tensor_depth), the exponent of q.
+_FORMS: dict[str, tuple[str, int | None, int]] = {
+    "2d": ("a square q^2", 1, 2),
+    "2.5d": ("tensor_depth q^2", None, 2),
+    "3d": ("a cube q^3", 1, 3),
+}
+
+
+def refuse(
+    layout: TensorLayout,
+    *,
+    depth: int,
+    sizes: Mapping[str, int],
+    sequence_parallel: bool,
+    experts: bool,
+) -> Iterator[str]:
+    """A sentence for each reason why `Mesh.tensor` cannot be laid out so.
+
+    Args:
+      layout: a name in TABLES.
+      depth: grids of the 2.5d layout.
+      sizes: of every axis in Mesh.
+      sequence_parallel: as in Sharding.
+      experts: whether the model is a mixture of experts.
+    """
+    setting = f"Sharding.tensor_layout={layout!r}"
+    if layout != "2.5d" and depth != 1:
+        yield (
+            f"Sharding.tensor_depth={depth} does nothing with {setting}; leave it at 1 or set "
+            "Sharding.tensor_layout='2.5d'"
+        )
+    if layout == "1d":
+        return
+    if sizes["tensor"] == 1:
+        yield f"{setting} does nothing with Mesh.tensor=1; set Mesh.tensor above 1 or use '1d'"
+    else:
+        try:
+            factor_tensor(layout, sizes["tensor"], depth)
+        except UserError as error:
+            yield str(error)
+    if sequence_parallel and sizes["tensor"] > 1:
+        yield (
+            f"Sharding.sequence_parallel=True with {setting}, which splits the residual stream "
+            "along embed already; set Sharding.sequence_parallel=False or "
+            "Sharding.tensor_layout='1d'"
+        )
+    for axis in ("pipe", "expert", "context"):
+        if sizes[axis] > 1:
+            yield (
+                f"Mesh.{axis}={sizes[axis]} with {setting}: only '1d' goes together with "
+                f"{axis}; set Mesh.{axis}=1 or Sharding.tensor_layout='1d'"
+            )
+    if experts:
+        yield (f"{setting} has no table for a mixture of experts; set Sharding.tensor_layout='1d'")

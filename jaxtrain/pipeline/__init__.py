@@ -1,1 +1,0 @@
-"""Pipeline parallelism: schedules are tables, one engine runs them, a simulator draws them."""

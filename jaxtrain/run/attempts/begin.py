@@ -1,0 +1,325 @@
+"""One start of a run from the command line: the other processes, the folder's lock, its watch."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxtrain.config.buckets import BucketPath, Place, require
+from jaxtrain.config.files import refused_path
+from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts.attempt import Attempt, Preempted
+from jaxtrain.run.attempts.folder import RunFolder
+from jaxtrain.run.attempts.goodput import Goodput, read_account
+from jaxtrain.run.attempts.lifeline import report_to_supervisor
+from jaxtrain.run.attempts.lock import RunLock, Superseded
+from jaxtrain.run.attempts.maintenance import maintenance_notices
+from jaxtrain.run.attempts.phases import Activity, Phases
+from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
+from jaxtrain.run.checkpoint import retention
+from jaxtrain.run.cluster import detection, joining
+from jaxtrain.run.cluster.channel import rendezvous
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
+from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
+from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.metrics_file import METRICS_FILE
+from jaxtrain.training.settings import Config
+
+FAILED = 1
+SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
+TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process ends
+TOKEN_FILE = "token"  # in attempts/: what is fetched of a run's folder is beside that
+GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator[Attempt]:
+    """Everything around the training of one attempt; leaving it records how it ended.
+
+    Finds and joins the other processes, takes the run's folder, watches the phases, and turns
+    signals, maintenance notices and the end of a supervisor into one request to stop. A process
+    that stalls or is lost ends the attempt in all processes, their stacks and the reason on disk.
+
+    Args:
+      config: the run's configuration.
+      workdir: the run's folder.
+      flags: what the command line says about the processes.
+      say: takes a line for people.
+
+    Raises:
+      UserError: the folder is in use, another program's, cannot be made or written, or is in no
+        bucket that lets us, or the processes do not fit together.
+      BucketError: the bucket cannot be reached.
+      ClusterError: a process is missing.
+    """
+    phases = Phases()
+    if isinstance(workdir, BucketPath):
+        require("--workdir", workdir)
+    with _usable(workdir):
+        is_new = not workdir.exists()
+    with contextlib.ExitStack() as stack:
+        with phases.phase("start"):
+            cluster = detection.detect(os.environ, flags)
+            lock = None
+            if cluster.process_id == 0:
+                with _usable(workdir):
+                    retention.refuse_others(workdir)
+                    lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
+                stack.callback(_give_back, lock, is_new)
+            peers = _meet(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
+            stack.callback(peers.close)
+            lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
+            own = (METRICS_FILE, GOODPUT_FILE) if peers.process_id == 0 else ()
+            folder = RunFolder(workdir, pull=own, may_write=_fence(lock), report=say)
+            stack.callback(folder.close)
+        attempt = Attempt(
+            peers,
+            number=lock.attempt,
+            phases=phases,
+            goodput=_goodput(folder.local, phases) if peers.process_id == 0 else None,
+            may_write=_fence(lock),
+            folder=folder,
+        )
+        end = _End(folder, lock, peers, attempt)
+        try:
+            listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
+            peers.listen(listeners)
+            with phases.phase("start"):
+                joining.start(
+                    cluster, peers, simulated_devices=config.mesh.simulated_devices, report=say
+                )
+            stack.enter_context(attempt.listening(end.interrupted))
+            stack.enter_context(
+                maintenance_notices(
+                    attempt.request_stop, os.environ, on_google_cloud=cluster.kind == "TPU VM"
+                )
+            )
+            report_to_supervisor(lambda: attempt.request_stop("the end of its supervisor"))
+            last_resort = end.folder / f"stacks-{lock.attempt}-{peers.process_id}.last.txt"
+            stack.enter_context(
+                Watchdog(phases, config.deadlines, end.stalled, last_resort=last_resort)
+            )
+            try:
+                yield attempt
+            except BaseException as error:
+                if peers.num_processes == 1 or isinstance(error, Preempted):
+                    end.orderly()
+                raise
+            end.orderly()
+            peers.goodbye()
+        except BaseException as error:
+            cause = end.record(error)
+            if cause is not None:
+                raise ClusterError(cause) from error
+            raise
+        end.record(None)
+
+
+def _usable(workdir: Place) -> contextlib.AbstractContextManager[None]:
+    return refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written")
+
+
+def _goodput(workdir: Path, phases: Phases) -> Goodput:
+    file = workdir / GOODPUT_FILE
+    return Goodput(read_account(file), phases, file=file)
+
+
+def _meet(cluster: Cluster, config: Config, workdir: Place, attempt: int, say: Say) -> Peers:
+    if cluster.num_processes == 1:
+        return Alone({"attempt": attempt})
+    names = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
+    hello["python"] = ".".join(map(str, sys.version_info[:3]))
+    hello["configuration"] = hashlib.sha256(config.to_gin().encode()).hexdigest()[:16]
+    return rendezvous(
+        cluster,
+        hello,
+        token=RunToken(os.environ, workdir / records.ATTEMPTS_FOLDER / TOKEN_FILE, report=say),
+        report=say,
+        welcome={"attempt": attempt},
+        heartbeat_seconds=SILENCE_SECONDS / 10,
+        silence_seconds=SILENCE_SECONDS,
+    )
+
+
+def _fence(lock: RunLock) -> Callable[[], None]:
+    def may_write() -> None:
+        try:
+            lock.check()
+        except Superseded as superseded:
+            _leave_superseded(superseded)
+
+    return may_write
+
+
+def _leave_superseded(superseded: Superseded) -> NoReturn:
+    """Ends this process without a word in the folder, which belongs to another attempt."""
+    _leave(f"{superseded}: this process ends, nothing more is written")
+
+
+def _leave(line: str) -> NoReturn:
+    # Not by an exception: other threads may wait for ever, and JAX's own farewell waits for peers.
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        # A progress bar hides the cursor, and redirects what is written past it.
+        if sys.__stdout__ is not None:
+            sys.__stdout__.write("\x1b[?25h\n" * sys.__stdout__.isatty())
+            sys.__stdout__.flush()
+        if sys.__stderr__ is not None:
+            sys.__stderr__.write(f"jaxtrain: {line}\n")
+            sys.__stderr__.flush()
+    os._exit(FAILED)
+
+
+def _give_back(lock: RunLock, is_new: bool) -> None:
+    """Releases the lock; a folder that was made for it alone goes too."""
+    lock.release()
+    with contextlib.suppress(OSError):  # a folder that is away
+        left = {path.name for path in lock.workdir.iterdir()}
+        if is_new and left == {records.ATTEMPTS_FOLDER}:
+            folder = lock.workdir / records.ATTEMPTS_FOLDER
+            for file in list(folder.iterdir()):
+                file.unlink()
+            folder.rmdir()
+            lock.workdir.rmdir()
+
+
+class _End:
+    """Records how an attempt ended, once, whichever thread of it finds out first."""
+
+    def __init__(
+        self, run_folder: RunFolder, lock: RunLock, peers: Peers, attempt: Attempt
+    ) -> None:
+        self._run_folder, self._lock = run_folder, lock
+        self._peers, self._attempt = peers, attempt
+        self._phases = attempt.phases
+        self._once = threading.Lock()
+        self.folder = run_folder.local / records.ATTEMPTS_FOLDER
+
+    def activity(self) -> dict[str, Any]:
+        phase, step, seconds, _ = self._phases.activity()
+        return {"phase": phase, "step": step, "seconds": round(seconds, 3)}
+
+    # -- ends found by other threads ---------------------------------------------------------------
+
+    def lost(self, process: int, host: str, why: str, table: dict[int, dict[str, Any]]) -> None:
+        """Another process is gone or silent."""
+        doing = table.get(process, {})
+        last = f"; it was last in {doing.get('phase')}, step {doing.get('step')}"
+        self._abort(f"process {process} (host {host}) is lost: {why}{last if doing else ''}")
+
+    def failed(self, process: int, host: str, reason: str) -> None:
+        """Another process said why it ends."""
+        self._abort(f"process {process} (host {host}) failed: {reason}")
+
+    def stalled(self, activity: Activity, deadline: float) -> None:
+        """This process does not get on."""
+        told = (
+            f"stalled in {activity.phase}, step {activity.step}: no progress for "
+            f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
+        )
+        with contextlib.suppress(OSError):
+            if self._peers.process_id == 0 and self._lock.still_owned():
+                self._attempt.goodput.record(self._attempt.step, stalled=activity)
+        behind = self._behind()
+        cause = self._peers.failed(f"{told}{behind}")
+        mine = cause.process_id == self._peers.process_id
+        self._abort(f"{told}{behind}" if mine else str(cause))
+
+    def interrupted(self) -> None:
+        """A second Ctrl-C: whoever sits there does not want to wait."""
+        step = self._attempt.step
+        when = f"after step {step}" if step else "before the first step"
+        told = f"stopped by a second Ctrl-C {when}, without saving"
+        cause = self._peers.failed(told)
+        mine = cause.process_id == self._peers.process_id
+        self._abort(told if mine else str(cause), with_stacks=False)
+
+    def _behind(self) -> str:
+        """Which process has come less far than the others, in words."""
+        rows = self._peers.table()
+        steps = {process: row.get("step", 0) for process, row in rows.items()}
+        least = min(steps.values(), default=0)
+        late = [process for process, step in steps.items() if step == least]
+        if len(rows) < 2 or len(late) == len(rows):
+            return ""
+        words = ", ".join(
+            f"process {p} (host {rows[p].get('host')}) in {rows[p].get('phase')}" for p in late
+        )
+        return f"; behind the others, at step {least}: {words}"
+
+    def _abort(self, reason: str, *, with_stacks: bool = True) -> NoReturn:
+        """From another thread: stacks and reason on disk, then the end of the process."""
+        if not self._once.acquire(blocking=False):
+            threading.Event().wait()  # the first to come ends the process
+        # Not for ever: the disk or bucket may be what hangs.
+        traces = (reason, with_stacks)
+        writer = threading.Thread(target=self._leave_traces, args=traces, daemon=True)
+        writer.start()
+        writer.join(TRACES_SECONDS)
+        _leave(reason)
+
+    def _leave_traces(self, reason: str, with_stacks: bool) -> None:
+        number, process = self._lock.attempt, self._peers.process_id
+        with contextlib.suppress(OSError):
+            if self._lock.still_owned():
+                if with_stacks:
+                    dump_stacks(self.folder / f"stacks-{number}-{process}.txt")
+                write_reason(self.folder, process, number, reason, self._phases.activity())
+                self._write_exit("failed", reason)
+                self._run_folder.push()
+
+    # -- the end of the main thread ----------------------------------------------------------------
+
+    def orderly(self) -> None:
+        """Finishes what waits for the other processes."""
+        for finish in self._attempt.at_end:
+            finish()
+
+    def record(self, error: BaseException | None) -> str | None:
+        """Writes exit.json, and tells the others of a failure.
+
+        Returns:
+          The first cause in any process, where this one's error only follows from it.
+        """
+        if not self._once.acquire(blocking=False):
+            threading.Event().wait()
+        # First: whoever reads exit.json may take the machine away.
+        self._run_folder.push_or_report()
+        if isinstance(error, Preempted):
+            self._peers.goodbye()
+            self._write_exit("failed" if error.is_failure else "preempted", str(error))
+        elif error is None:
+            self._write_exit("done", f"trained to step {self._attempt.step}")
+        else:
+            reason = str(error) or type(error).__name__
+            cause = self._peers.failed(reason)
+            is_other = cause.process_id != self._peers.process_id
+            # Where the configuration was refused nothing was begun, and nothing is written.
+            if self._attempt.has_begun:
+                # Where the folder is what failed, the error says so.
+                with contextlib.suppress(OSError):
+                    self._write_exit("failed", str(cause) if is_other else reason)
+            if is_other:
+                return str(cause)
+        return None
+
+    def _write_exit(self, status: str, reason: str) -> None:
+        """By process 0; by the first of the others where that one is lost."""
+        cause = self._peers.cause
+        lost = cause.process_id if cause is not None and cause.what == "lost" else None
+        writer = 1 if lost == 0 else 0
+        if self._peers.process_id == writer:
+            records.write_exit(
+                self._run_folder.workdir,
+                status=status,
+                reason=reason,
+                step=self._attempt.step,
+                attempt=self._lock.attempt,
+            )

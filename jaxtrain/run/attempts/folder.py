@@ -1,0 +1,133 @@
+"""A run's folder as one process writes into it: directly on a disk, by way of one to a bucket.
+
+Objects in a bucket cannot be appended to, and a request takes as long as a step may. So metrics,
+event files, pictures and stacks are written into a folder on this machine and what has changed is
+pushed: before a checkpoint is sealed, after evaluations and at the end. What says who may write and
+how an attempt ended (`records`) and the checkpoints themselves go to the bucket
+directly.
+"""
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from jaxtrain.config.buckets import BucketPath, Place, in_threads
+from jaxtrain.config.files import remove_tree
+
+
+def nothing() -> None:
+    """Lets everything be written: the folder of a run that nobody else can have."""
+
+
+class RunFolder:
+    """A run's folder and the place on this machine where its files are written.
+
+    Attributes:
+      workdir: the run's folder.
+      local: where this process writes: the same, or for a bucket a folder of its own, so that two
+        processes of one machine never share one.
+    """
+
+    def __init__(
+        self,
+        workdir: Place,
+        *,
+        pull: Iterable[str] = (),
+        may_write: Callable[[], None] = nothing,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Makes the folder on this machine.
+
+        Args:
+          workdir: the run's folder.
+          pull: names of files that earlier attempts wrote and this one goes on with.
+          may_write: raises or exits where the run's folder belongs to a later attempt by now.
+          report: takes a line about what could not be pushed.
+
+        Raises:
+          BucketError: a file cannot be pulled.
+        """
+        self.workdir = workdir
+        self._may_write, self._report = may_write, report
+        self._pushed: dict[Path, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._pushing: Future[bool] | None = None
+        if not isinstance(workdir, BucketPath):
+            self.local = workdir
+            return
+        prefix = f"jaxtrain-{workdir.name[:40]}-"
+        self.local = Path(tempfile.mkdtemp(prefix=prefix))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="push")
+        for name in pull:
+            self._pull(workdir / name)
+
+    def push(self) -> None:
+        """Copies to the bucket what has changed; returns when it is there.
+
+        Raises:
+          BucketError: something could not be copied.
+        """
+        if not isinstance(self.workdir, BucketPath):
+            return
+        with self._lock:
+            # Before the content is read: what is written meanwhile is pushed again.
+            now = _stamps(self.local)
+            changed = [path for path, stamp in now.items() if self._pushed.get(path) != stamp]
+            if not changed:
+                return
+            self._may_write()
+            in_threads(self._copy, changed)
+            self._pushed.update({path: now[path] for path in changed})
+
+    def push_soon(self) -> None:
+        """Pushes in a thread; a failure is reported, and the next push tries again."""
+        if self._thread is not None and (self._pushing is None or self._pushing.done()):
+            self._pushing = self._thread.submit(self.push_or_report)
+
+    def close(self) -> None:
+        """Pushes the rest and removes the folder on this machine; keeps it where that fails."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.shutdown()
+        if self.push_or_report():
+            remove_tree(self.local)
+
+    def push_or_report(self) -> bool:
+        """Pushes; False, and a line, where the bucket does not take it."""
+        try:
+            self.push()
+        except OSError as error:
+            self._report(f"{self.workdir}: its files are not up to date ({error}); {self.local} is")
+            return False
+        return True
+
+    def _pull(self, file: BucketPath) -> None:
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return
+        path = self.local / file.name
+        path.write_bytes(content)
+        self._pushed.update(_stamps(path.parent))
+
+    def _copy(self, path: Path) -> None:
+        assert isinstance(self.workdir, BucketPath)
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            content = path.read_bytes()
+            (self.workdir / path.relative_to(self.local).as_posix()).write_bytes(content)
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """When each file was last written, and its size; left out: empty ones, and half of one."""
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            if path.is_file() and stat.st_size and not path.name.startswith("."):
+                found[path] = stat.st_mtime_ns, stat.st_size
+    return found

@@ -1,0 +1,272 @@
+"""The lock of a run's folder: one attempt at a time writes there, and finds out when it may not.
+
+The holder of the newest attempt (see `jaxtrain.run.attempts.records`) shows itself in lock.json and
+counts its beats there. No clock is compared with another machine's: a holder elsewhere is alive
+while its counter moves. Whoever finds a newer number than its own has been superseded.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from jaxtrain.config.buckets import BucketPath, Place, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import write_atomically
+from jaxtrain.run.attempts.records import (
+    LOCK_FILE,
+    Claim,
+    attempt_in,
+    is_held,
+    newer_attempt,
+    newest_attempt,
+    read,
+    record_end,
+    take,
+    unended,
+)
+
+BEAT_SECONDS = 5.0
+BEATS_WAITED = 3  # for a holder on another machine, before its folder is taken over
+
+
+class Superseded(RuntimeError):  # noqa: N818 - a state of the run, not a mistake
+    """A newer attempt has taken the run's folder over: this one must write nothing there."""
+
+    def __init__(self, workdir: Place, attempt: int, newer: int) -> None:
+        super().__init__(
+            f"attempt {attempt} may no longer write into {workdir}: attempt {newer} took it over"
+        )
+        self.attempt, self.newer = attempt, newer
+
+
+class RunLock:
+    """The right of one attempt to write into a run's folder.
+
+    Attributes:
+      workdir: the run's folder.
+      attempt: this start's number, from 1.
+    """
+
+    def __init__(self, workdir: Place, attempt: int, holder: "_Holder | None" = None) -> None:
+        """For `acquire` and `join`, which are the ways to get one."""
+        self.workdir, self.attempt = workdir, attempt
+        self._holder = holder
+
+    @classmethod
+    def acquire(
+        cls,
+        workdir: str | Place,
+        *,
+        host: str | None = None,
+        beat_seconds: float = BEAT_SECONDS,
+        say: Callable[[str], None] | None = None,
+        on_superseded: Callable[[Superseded], None] | None = None,
+    ) -> Self:
+        """Takes the folder for the next attempt and beats until `release`; process 0 alone calls.
+
+        A holder on this machine whose process is gone is followed at once, one on another machine
+        after its counter stood still for BEATS_WAITED of its beats on our monotonic clock.
+
+        Args:
+          workdir: the run's folder; made if it is not there.
+          host: this machine's name; None asks it.
+          beat_seconds: between two beats.
+          say: takes the line that a folder was taken over from another machine; None: stderr.
+          on_superseded: called once, by the beating thread, when a newer attempt has the folder.
+
+        Raises:
+          UserError: another attempt is alive.
+        """
+        workdir = place(workdir)
+        claim = Claim.of_this_process(host or socket.gethostname(), beat_seconds)
+        while True:
+            newest = newest_attempt(workdir)
+            holder = unended(workdir, newest)
+            if holder is not None and holder.token == claim.token:
+                break  # a storage that was slow to show what we took
+            _outlive(workdir, newest, holder, claim, say or _to_stderr)
+            # Exactly the number after the one that was judged: who judged an older one loses.
+            if take(workdir, newest + 1, claim):
+                newest += 1
+                break
+        lock = cls(workdir, newest)
+        lock.check()
+        lock._holder = _Holder(lock, claim, on_superseded)
+        return lock
+
+    @classmethod
+    def join(cls, workdir: str | Place, attempt: int) -> Self:
+        """The lock as the other processes of the run have it: they check, process 0 holds."""
+        return cls(place(workdir), attempt)
+
+    def still_owned(self) -> bool:
+        """Whether no newer attempt has taken the folder."""
+        return newer_attempt(self.workdir, self.attempt) is None
+
+    def check(self) -> None:
+        """To be called before anything is written.
+
+        Raises:
+          Superseded: a newer attempt has taken the folder.
+        """
+        newer = newer_attempt(self.workdir, self.attempt)
+        if newer is not None:
+            raise Superseded(self.workdir, self.attempt, newer)
+
+    def release(self) -> None:
+        """Stops beating and gives the folder back; the attempt's number stays known.
+
+        Does nothing in a process that joined, and more calls do nothing.
+        """
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            holder.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def refuse_held(workdir: Place) -> None:
+    """For a program that writes without a lock of its own, such as a notebook.
+
+    Raises:
+      UserError: an attempt from the command line is alive there.
+    """
+    if is_held(workdir):
+        attempt = newest_attempt(workdir)
+        holder = unended(workdir, attempt)
+        assert holder is not None
+        raise _refusal(workdir, attempt, holder)
+
+
+def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
+    who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
+    return UserError(
+        f"--workdir {workdir}: {who}, is writing there; wait for it, stop it with "
+        f"'kill {holder.pid}' on {holder.host}, or use another --workdir"
+    )
+
+
+def _outlive(
+    workdir: Place, attempt: int, holder: Claim | None, mine: Claim, say: Callable[[str], None]
+) -> None:
+    """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""
+    if holder is None:
+        return
+    who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
+    refused = _refusal(workdir, attempt, holder)
+    if (holder.host, holder.machine) == (mine.host, mine.machine):
+        if holder.is_alive():
+            raise refused
+        return
+    before = _beat(workdir, attempt)
+    deadline = time.monotonic() + BEATS_WAITED * holder.beat_seconds
+    now = time.monotonic()
+    while now < deadline:
+        time.sleep(holder.beat_seconds / 5)
+        # The clock before the look: where we were frozen ourselves, the last look is fresh.
+        now = time.monotonic()
+        if _beat(workdir, attempt) != before:
+            raise refused
+        if newest_attempt(workdir) > attempt or unended(workdir, attempt) is None:
+            return
+    say(
+        f"{workdir} is taken over: {who}, did not beat for "
+        f"{BEATS_WAITED * holder.beat_seconds:g} seconds"
+    )
+
+
+def _beat(workdir: Place, attempt: int) -> Any:
+    shown = read(workdir / LOCK_FILE)
+    return shown.get("beat") if shown is not None and attempt_in(shown) == attempt else None
+
+
+class _Holder:
+    """Writes lock.json and beats in it, in a thread."""
+
+    def __init__(
+        self, lock: RunLock, claim: Claim, on_superseded: Callable[[Superseded], None] | None
+    ) -> None:
+        self._lock, self._claim, self._on_superseded = lock, claim, on_superseded
+        self._file = lock.workdir / LOCK_FILE
+        self._beats = 0
+        self._stream = self._show()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lock's beat", daemon=True)
+        self._thread.start()
+
+    def _content(self) -> bytes:
+        # Always of one length, so that a beat is written over the last.
+        facts = json.dumps({"attempt": self._lock.attempt, **dataclasses.asdict(self._claim)})
+        return f'{facts[:-1]}, "beat": {self._beats:>12}}}\n'.encode()
+
+    def _show(self) -> Any:
+        """Puts a new lock.json in place and keeps it open; None in a bucket."""
+        if isinstance(self._file, BucketPath):
+            write_atomically(self._file, self._content())
+            return None
+        beside = self._file.with_name(f".{LOCK_FILE}.{self._claim.token}.tmp")
+        stream = beside.open("wb", buffering=0)
+        stream.write(self._content())
+        os.fsync(stream.fileno())
+        beside.replace(self._file)
+        return stream
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._claim.beat_seconds):
+            try:
+                self._lock.check()
+                self._beat()
+            except Superseded as superseded:
+                if self._on_superseded is not None:
+                    self._on_superseded(superseded)
+                return
+            except OSError:
+                # A disk that is full or away: the next beat tries again, and where that takes too
+                # long another machine takes over, which `check` then finds.
+                continue
+
+    def _beat(self) -> None:
+        self._beats += 1
+        # In a bucket a beat between another's look and its writing may be lost for one interval,
+        # like a file that was removed by hand: whose folder it is, attempts/ says.
+        if self._stream is None or not self._is_shown():
+            # Removed by hand, or an older attempt that froze while taking the folder wrote its own.
+            before, self._stream = self._stream, self._show()
+            if before is not None:
+                before.close()
+            return
+        # Into the file that was opened, not by its name: when a newer attempt puts its own in
+        # place between the look and this, the beat goes into the file that was replaced.
+        os.pwrite(self._stream.fileno(), self._content(), 0)
+        os.fsync(self._stream.fileno())
+
+    def _is_shown(self) -> bool:
+        shown = read(self._file)
+        return shown is not None and shown.get("token") == self._claim.token
+
+    def release(self) -> None:
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._stream is not None:
+            self._stream.close()
+        # On a full disk too: then our process is found gone, or not beating.
+        with contextlib.suppress(OSError):
+            record_end(self._lock.workdir, self._lock.attempt)
+            if self._is_shown():
+                self._file.unlink(missing_ok=True)
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"jaxtrain: {line}\n")

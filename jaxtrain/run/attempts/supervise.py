@@ -1,0 +1,385 @@
+"""Runs a training command as a child process and starts it again after failures.
+
+Nothing here imports JAX: a supervisor starts in tenths of a second and never holds an accelerator.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxtrain.config.buckets import BucketError, BucketPath, Place, place, require
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts.lifeline import Child
+from jaxtrain.run.attempts.signals import noted_signals
+from jaxtrain.run.options import add_run_commands, adder
+from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
+
+QUICKSTART = "gpt_quickstart"
+
+_STATUS_WORDS = {DONE: "done", PREEMPTED: "preempted"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """When a command is started again, and how long it is waited for.
+
+    Attributes:
+      max_restarts_without_progress: restarts in a row that bring no newer checkpoint; then it gives
+        up.
+      grace_seconds: that a command may take to save and end after the first SIGTERM or Ctrl-C.
+      stall_seconds: without a beat, after which a command counts as stalled and is killed. Beats
+        begin when the command calls `jaxtrain.run.attempts.lifeline.report_to_supervisor`.
+      backoff_seconds: before the first restart; doubled with each restart that brings no progress.
+      max_backoff_seconds: never longer than this.
+      poll_seconds: between two looks at the command.
+    """
+
+    max_restarts_without_progress: int = 3
+    grace_seconds: float = 120.0
+    stall_seconds: float = 120.0
+    backoff_seconds: float = 1.0
+    max_backoff_seconds: float = 60.0
+    poll_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.max_restarts_without_progress < 0:
+            raise UserError(
+                f"--max-restarts-without-progress {self.max_restarts_without_progress}: use 0 "
+                "(never start again without progress) or more"
+            )
+        if not self.grace_seconds >= 0:
+            raise UserError(f"--grace-seconds {self.grace_seconds:g}: use 0 (none) or more")
+        if not self.stall_seconds > 0:
+            raise UserError(f"--stall-seconds {self.stall_seconds:g}: use more than 0, such as 120")
+
+    def backoff(self, restarts: int) -> float:
+        """Seconds before the restart that follows `restarts` others without progress."""
+        return min(self.backoff_seconds * 2 ** min(restarts, 60), self.max_backoff_seconds)
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What `jaxtrain supervise` was asked for.
+
+    Attributes:
+      settings: from the options.
+      train: the words after `--`, "train" first.
+      workdir: the run's folder, as `train` will use it.
+    """
+
+    settings: Supervision
+    train: list[str]
+    workdir: Place
+
+
+def run_folder(config: str | None, workdir: str | None) -> Place:
+    """The folder of a run: the given one, or runs/ and the name of the config or the quickstart."""
+    return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Reads `[OPTIONS] -- train ...`.
+
+    Raises:
+      UserError: a value that is not allowed, no `--`, or something other than `train` after it.
+      SystemExit: --help (0), or an option that does not exist (2).
+    """
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    own, command = words[:cut], words[cut + 1 :]
+    defaults = Supervision()
+    parser = argparse.ArgumentParser(
+        prog="jaxtrain supervise",
+        usage="%(prog)s [OPTIONS] -- train [CONFIG] ...",
+        description="Runs train, restarts it after failures, gives up when restarts make no "
+        "progress. Exit status: 0 trained, 1 gave up or was stopped before everything was saved, 2 "
+        "a mistake of the user's, 75 stopped by a signal after saving.",
+    )
+    parser.add_argument(
+        "--max-restarts-without-progress",
+        type=int,
+        default=defaults.max_restarts_without_progress,
+        metavar="N",
+        help="restarts in a row without a newer checkpoint; %(default)s",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=defaults.grace_seconds,
+        metavar="S",
+        help="to save after SIGTERM or Ctrl-C; then, or at a second one, it is killed; %(default)g",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        default=defaults.stall_seconds,
+        metavar="S",
+        help="without a sign of life, then it is killed and started again; %(default)g",
+    )
+    found, rest = parser.parse_known_args(own)
+    if rest and rest[0].startswith("-"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest or not command:
+        raise UserError(
+            f"supervise {' '.join(rest)}".rstrip() + ": the command stands after --; write for "
+            "example 'jaxtrain supervise -- train gpt_quickstart'"
+        )
+    if command[0] != "train":
+        raise UserError(
+            f"supervise -- {command[0]}: only train is supervised; write for example "
+            "'jaxtrain supervise -- train gpt_quickstart'"
+        )
+    # What `train` would refuse is refused here, before anything is started.
+    whole = argparse.ArgumentParser(prog="jaxtrain")
+    add_run_commands(adder(whole))
+    train = whole.parse_args(command)
+    settings = Supervision(**vars(found))
+    return Request(settings, command, run_folder(train.config, train.workdir))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `jaxtrain supervise` with the words after it; returns the exit status."""
+    try:
+        request = parse(arguments)
+        command = [sys.executable, "-m", "jaxtrain", *request.train]
+        return supervise(command, request.workdir, settings=request.settings)
+    except (UserError, BucketError) as error:
+        sys.stderr.write(f"jaxtrain: {error}\n")
+        return USER_ERROR if isinstance(error, UserError) else FAILED
+
+
+# -- the supervisor ------------------------------------------------------------------------------
+
+
+def supervise(
+    command: Sequence[str],
+    workdir: str | Place,
+    *,
+    settings: Supervision | None = None,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Runs a command until it is done, cannot go on or is stopped; returns the exit status.
+
+    Status 0, 2 and 75 of the command are final; after anything else it is started again. What the
+    command prints goes where this process prints. To be called from the main thread.
+
+    Args:
+      command: the program and its arguments; it writes into `workdir`.
+      workdir: the run's folder.
+      settings: when and how long; None: the defaults.
+      say: takes a line for people; None: stderr.
+    """
+    workdir, settings, say = place(workdir), settings or Supervision(), say or _to_stderr
+    if isinstance(workdir, BucketPath):
+        require("--workdir", workdir)
+    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        best, restarts = records.newest_step(workdir), 0
+    with noted_signals() as stop:
+        while True:
+            ending = _run(command, workdir, settings, stop, say)
+            with contextlib.suppress(BucketError):
+                ending.write(workdir)
+            if ending.status in (DONE, USER_ERROR, PREEMPTED):
+                return ending.status
+            step = ending.step_after
+            if step is not None and (best is None or step > best):
+                best, restarts = step, 0
+            kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
+            if stop and ending.attempt is None and ending.status == -stop[0]:
+                # What exit.json says of the attempt before is still so.
+                say(f"stopped by {_name(stop[0])} before anything was begun")
+                return PREEMPTED
+            if stop:
+                say(f"{ending} ({kept}); not started again, since {_name(stop[0])} came")
+                return FAILED
+            if restarts >= settings.max_restarts_without_progress:
+                reason = (
+                    f"gave up after {restarts} restarts in a row without a newer checkpoint "
+                    f"({kept}); the last was {ending}"
+                )
+                say(reason)
+                ending.write_last(workdir, "failed", reason)
+                return FAILED
+            seconds = settings.backoff(restarts)
+            restarts += 1
+            say(f"{ending} ({kept}); starting again in {seconds:g} s")
+            if _wait(seconds, settings.poll_seconds, stop):
+                reason = f"stopped by {_name(stop[0])} between two attempts; the last was {ending}"
+                say(f"{reason}; run the same command again to go on")
+                ending.write_last(workdir, "preempted", reason)
+                return PREEMPTED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """How one start of the command ended.
+
+    Attributes:
+      cause: in words.
+      status: its exit status; negative: the signal that ended it.
+      attempt: that it took; None where it did not get so far or is not the run's process 0.
+      step_before: the newest checkpoint when it started; None: there was none.
+      step_after: the newest checkpoint when it ended.
+      seconds: that it ran.
+    """
+
+    cause: str
+    status: int
+    attempt: int | None
+    step_before: int | None
+    step_after: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        who = "a start" if self.attempt is None else f"attempt {self.attempt}"
+        return f"{who}: {self.cause}"
+
+    def write(self, workdir: Place) -> None:
+        """Completes attempts/<attempt>.json, and exit.json where the command left it behind."""
+        if self.attempt is None:
+            return
+        records.record_end(
+            workdir,
+            self.attempt,
+            exit=self.cause,
+            status=self.status if self.status >= 0 else None,
+            signal=_name(-self.status) if self.status < 0 else None,
+            step_before=self.step_before,
+            step_after=self.step_after,
+            seconds=self.seconds,
+        )
+        told = records.read(workdir / records.EXIT_FILE) or {}
+        status = _STATUS_WORDS.get(self.status, "failed")
+        # A run that said it was done or preempted, and then failed, did not end so.
+        contradicts = told.get("status") in _STATUS_WORDS.values() and told["status"] != status
+        if told.get("attempt") != self.attempt or contradicts:
+            self._write_exit(workdir, status, self.cause, self.attempt)
+
+    def write_last(self, workdir: Place, status: str, reason: str) -> None:
+        """How the supervisor ended, in exit.json: where nobody else is at the folder.
+
+        A start that took no attempt has no number: the newest one's stands for it.
+        """
+        with contextlib.suppress(BucketError):
+            if self.attempt is not None:
+                self._write_exit(workdir, status, reason, self.attempt)
+            elif not records.is_held(workdir):
+                workdir.mkdir(parents=True, exist_ok=True)
+                self._write_exit(workdir, status, reason, records.newest_attempt(workdir))
+
+    def _write_exit(self, workdir: Place, status: str, reason: str, attempt: int) -> None:
+        step = self.step_after or 0
+        records.write_exit(workdir, status=status, reason=reason, step=step, attempt=attempt)
+
+
+def _run(
+    command: Sequence[str],
+    workdir: Place,
+    settings: Supervision,
+    stop: list[int],
+    say: Callable[[str], None],
+) -> _Ending:
+    """One start of the command; kills it where it stalls or does not stop in time.
+
+    Args:
+      command: the program and its arguments.
+      workdir: the run's folder.
+      settings: when and how long.
+      stop: numbers of the signals that came to this process; others are added meanwhile.
+      say: takes a line for people.
+    """
+    attempt_before, step_before = _known(workdir)
+    child = Child(
+        command,
+        beat_seconds=min(settings.stall_seconds / 10, 5.0),
+        grace_seconds=settings.grace_seconds,
+    )
+    started = now = time.monotonic()
+    silent, heard, deadline, cause = 0.0, False, None, ""
+    while (status := child.status()) is None:
+        beat = child.listen(settings.poll_seconds)
+        before, now = now, time.monotonic()
+        heard = heard or beat
+        # A look that took long was no look: then we were frozen, and it may well be alive.
+        silent = 0.0 if beat else silent + min(now - before, 5 * settings.poll_seconds)
+        if cause:
+            continue
+        if stop and deadline is None:
+            deadline = now + settings.grace_seconds
+            say(f"{_name(stop[0])}: waiting {settings.grace_seconds:g} s for it to save")
+            child.send_signal(stop[0])
+        if deadline is not None and (len(stop) > 1 or now >= deadline):
+            came = f"a second signal, {_name(stop[1])}" if len(stop) > 1 else "no end"
+            cause = f"killed after {_name(stop[0])} and {came}"
+            child.kill()
+        elif heard and silent > settings.stall_seconds:
+            cause = f"stalled, killed: no sign of life for {settings.stall_seconds:g} s"
+            child.kill()
+    child.kill()  # what it started goes with it
+    child.close()
+    attempt, told = None, f"ended with status {status}"
+    with contextlib.suppress(BucketError):
+        if attempt_before is not None:
+            attempt = records.attempt_of(workdir, child.pid, after=attempt_before)
+        told = _cause(workdir, status, attempt)
+    return _Ending(
+        cause=cause or told,
+        status=status,
+        attempt=attempt,
+        step_before=step_before,
+        step_after=_known(workdir)[1],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _known(workdir: Place) -> tuple[int | None, int | None]:
+    """The newest attempt and checkpoint; None for both while a bucket does not answer.
+
+    The command that is started then says itself what is wrong, and is started again.
+    """
+    try:
+        return records.newest_attempt(workdir), records.newest_step(workdir)
+    except BucketError:
+        return None, None
+
+
+def _cause(workdir: Place, status: int, attempt: int | None) -> str:
+    """Why a command ended of itself, in its own words where it left some."""
+    if status < 0:
+        return f"killed by {_name(-status)}"
+    told = records.read(workdir / records.EXIT_FILE) or {}
+    if status == DONE or attempt is None or told.get("attempt") != attempt:
+        return f"ended with status {status}"
+    return f"ended with status {status}: {str(told.get('reason')).partition(chr(10))[0][:300]}"
+
+
+def _wait(seconds: float, poll_seconds: float, stop: list[int]) -> bool:
+    """Waits; True, and at once, where a signal came."""
+    end = time.monotonic() + seconds
+    while not stop and time.monotonic() < end:
+        time.sleep(min(poll_seconds, seconds))
+    return bool(stop)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # one of the real-time signals
+
+
+def _to_stderr(line: str) -> None:
+    # A terminal that was closed takes no more lines; the command still has to be waited for.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"jaxtrain supervise: {line}\n")
+        sys.stderr.flush()

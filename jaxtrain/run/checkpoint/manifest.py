@@ -1,0 +1,285 @@
+"""The manifest that seals a checkpoint: the digest of each of its files, and of each array.
+
+TensorStore has checksums for its indices but none for the arrays' own bytes: a flipped bit on the
+disk would come back as a wrong parameter. `manifest.json` is written last, whole or not at all, so
+that a folder with one is a finished checkpoint and anything else is what a kill left behind. It
+holds its own digest too. All names in it are data: none of them leads out of the checkpoint.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxtrain.config.buckets import BucketPath, Place, Stored
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import write_atomically
+from jaxtrain.run.checkpoint.digests import CRC32, MD5, digest, kind
+
+FILE = "manifest.json"
+FORMAT = 4  # of a checkpoint: the manifest, the files it names, and what stands beside the state
+# Reading and digesting let go of the interpreter. More threads than cores would take them from
+# those that read the arrays meanwhile.
+_THREADS = min(8, os.cpu_count() or 1)
+
+# What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
+# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
+# memory (jax.errors.JaxRuntimeError), is not among them.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or whose files cannot be read or are not as written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a manifest says of one array.
+
+    Attributes:
+      fingerprint: of its elements (jaxtrain.run.checkpoint.fingerprint).
+      shape: global shape.
+      dtype: its name.
+    """
+
+    fingerprint: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a sealed checkpoint consists of.
+
+    Attributes:
+      format: of the checkpoint, 4.
+      step: the checkpoint's step.
+      files: size in bytes and digest of each file, by its path in the folder.
+      leaves: the arrays by name.
+    """
+
+    format: int
+    step: int
+    files: dict[str, tuple[int, str]]
+    leaves: dict[str, Leaf]
+
+
+class Reading:
+    """While a checkpoint is read: what its files raise becomes a CheckpointError.
+
+    A context manager, because Orbax raises a bare Exception for an array that it cannot read.
+    """
+
+    def __init__(self, folder: Place, step: int) -> None:
+        self._folder, self._step = folder, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if type(error) is Exception or isinstance(error, _DAMAGE):
+            cause = error.__cause__ or error
+            detail = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            raise damaged(self._folder, self._step, detail[:300]) from error
+
+
+def is_sealed(folder: Place) -> bool:
+    """Whether a checkpoint's folder is finished, as far as its files' names tell."""
+    return (folder / FILE).is_file()
+
+
+def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
+    """Digests every file in `folder` and writes its manifest, whole or not at all.
+
+    The files are brought to the disk before the manifest that vouches for them, so that a power cut
+    leaves no sealed checkpoint without its content: the one before it may be deleted at once.
+
+    Raises:
+      OSError: a file cannot be read or the manifest not be written.
+    """
+    if isinstance(folder, BucketPath):
+        rows = {name: row for name, row in _stored(folder).items() if name != FILE}
+        found = _in_threads(lambda name: _digest_in_bucket(folder, rows[name]), rows)
+        manifest = Manifest(FORMAT, step, dict(zip(rows, found, strict=True)), leaves)
+        write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
+        return manifest
+    names = sorted(path.relative_to(folder).as_posix() for path in _walk(folder) if path.is_file())
+    names = [name for name in names if name != FILE]
+    found = _in_threads(lambda name: _digest_on_disk(folder / name), names)
+    for path in (*_walk(folder), folder, folder.parent):
+        if path.is_dir():
+            _sync(path)
+    manifest = Manifest(FORMAT, step, dict(zip(names, found, strict=True)), leaves)
+    write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
+    _sync(folder)  # the new name, too, has to reach the disk
+    return manifest
+
+
+def read(folder: Place, step: int) -> Manifest:
+    """The manifest of the sealed checkpoint in `folder`.
+
+    Raises:
+      CheckpointError: it is damaged, another step's, or leads out of the folder.
+      UserError: a newer jaxtrain wrote it.
+    """
+    _refuse_ways_out(folder, step)
+    try:
+        manifest = _from_bytes((folder / FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise damaged(folder, step, f"{FILE} is missing: it was never sealed") from error
+    except UserError:
+        raise
+    except (OSError, *_MALFORMED) as error:
+        raise damaged(folder, step, f"{FILE}: {_first_line(error)}") from error
+    if manifest.step != step:
+        raise damaged(folder, step, f"{FILE} is that of step {manifest.step}")
+    return manifest
+
+
+def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
+    """Reads the named files and compares them with the manifest.
+
+    Raises:
+      CheckpointError: a file is missing, of another size, or of another content.
+    """
+    names = list(names)
+    stored = _stored(folder) if isinstance(folder, BucketPath) else None
+    found = _in_threads(lambda name: _difference(folder, name, manifest.files[name], stored), names)
+    for name, difference in zip(names, found, strict=True):
+        if difference:
+            raise damaged(folder, manifest.step, f"{name} {difference}")
+
+
+def damaged(folder: Place, step: int, detail: str) -> CheckpointError:
+    """The error that names the checkpoint and what is wrong with it."""
+    return CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read ({detail})")
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _envelope(content: dict[str, Any]) -> bytes:
+    """The file's bytes; later formats keep this form, to be told from broken ones."""
+    text = json.dumps(content, sort_keys=True, indent=1)
+    digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+    return f'{{"blake2b": "{digest}",\n"manifest": {text}}}\n'.encode()
+
+
+def _from_bytes(content: bytes) -> Manifest:
+    found = json.loads(content)["manifest"]
+    # Byte for byte: a bit flipped in a space changes nothing, but says that the disk is failing.
+    if _envelope(found) != content:
+        raise ValueError("its bytes changed")
+    if found["format"] > FORMAT:
+        raise UserError(
+            f"the checkpoint of step {found['step']} is of format {found['format']}, written by a "
+            f"newer jaxtrain; this one reads formats up to {FORMAT}: update jaxtrain"
+        )
+    if found["format"] != FORMAT:
+        raise ValueError(f"format {found['format']} is none that a release has written")
+    files = {name: (int(size), str(written)) for name, (size, written) in found["files"].items()}
+    for name, (_, written) in files.items():
+        kind(written)  # ValueError where it is unknown
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
+            raise ValueError(f"it names {name!r}, which is no file inside the checkpoint")
+    leaves = {
+        name: Leaf(int(leaf["fingerprint"]), tuple(leaf["shape"]), leaf["dtype"])
+        for name, leaf in found["leaves"].items()
+    }
+    return Manifest(found["format"], found["step"], files, leaves)
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file's or folder's content, written by whomever, is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _walk(folder: Path) -> Iterable[Path]:
+    """Everything below a folder; links are named, not followed."""
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent) / name for name in folders + files)
+
+
+def _refuse_ways_out(folder: Place, step: int) -> None:
+    """Raises CheckpointError where the folder or something in it is a link to elsewhere."""
+    if isinstance(folder, BucketPath):
+        return  # names that lead out are refused where they are listed
+    root = folder.parent.resolve()
+    for path in (folder, *_walk(folder)):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            raise damaged(folder, step, f"{path} is a link that leads out of {root}")
+
+
+def _stored(folder: BucketPath) -> dict[str, Stored]:
+    """What a bucket says of each object below a folder, by its name there."""
+    return {row.name: row for row in folder.stored()}
+
+
+def _md5(row: Stored) -> str | None:
+    """The digest that the bucket computed, where it did."""
+    return row.md5 and MD5 + row.md5
+
+
+def _digest_in_bucket(folder: BucketPath, row: Stored) -> tuple[int, str]:
+    """What the bucket itself computed is not read back over the network."""
+    md5 = _md5(row)
+    return (row.bytes, md5) if md5 else digest(folder / row.name, CRC32)
+
+
+def _digest_on_disk(file: Path) -> tuple[int, str]:
+    _sync(file)
+    return digest(file, CRC32)
+
+
+def _difference(
+    folder: Place, name: str, expected: tuple[int, str], stored: dict[str, Stored] | None
+) -> str | None:
+    """What is wrong with the file of a name that should have this size and digest.
+
+    Args:
+      folder: of the checkpoint.
+      name: the file's, in the folder.
+      expected: size and digest.
+      stored: what a bucket says of all objects in the folder; None on a disk.
+    """
+    size, written = expected
+    path, row = folder / name, stored.get(name) if stored is not None else None
+    try:
+        if isinstance(path, Path):
+            found = path.stat().st_size
+        elif row is not None:
+            found = row.bytes
+        else:
+            return "is missing"
+        if found != size:
+            return f"has {found} bytes instead of {size}"
+        known = _md5(row) if row is not None and kind(written) == MD5 else None
+        if (known or digest(path, kind(written))[1]) != written:
+            return "is not what was written: its digest differs"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {_first_line(error)}"
+    return None
+
+
+def _in_threads(function: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as threads:
+        return list(threads.map(function, names))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

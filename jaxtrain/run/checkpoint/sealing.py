@@ -1,0 +1,282 @@
+"""Follows each save in a thread: seals it, deletes what it makes superfluous, counts failures."""
+
+import concurrent.futures
+import functools
+import itertools
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.config.buckets import BucketError, BucketPath, Place, library_errors
+from jaxtrain.config.disks import full_disk, room
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.checkpoint import manifest, retention
+from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf
+
+WRITE_SECONDS = 1200  # for the slowest process's part, and for process 0's digests
+_AGREE_SECONDS = 60  # for processes that leave a barrier together to come to the next
+_BARRIERS_OF_WRITER = 2  # of one save: all have written; process 0 has renamed
+# What Orbax raises when something cannot be written (a full disk: ValueError with TensorStore's
+# RESOURCE_EXHAUSTED), and the coordination service when another process stays away.
+UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
+_MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written beside the arrays
+_LATE, _OF_A_FILE = "Event loop is closed", "in OCDBT database"
+_serial = itertools.count()  # of saves: all processes count alike, and no barrier's name repeats
+
+
+class Barrier(Protocol):
+    """Returns when all processes have come to `key`; raises JaxRuntimeError when time is up."""
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None: ...
+
+
+def unwritten() -> tuple[type[BaseException], ...]:
+    """UNWRITTEN, and what a bucket's libraries raise, under Orbax too."""
+    return (*UNWRITTEN, *library_errors())
+
+
+def exhaust(wait: Callable[[], None], first: BaseException | None = None) -> None:
+    """Waits for a writer until it has nothing more to complain about, and raises the first of it.
+
+    What was left over would be taken for a failure of the next save.
+
+    Args:
+      wait: returns when all is written, or raises one thing that went wrong.
+      first: what went wrong before.
+    """
+    for _ in range(_MOST_COMPLAINTS):
+        try:
+            wait()
+            break
+        except unwritten() as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+@functools.cache  # once in a process
+def pass_over_late_complaints() -> None:
+    """Leaves out what is said of a failed save's other files after its first one.
+
+    Orbax closes its event loop at the first: TensorStore then finds the loop closed, and asyncio
+    prints at the very end, after our own last line, what nobody asked for. A traceback for each.
+    """
+    before = sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == _LATE):
+            before(found)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, UNWRITTEN) and _OF_A_FILE in str(error))
+
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(is_news)
+
+
+class Sealer:
+    """What happens to a save after its arrays have left the devices, on every process."""
+
+    def __init__(
+        self,
+        folder: Place,
+        *,
+        keep: int,
+        keep_every: int | None,
+        max_failures: int,
+        barrier: Barrier,
+        report: Callable[[str], None],
+        may_write: Callable[[], None],
+        before_seal: Callable[[], None],
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+          folder: holds a folder for each step.
+          keep: number of newest checkpoints that stay.
+          keep_every: multiples of this stay too.
+          max_failures: so many failed saves in a row raise.
+          barrier: among all processes, safe in any thread.
+          report: takes a line about a failed save.
+          may_write: raises where another attempt owns the folder; BucketError where it cannot tell.
+          before_seal: brings to the run's folder what a checkpoint must not be there without;
+            process 0 calls it in the thread.
+        """
+        pass_over_late_complaints()
+        self._folder, self._keep, self._keep_every = folder, keep, keep_every
+        self._max_failures, self._all_come_to = max_failures, barrier
+        self._report, self._may_write, self._before_seal = report, may_write, before_seal
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
+        self._fenced: BaseException | None = None
+        self._unsaved: CheckpointError | None = None  # the last save's failure, until it is raised
+        self._failures = 0  # in a row
+        self._save, self._barriers_passed = -1, 0
+
+    def begin(self) -> None:
+        """Before the writer begins with a save: its barriers are told from the last one's."""
+        self._save, self._barriers_passed = next(_serial), 0
+
+    def barrier_of_writer(self, *, key: str, timeout_ms: int) -> None:
+        """The barrier that the writer is to use; where a process fails, it is still gone through.
+
+        Args:
+          key: the writer's name of it; not used, because all processes pass them in one order.
+          timeout_ms: how long to wait, in milliseconds.
+        """
+        del key
+        self._barriers_passed += 1
+        self._barrier(f"writer_{self._barriers_passed}", timeout_ms // 1000)
+
+    def follow(self, step: int, written: Callable[[], None], leaves: dict[str, Leaf]) -> None:
+        """Waits in a thread for the writer and then seals the step.
+
+        Args:
+          step: of the checkpoint.
+          written: returns when this process's part is on disk, or raises why it is not.
+          leaves: what the manifest is to say of the arrays.
+        """
+        self._pending = step, self._thread.submit(self._finish, step, written, leaves)
+
+    def settle(self) -> None:
+        """Waits for the save in progress; a failed one is reported, its remains are removed.
+
+        Raises:
+          CheckpointError: it was one failure too many.
+        """
+        if self._pending is None:
+            return
+        step, finished = self._pending
+        error = finished.exception()
+        self._pending = None
+        sealed = self._is_sealed(step)
+        if error is not None and (error is self._fenced or not _is_unwritten(error)):
+            raise error
+        if sealed:
+            self._failures, self._unsaved = 0, None
+        if error is None:
+            return
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        detail = full_disk(error) or first_line
+        if sealed:
+            self._report(f"{self._folder}: an old checkpoint could not be deleted ({detail})")
+            return
+        left = self._room()  # what the rest of the save did not fit into
+        self._sweep()
+        self._failures += 1
+        self._unsaved = CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self._folder} ({detail}); "
+            f"{left}"
+        )
+        self._unsaved.__cause__ = error
+        if self._failures >= self._max_failures:
+            self._raise_unsaved()
+        self._report(
+            f"{self._unsaved}; the run goes on and saves again when it next should, but stops "
+            f"after {self._max_failures} failures in a row (this is number {self._failures})"
+        )
+
+    def wait(self) -> None:
+        """Returns when the last save is sealed.
+
+        Raises:
+          CheckpointError: it failed; raised once.
+        """
+        self.settle()
+        self._raise_unsaved()
+
+    def close(self) -> None:
+        """Lets the thread end, and removes what a failed save's writer left late; `wait` first."""
+        self._thread.shutdown()
+        if self._failures:
+            self._sweep()
+
+    def warn_of_little_space(self, last: int | None) -> None:
+        """Reports a disk that soon has no room for one more checkpoint like that of step `last`."""
+        if last is None or jax.process_index() != 0 or isinstance(self._folder, BucketPath):
+            return
+        size = retention.size(self._folder / str(last))
+        free = shutil.disk_usage(self._folder).free
+        if free < 2 * size:
+            self._report(
+                f"{free:,} bytes are free in {self._folder}, less than twice the last "
+                f"checkpoint's {size:,}: make space, or lower Checkpoint.keep, before a save fails"
+            )
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _finish(self, step: int, written: Callable[[], None], leaves: dict[str, Leaf]) -> None:
+        """All processes agree on whether the step is there.
+
+        One that cannot write its part goes through the writer's barriers all the same, so that
+        none waits long for it, and stays away from the next, so that nothing is sealed.
+        """
+        try:
+            written()
+        finally:
+            while self._barriers_passed < _BARRIERS_OF_WRITER:
+                self.barrier_of_writer(key="", timeout_ms=WRITE_SECONDS * 1000)
+        self._barrier("written", _AGREE_SECONDS)
+        try:
+            if jax.process_index() == 0:
+                self._seal(step, leaves)
+        finally:
+            self._barrier("sealed", WRITE_SECONDS)
+        if not manifest.is_sealed(self._folder / str(step)):
+            raise OSError("process 0 could not complete it")
+
+    def _seal(self, step: int, leaves: dict[str, Leaf]) -> None:
+        try:
+            self._may_write()
+            self._before_seal()
+        except BucketError:
+            raise  # away for now: a failed save, and nobody else's folder
+        except BaseException as error:
+            self._fenced = error
+            raise
+        manifest.seal(self._folder / str(step), step, leaves)
+        steps = retention.sealed_steps(self._folder)
+        for old in retention.expired(steps, keep=self._keep, keep_every=self._keep_every):
+            retention.delete(self._folder, old)
+
+    def _barrier(self, name: str, seconds: int) -> None:
+        self._all_come_to(key=f"jaxtrain_save_{self._save}_{name}", timeout_ms=seconds * 1000)
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _is_sealed(self, step: int) -> bool:
+        """Whether a checkpoint is known to be there: no, while its bucket does not answer."""
+        try:
+            return manifest.is_sealed(self._folder / str(step))
+        except BucketError:
+            return False
+
+    def _room(self) -> str:
+        if isinstance(self._folder, BucketPath):
+            return "those before it are whole"
+        return room(self._folder)
+
+    def _sweep(self) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            retention.sweep(self._folder)
+        except OSError as error:
+            self._report(f"{self._folder}: the remains of a save could not be removed ({error})")
+
+    def _raise_unsaved(self) -> None:
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is not None:
+            raise unsaved
+
+
+def _is_unwritten(error: BaseException) -> bool:
+    """Whether the disk or another process is to blame, so that the next save may succeed."""
+    if isinstance(error, UserError):
+        return False
+    return type(error) is Exception or isinstance(error, unwritten())

@@ -1,0 +1,385 @@
+"""Saves the train state and restores it on any mesh: the only module that knows Orbax.
+
+A checkpoint is one folder, `workdir/checkpoints/<step>/`. Orbax writes the arrays under readable
+names (`params/layers/attention/query`) and one JSON object of the caller's (`extra`) into a
+temporary folder and renames it; then its manifest is written, and only with it the checkpoint
+counts as done, and only then older ones are deleted. Whatever a kill leaves behind is either whole
+or recognised and removed; whatever the disk does to it afterwards is found before it is used.
+"""
+
+import concurrent.futures
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jaxtrain.config.buckets import BucketError, Place, place
+from jaxtrain.run.checkpoint import manifest, retention
+from jaxtrain.run.checkpoint.fingerprint import dispatch, fingerprints, numbers
+from jaxtrain.run.checkpoint.leaves import (
+    StoredLeaf,
+    flatten,
+    groups,
+    refuse_differences,
+    stored_leaf,
+)
+from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf, Manifest, Reading, damaged
+from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
+from jaxtrain.training.settings import Checkpoint
+
+_STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
+_FILE_BYTES = 64 * 2**20  # of a data file, roughly: a thread digests one, so that there be several
+_log = logging.getLogger(__name__)
+
+Tree = TypeVar("Tree")
+
+
+class Checkpoints:
+    """The checkpoints of one run's folder.
+
+    Attributes:
+      folder: `workdir/checkpoints`, absolute.
+      cleaned: a line for each thing that killed saves had left behind and opening removed.
+    """
+
+    def __init__(
+        self,
+        workdir: Place,
+        settings: Checkpoint,
+        *,
+        read_only: bool = False,
+        report: Callable[[str], None] = _log.warning,
+        may_write: Callable[[], None] = lambda: None,
+        before_seal: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens `workdir/checkpoints`, making it and removing what killed saves left behind.
+
+        Args:
+          read_only: for programs that look at a run which may be training at this moment: nothing
+            is made or removed, because an unfinished save may be a living one.
+          report: takes a line that the user should read: little space, a failed save, a damaged
+            checkpoint. Called from the thread that calls the method concerned.
+          may_write: called before leftovers are removed and before each save, and on process 0
+            again before the save counts as done, then in another thread; raises or exits where
+            another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
+          before_seal: then called, in that thread: brings into the run's folder what belongs with
+            the checkpoint. Where it raises BucketError the save has failed.
+        """
+        # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        root = place(workdir)
+        self.folder = (root.absolute() if isinstance(root, Path) else root) / retention.FOLDER
+        self._settings, self._read_only = settings, read_only
+        self._report, self._may_write = report, may_write
+        self._sealer = Sealer(
+            self.folder,
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            max_failures=settings.max_failed_saves,
+            barrier=_barrier,
+            report=report,
+            may_write=may_write,
+            before_seal=before_seal,
+        )
+        # Uncompressed: float32 parameters lose 8 % of their bytes to zstd, for most of the time.
+        self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(state=self._arrays, extra=ocp.JsonCheckpointHandler()),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=WRITE_SECONDS, barrier_sync_fn=self._sealer.barrier_of_writer
+            ),
+        )
+        self._reader = ocp.Checkpointer(self._arrays)
+        # Steps whose files have been compared with their digests, and those found damaged.
+        self._intact: dict[int, Manifest] = {}
+        self._bad: set[int] = set()
+        self.cleaned: list[str] = []
+        if not read_only and jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if retention.leftovers(self.folder):
+                may_write()
+                self.cleaned = retention.sweep(self.folder)
+
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint's step, or None; `newest_good` also reads its files."""
+        return max(self.steps(), default=None)
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        return retention.sealed_steps(self.folder)
+
+    def newest_good(self) -> int | None:
+        """The newest step whose files are all as they were written, or None; all processes call it.
+
+        Damaged ones are put aside.
+
+        Raises:
+          UserError: a newer jaxtrain wrote the newest checkpoint.
+        """
+        while True:
+            step = max((step for step in self.steps() if step not in self._bad), default=-1)
+            step = int(ocp.multihost.broadcast_one_to_all(np.int32(step)))
+            if step < 0:
+                return None
+            try:
+                self._check_files(step)
+                return step
+            except CheckpointError as error:
+                self.put_aside(step, error)
+
+    def put_aside(self, step: int, error: CheckpointError) -> None:
+        """Reports a damaged checkpoint and renames it to `damaged-<step>`; all processes call it.
+
+        Its step may then be saved again. Opened read-only it is left where it is, and only passed
+        over by `newest_good`.
+        """
+        self._bad.add(step)
+        aside = None
+        if not self._read_only and jax.process_index() == 0:
+            self._may_write()
+            aside = retention.put_aside(self.folder, step)
+        renamed = f"it is now {aside}, to be looked at and deleted; " if aside else ""
+        self._report(f"{error}; {renamed}the one before it is used")
+
+    def drop_after(self, step: int) -> None:
+        """Deletes the checkpoints newer than `step`, to which a run goes back; all processes call.
+
+        They would be found by the next start, though the run has gone another way.
+        """
+        self._sealer.settle()
+        if jax.process_index() == 0:
+            self._may_write()
+            for newer in self.steps():
+                if newer > step:
+                    retention.delete(self.folder, newer)
+        _from_all(True)  # nobody goes on, and saves one of these steps, before they are gone
+
+    def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+        """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
+
+        Returns when the arrays are in host memory, so that the next step may be given (donated)
+        their buffers; the disk is written behind the next steps' back. A save still being written
+        is waited for first. Where it failed, its remains are removed and it is reported; the run
+        goes on and saves again when it next should. A step that is already there stays as it is.
+
+        Args:
+          step: number of optimizer steps done.
+          state: any pytree of arrays.
+          extra: JSON-able values that belong to the state: config, data position, versions.
+
+        Raises:
+          CheckpointError: the saves before this one failed, Checkpoint.max_failed_saves in a row.
+        """
+        assert not self._read_only, "opened read-only"
+        self._sealer.settle()
+        last = away = None
+        try:
+            steps = self.steps()
+            if step in steps:
+                return
+            last = max(steps, default=None)
+            self._may_write()
+        except BucketError as error:
+            away = error
+        self._bad.discard(step)
+        self._intact.pop(step, None)
+        # Found here where it is not serialisable, and not reached by what the caller changes later.
+        extra = json.loads(json.dumps(extra))
+        names, leaves, _ = flatten(state)
+        self._sealer.warn_of_little_space(last)
+        arrays = dict(zip(names, leaves, strict=True))
+        counted = dispatch(arrays)  # while the writer copies them
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES),
+            extra=ocp.args.JsonSave(extra),
+        )
+        written = functools.partial(exhaust, self._writer.wait_until_finished)
+        self._sealer.begin()
+        try:
+            if away is not None:  # what is there already would be overwritten
+                raise away
+            self._writer.save(str(self._path(step)), args=items, force=True)
+        except unwritten() as error:
+            written = functools.partial(exhaust, self._writer.wait_until_finished, error)
+        found = numbers(counted)
+        summaries = {
+            name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
+            for name, x in arrays.items()
+        }
+        self._sealer.follow(step, written, summaries)
+        if not self._settings.asynchronous:
+            self._sealer.settle()
+
+    def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:
+        """The state of `step`, in the shardings of `abstract_state`, whatever mesh wrote it.
+
+        All processes call it. The files' digests are compared, and the arrays' fingerprints; one
+        process alone does the former while it reads. What comes back has passed both.
+
+        Args:
+          abstract_state: the tree wanted, each leaf a `jax.ShapeDtypeStruct` with a sharding.
+          partial: `abstract_state` is a part of the saved tree under the same names, for example
+            `{"params": ...}`; what it does not name is not read.
+
+        Raises:
+          UserError: the saved tree has other leaves, shapes or dtypes: nothing is cast or reshaped.
+          ValueError: a shape does not divide over its sharding.
+          CheckpointError: the files cannot be read or are not what was written.
+        """
+        names, leaves, treedef = flatten(abstract_state)
+        wanted = dict(zip(names, leaves, strict=True))
+        if jax.process_count() > 1:
+            self._refuse_absent(step)
+            # All agree first: one that stopped half-way would leave the others waiting for it.
+            self._check_files(step)
+        try:
+            stored = self.tree(step)
+        except CheckpointError:
+            self._check_files(step)  # names the file, where it is one that only Orbax reads
+            raise
+        refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
+            checked = thread.submit(self._check_files, step)
+            try:
+                arrays = self._read(step, wanted, partial=partial)
+                found = fingerprints(arrays)
+            finally:
+                saved = checked.result().leaves  # names the file, where reading it failed too
+        altered = [n for n, x in found.items() if n not in saved or x != saved[n].fingerprint]
+        if altered:
+            names = ", ".join(altered[:8])
+            raise damaged(self._path(step), step, f"the bytes of {names} changed")
+        return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+    def _read(
+        self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], *, partial: bool
+    ) -> dict[str, jax.Array]:
+        """The arrays of these names."""
+        for leaf in wanted.values():
+            leaf.sharding.shard_shape(leaf.shape)  # ValueError where it does not divide
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
+            for name, x in wanted.items()
+        }
+        item = ocp.args.PyTreeRestore(
+            item=wanted, restore_args=restore_args, partial_restore=partial
+        )
+        with Reading(self._path(step), step):
+            return self._reader.restore(str(self._path(step) / _STATE), args=item)
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """The JSON object saved with `step`.
+
+        Raises:
+          UserError: there is no such checkpoint.
+          CheckpointError: the file cannot be read or is not what was written.
+        """
+        self._check_described(step, lambda name: name == _EXTRA_FILE)
+        with Reading(self._path(step), step):
+            return json.loads((self._path(step) / _EXTRA_FILE).read_text())
+
+    def tree(self, step: int) -> dict[str, StoredLeaf]:
+        """Names, shapes, dtypes and shardings of the arrays saved at `step`, none of them read.
+
+        Raises:
+          UserError: there is no such checkpoint.
+          CheckpointError: its metadata cannot be read or are not what was written.
+        """
+        self._check_described(step, lambda name: "/d/" not in name)
+        with Reading(self._path(step), step):
+            found: Any = self._reader.metadata(str(self._path(step) / _STATE)).item_metadata
+            if found is None:
+                raise ValueError("Orbax cannot read its metadata, and says why in its log")
+            return {name: stored_leaf(leaf) for name, leaf in found.tree.items()}
+
+    def verify(self, step: int) -> None:
+        """Reads all of `step`: every file, then every array, some at a time onto one device.
+
+        Raises:
+          UserError: there is no such checkpoint.
+          CheckpointError: something cannot be read or is not what was written.
+        """
+        self._refuse_absent(step)
+        self._intact.pop(step, None)
+        self._check_files(step)
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        for part in groups(self.tree(step)):
+            wanted = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for name, leaf in part.items()
+            }
+            self.restore(step, wanted, partial=True)
+        self.extra(step)
+
+    def wait(self) -> None:
+        """Returns when the last save is complete on disk, for all processes.
+
+        Raises:
+          CheckpointError: it failed; its remains are removed.
+        """
+        self._sealer.wait()
+
+    def close(self) -> None:
+        """Waits for the save in progress and lets go of the folder; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            self._sealer.close()
+            self._reader.close()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def _path(self, step: int) -> Place:
+        return self.folder / str(step)
+
+    def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
+        """Compares the wanted ones of the files with the manifest, on this process alone."""
+        self._refuse_absent(step)
+        found = manifest.read(self._path(step), step)
+        manifest.check(self._path(step), found, filter(wanted, found.files))
+
+    def _check_files(self, step: int) -> Manifest:
+        """Compares all files with their digests, each process a share; all raise, or none."""
+        if step in self._intact:
+            return self._intact[step]
+        own = found = None
+        try:
+            found = manifest.read(self._path(step), step)
+            share = list(found.files)[jax.process_index() :: jax.process_count()]
+            manifest.check(self._path(step), found, share)
+        except CheckpointError as error:
+            own = error
+        found_by = np.flatnonzero(_from_all(own is not None))
+        if own is not None:
+            raise own
+        if found_by.size:
+            detail = f"process {found_by[0]} found it damaged"
+            raise damaged(self._path(step), step, detail)
+        assert found is not None
+        self._intact[step] = found
+        return found
+
+    def _refuse_absent(self, step: int) -> None:
+        if step not in self.steps() and self._path(step).exists():
+            manifest.read(self._path(step), step)  # which says why it is none
+        retention.refuse_absent(self.folder, step)
+
+
+def _from_all(flag: bool) -> np.ndarray:
+    """Every process's flag, in their order."""
+    if jax.process_count() == 1:
+        return np.array([flag])
+    return np.asarray(multihost_utils.process_allgather(np.array(flag))).reshape(-1)
+
+
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    # Through the coordination service: it may be waited for in any thread.
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)

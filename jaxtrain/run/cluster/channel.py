@@ -1,0 +1,369 @@
+"""The channel between the processes of a run: one thread and its connections in each of them."""
+
+import collections
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from typing import Literal
+
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.run.cluster.hub import Cause, Hub, Table, read_table
+from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
+from jaxtrain.run.cluster.meeting import Meeting, double_sentence, meet
+from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.wire import Link, Message
+
+# The table goes to all; with many processes less often, so that the traffic grows with their
+# number and not with its square.
+_TABLE_ROWS_PER_BEAT = 32
+_FLUSH_SECONDS = 2.0
+_VERDICT_SECONDS = 5.0
+_BEFORE_FIRST_TICK = -1
+
+
+def rendezvous(
+    cluster: Cluster,
+    hello: Hello,
+    *,
+    token: RunToken,
+    timeout_seconds: float = 300.0,
+    report: Report = lambda line: None,
+    welcome: Hello | None = None,
+    heartbeat_seconds: float = 2.0,
+    silence_seconds: float = 30.0,
+) -> Peers:
+    """Waits until all processes of the cluster are there and agree; opens the channel to them.
+
+    Process 0 listens at the coordinator's address. Each process and process 0 prove to each other
+    that they have the run's token, and every message is sealed with keys of its connection: who
+    has no token cannot join, stop or disturb the run, nor change what others say unnoticed. He can
+    read it. The messages are JSON, and nothing in them is executed.
+
+    Args:
+      cluster: who this process is and where process 0 listens.
+      hello: what all processes must have alike: versions, a digest of the configuration.
+      token: the run's.
+      timeout_seconds: how long the others are waited for.
+      report: takes a line on what is waited for, and later from the channel's own thread on
+        strangers at the port.
+      welcome: what process 0 tells all, an attempt number for example; the others' is not used.
+      heartbeat_seconds: between two signs of life; process 0's counts.
+      silence_seconds: after this long without one a process is lost; process 0's counts.
+
+    Raises:
+      UserError: the port is taken; two processes have one id; number of processes or hello differ:
+        every process that is there gets the same sentence. This process has no token, or another
+        than process 0.
+      ClusterError: a process is missing, or the coordinator cannot be reached.
+    """
+    assert heartbeat_seconds * 2 <= silence_seconds
+    if cluster.num_processes == 1:
+        return Alone(welcome)
+    meeting = meet(
+        cluster,
+        hello,
+        token=token,
+        timeout_seconds=timeout_seconds,
+        report=report,
+        welcome=welcome or {},
+        heartbeat_seconds=heartbeat_seconds,
+        silence_seconds=silence_seconds,
+    )
+    return Together(cluster.process_id, meeting)
+
+
+class Together(Peers):
+    """One process among several: a thread that keeps the connections.
+
+    The thread alone touches sockets; other threads leave messages in `_outbox` and wake it. A deque
+    and a socket pair, because a signal handler may interrupt this same code at any point and a lock
+    held there would never come free.
+    """
+
+    def __init__(self, process_id: int, meeting: Meeting) -> None:
+        self.process_id, self.num_processes = process_id, len(meeting.hosts)
+        self.hosts, self.welcome = meeting.hosts, meeting.welcome
+        self.jax_coordinator = meeting.jax_coordinator
+        self.silence_seconds = meeting.silence_seconds
+        self.cause = None
+        self._heartbeat = meeting.heartbeat_seconds
+        self._links, self._door = meeting.links, meeting.door
+        self._listeners = Listeners()
+        self._table: Table = {}
+        self._outbox: collections.deque[Message] = collections.deque()
+        self._changed = threading.Condition()
+        self._tick = _BEFORE_FIRST_TICK
+        self._asked, self._target, self._reason = False, None, ""
+        self._ended = self._closing = False
+        now = time.monotonic()
+        self._heard_zero = self._last_turn = self._next_beat = now
+        self._beats = 0
+        self._hub = None
+        if process_id == 0:
+            self._hub = Hub(meeting.hosts, meeting.silence_seconds, self._send, now)
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._alarm = socket.socketpair()
+        self._wake_up.setblocking(False)
+        self._alarm.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="jaxtrain-peers", daemon=True)
+        self._thread.start()
+
+    # -- called by the program's threads -----------------------------------------------------------
+
+    def listen(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+        self._post({"kind": "listen"})
+
+    def table(self) -> Table:
+        return self._table if self._hub is None else self._hub.table(time.monotonic())
+
+    def request_stop(self, reason: str) -> None:
+        self._post({"kind": "stop", "reason": reason})
+
+    def tick(self, number: int) -> str | None:
+        until = time.monotonic() + self.silence_seconds + 10
+        with self._changed:
+            while self._asked and self._target is None and self.cause is None:
+                if not self._changed.wait(max(until - time.monotonic(), 0)):
+                    raise ClusterError("the processes did not agree in time where to stop")
+            if self.cause is not None:
+                raise ClusterError(str(self.cause))
+            if self._target is not None and number > self._target:
+                return self._reason
+            self._tick = number
+            return None
+
+    def failed(self, reason: str) -> Cause:
+        self._post({"kind": "failed", "reason": reason})
+        own = Cause("failed", self.process_id, self.hosts[self.process_id], reason)
+        with self._changed:
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(lambda: self.cause or self._closing, _VERDICT_SECONDS)
+            return self.cause or own
+
+    def goodbye(self, timeout_seconds: float = 60.0) -> None:
+        self._post({"kind": "goodbye", "tick": self._tick})
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self.cause, timeout=timeout_seconds)
+        ended, cause = self._ended, self.cause
+        missing = [] if self._hub is None else self._hub.missing()
+        self.close()
+        if not ended:
+            who = name_processes(missing, self.hosts) if missing else "another process"
+            late = f"{who} did not come to the end within {timeout_seconds:g} s of this one"
+            raise ClusterError(late if cause is None else str(cause))
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, message: Message) -> None:
+        self._outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        # A full pair wakes just as well, and a closed one has nobody left to wake.
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"!")
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._wake_up, selectors.EVENT_READ)
+            if self._door is not None:
+                self._selector.register(self._door.socket, selectors.EVENT_READ)
+                for link in self._door.waiting:
+                    self._selector.register(link, selectors.EVENT_READ, link)
+            for process, link in self._links.items():
+                self._selector.register(link, selectors.EVENT_READ, process)
+                # What came together with the welcome is in no socket any more.
+                self._hear_link(process, link)
+            while not self._closing:
+                self._turn()
+            self._flush()
+        finally:
+            self._close_all()
+
+    def _turn(self) -> None:
+        until = self._next_beat
+        if self._hub is not None:
+            until = min(until, self._hub.next_check())
+        ready = self._selector.select(max(until - time.monotonic(), 0))
+        self._notice_standstill()
+        for key, _ in ready:
+            if key.fileobj is self._wake_up:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_up.recv(4096)
+            elif self._door is not None and key.fileobj is self._door.socket:
+                for link in self._door.accept():
+                    self._selector.register(link, selectors.EVENT_READ, link)
+            elif isinstance(key.data, Link):
+                self._hear_stranger(key.data)
+            else:
+                self._hear_link(key.data, self._links[key.data])
+        while self._outbox:
+            self._say(self._outbox.popleft())
+        self._look()
+        for link in self._links.values():
+            link.flush()
+        if self._door is not None:
+            for link in self._door.leavers():
+                self._selector.unregister(link)
+                link.close()
+
+    def _say(self, message: Message) -> None:
+        """Something this process has to tell: to process 0, which may be itself."""
+        if message["kind"] == "listen":
+            if self.cause is not None:
+                self._tell_listeners()
+        elif self._hub is not None:
+            self._hub.hear(0, message, time.monotonic())
+        else:
+            self._links[0].send(message)
+
+    def _notice_standstill(self) -> None:
+        """A process that was frozen finds the others gone: before it blames them, itself."""
+        now = time.monotonic()
+        still, self._last_turn = now - self._last_turn, now
+        # The others count from its last sign of life, up to a heartbeat before it froze.
+        if still < self.silence_seconds - self._heartbeat:
+            return
+        if self._hub is not None:
+            self._hub.frozen(still, now)
+        else:
+            self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
+
+    def _look(self) -> None:
+        """Heartbeats and silence."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + self._heartbeat
+            self._beats += 1
+            self._say({"kind": "beat", "activity": self._listeners.activity()})
+            rare = max(self.num_processes // _TABLE_ROWS_PER_BEAT, 1)
+            if self._hub is not None and self._beats % rare == 0:
+                self._hub.share_table(now)
+            elif self._hub is not None:
+                self._tell_workers({"kind": "beat"})
+        if self._hub is not None:
+            self._hub.check(now)
+        elif not self._ended and now - self._heard_zero > self.silence_seconds:
+            self._settle_here("lost", 0, f"silent for {self.silence_seconds:g} s")
+
+    def _hear_link(self, process: int, link: Link) -> None:
+        for message in link.receive():
+            if self._hub is not None:
+                self._hub.hear(process, message, time.monotonic())
+            else:
+                self._heard_zero = time.monotonic()
+                self._hear_hub(message)
+        if link.closed:
+            self._selector.unregister(link)
+            if self._hub is not None:
+                self._hub.closed(process, link.closed, time.monotonic())
+            elif not self._ended:
+                self._settle_here("lost", 0, link.closed)
+
+    def _hear_hub(self, message: Message) -> None:
+        """What process 0 has decided, process 0 itself included."""
+        match message["kind"]:
+            case "table":
+                self._table = read_table(message)
+            case "ask":
+                with self._changed:
+                    self._asked = True
+                    tick = self._tick
+                self._say({"kind": "at", "tick": tick})
+            case "until":
+                with self._changed:
+                    self._target, self._reason = message["tick"], message["reason"]
+                    self._changed.notify_all()
+            case "end":
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+            case "verdict":
+                self._table = read_table(message)
+                self._settle_here(
+                    message["what"], message["process_id"], message["why"], message["host"]
+                )
+
+    def _settle_here(
+        self, what: Literal["lost", "failed"], process: int, why: str, host: str | None = None
+    ) -> None:
+        with self._changed:
+            if self.cause is not None:
+                return
+            self.cause = Cause(what, process, host or self.hosts[process], why)
+            self._changed.notify_all()
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        cause = self.cause
+        assert cause is not None
+        if cause.what == "lost":
+            self._listeners.on_lost(cause.process_id, cause.host, cause.why, self._table)
+        elif cause.process_id != self.process_id:
+            self._listeners.on_failed(cause.process_id, cause.host, cause.why)
+
+    def _hear_stranger(self, link: Link) -> None:
+        """Somebody knocks after the rendezvous: a double, a leftover, or no process of ours."""
+        assert self._door is not None
+        if link not in self._door.waiting:
+            return
+        hello = self._door.hear(link)
+        if hello is None:
+            return
+        process = hello["process_id"]
+        first = {
+            "process_id": process,
+            "num_processes": self.num_processes,
+            "host": self.hosts.get(process, "none"),
+        }
+        sentence = f"the run has begun with all its processes; {double_sentence(first, hello)}"
+        self._door.refuse(link, sentence)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def _send(self, process: int, message: Message) -> None:
+        if process == self.process_id:
+            if message["kind"] == "verdict":
+                # What the listeners do about it may be this process's end.
+                self._flush()
+            self._hear_hub(message)
+        else:
+            self._links[process].send(message)
+
+    def _tell_workers(self, message: Message) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    def _flush(self) -> None:
+        """Waits, for a moment, until the connections have taken what was sent."""
+        until = time.monotonic() + _FLUSH_SECONDS
+        with selectors.DefaultSelector() as selector:
+            for link in self._links.values():
+                if link.pending and not link.closed:
+                    selector.register(link, selectors.EVENT_WRITE, link)
+            while selector.get_map() and (left := until - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    key.data.flush()
+                    if not key.data.pending:
+                        selector.unregister(key.data)
+
+    def _close_all(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for link in self._links.values():
+            link.close()
+        if self._door is not None:
+            self._door.close()
+        self._selector.close()
+        self._wake_up.close()
+        self._alarm.close()

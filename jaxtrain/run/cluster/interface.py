@@ -1,0 +1,134 @@
+"""What a process may ask of the others of its run: their loss, their failures, where all stop."""
+
+import abc
+import dataclasses
+import socket
+from collections.abc import Callable
+from typing import Any, Self
+
+from jaxtrain.run.cluster.cluster import Hello
+from jaxtrain.run.cluster.hub import Cause, Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """What a process does about the others; all are called on the channel's own thread.
+
+    Attributes:
+      activity: what this process is doing, sent with each heartbeat; values JSON can carry.
+      on_lost: a process ended without a goodbye or went silent: (process id, host, why, table of
+        what each was doing). Its own id: this process stood still and the others went on.
+      on_failed: another process said why it ends: (process id, host, reason).
+    """
+
+    activity: Callable[[], dict[str, Any]] = dict
+    on_lost: Callable[[int, str, str, Table], None] = lambda process, host, why, table: None
+    on_failed: Callable[[int, str, str], None] = lambda process, host, reason: None
+
+
+class Peers(abc.ABC):
+    """The processes of a run as one of them sees them; `Alone` is a run of one.
+
+    Attributes:
+      process_id: this process, from 0.
+      num_processes: all of them.
+      hosts: their hosts.
+      welcome: what process 0 told all at the rendezvous.
+      jax_coordinator: HOST:PORT for JAX's own coordinator; None for one process.
+      silence_seconds: after this long without a word a process is lost.
+      cause: the first thing that went wrong in any process; None while all is well.
+    """
+
+    process_id: int
+    num_processes: int
+    hosts: dict[int, str]
+    welcome: dict[str, str | int]
+    jax_coordinator: str | None
+    silence_seconds: float
+    cause: Cause | None
+
+    @abc.abstractmethod
+    def listen(self, listeners: Listeners) -> None:
+        """Sets what is called; what happened before is told at once."""
+
+    @abc.abstractmethod
+    def table(self) -> Table:
+        """What each process was doing when it was last heard, by process id."""
+
+    @abc.abstractmethod
+    def request_stop(self, reason: str) -> None:
+        """Asks all to stop at one tick; safe in a signal handler; the first request counts."""
+
+    @abc.abstractmethod
+    def tick(self, number: int) -> str | None:
+        """To be called before each tick of the main loop: None, or the reason to stop instead.
+
+        Ticks (train steps and evaluation batches) are numbered upwards, alike on all processes.
+        All processes get the reason at the same tick. While the last tick is being agreed on, this
+        waits for it.
+
+        Raises:
+          ClusterError: a process is lost or failed, or there was no agreement in time.
+        """
+
+    @abc.abstractmethod
+    def failed(self, reason: str) -> Cause:
+        """Tells all that this process ends with an error; returns the FIRST cause in any process.
+
+        That is another process's where this error only follows from it. Never blocks for long.
+        """
+
+    @abc.abstractmethod
+    def goodbye(self, timeout_seconds: float = 60.0) -> None:
+        """The orderly end: waits until all processes have come to theirs, and closes the channel.
+
+        Raises:
+          ClusterError: a process did not come to its end in time, or was lost on the way.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the channel at once; without a goodbye the others take it for a loss."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Alone(Peers):
+    """A run of one process: the same calls without sockets."""
+
+    def __init__(self, welcome: Hello | None = None) -> None:
+        self.process_id, self.num_processes = 0, 1
+        self.hosts = {0: socket.gethostname()}
+        self.welcome = dict(welcome or {})
+        self.jax_coordinator = None
+        self.silence_seconds = float("inf")
+        self.cause = None
+        self._listeners = Listeners()
+        self._reason: str | None = None
+
+    def listen(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+
+    def table(self) -> Table:
+        own = {"host": self.hosts[0], "seconds_ago": 0.0, "ended": False}
+        return {0: {**own, **self._listeners.activity()}}
+
+    def request_stop(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def tick(self, number: int) -> str | None:
+        return self._reason
+
+    def failed(self, reason: str) -> Cause:
+        self.cause = self.cause or Cause("failed", 0, self.hosts[0], reason)
+        return self.cause
+
+    def goodbye(self, timeout_seconds: float = 60.0) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,272 @@
+"""Sealed JSON over TCP between the processes of one run: links, addresses, ports."""
+
+import contextlib
+import errno
+import hmac
+import ipaddress
+import json
+import re
+import socket
+import struct
+from typing import Any
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.cluster.greeting import Greeting, StrangerError
+
+Message = dict[str, Any]
+
+# The table of all processes is the longest message: some 200 bytes for each of them.
+_MAX_BODY = 4 << 20
+_LENGTH, _MARK = 4, 32
+# Read in one go: one end that never stops shall not keep the others waiting.
+_READ_AT_ONCE = 1 << 20
+_CHUNK = 1 << 16
+
+
+class Link:
+    """One non-blocking connection that carries JSON objects, sealed, both ways.
+
+    Each message is its length, its mark and its text. Only the thread that owns it touches a link.
+    A broken connection is no exception: `closed` says why, and what came before the break is still
+    delivered.
+
+    Attributes:
+      socket: the connection.
+      address: the other end's, without its port.
+      closed: why nothing comes any more; None while it is open.
+      is_silent: whether nothing ever came.
+    """
+
+    def __init__(self, connection: socket.socket, greeting: Greeting) -> None:
+        """Begins the greeting; messages can be sent once it is over, see `is_proven`."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.address = "unknown"
+        # It may be gone already.
+        with contextlib.suppress(OSError):
+            self.address = connection.getpeername()[0]
+        self.closed: str | None = None
+        self.is_silent = True
+        self._greeting = greeting
+        self._came, self._leaving = bytearray(), bytearray()
+        self._put_back: list[Message] = []
+        self._say(greeting.begin())
+
+    def fileno(self) -> int:
+        """The file descriptor, for selectors."""
+        return self.socket.fileno()
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether both ends have proved that they have the run's token."""
+        return self._greeting.seals is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the ends have different tokens."""
+        return self._greeting.is_refused
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes wait until the connection takes them."""
+        return bool(self._leaving)
+
+    def send(self, message: Message) -> None:
+        """Queues a message and sends what the connection takes at once."""
+        assert self._greeting.seals is not None
+        body = json.dumps(message, separators=(",", ":")).encode()
+        sending, _ = self._greeting.seals
+        self._say(struct.pack("!I", len(body)) + sending.mark(body) + body)
+
+    def _say(self, data: bytes) -> None:
+        self._leaving += data
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the connection takes; after a break the rest is forgotten."""
+        try:
+            while self._leaving:
+                del self._leaving[: self.socket.send(self._leaving)]
+        except BlockingIOError:
+            return
+        except OSError:
+            # The reading side sees the same break and says why.
+            self._leaving.clear()
+
+    def receive(self) -> list[Message]:
+        """The messages that have come; sets `closed` at the end of the stream or at nonsense."""
+        left = _READ_AT_ONCE
+        try:
+            while self.closed is None and left > 0:
+                data = self.socket.recv(self._wanted())
+                if not data:
+                    self.closed = "closed its connection"
+                left -= len(data)
+                self.is_silent = self.is_silent and not data
+                self._came += data
+                if self._greeting.wants:
+                    self._greet()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.closed = f"broke its connection ({error.strerror or error})"
+        messages, self._put_back = self._put_back, []
+        if self.is_proven:
+            messages += self._unpack()
+        return messages
+
+    def _wanted(self) -> int:
+        wants = self._greeting.wants
+        return wants - len(self._came) if wants else _CHUNK
+
+    def _greet(self) -> None:
+        """Takes the greeting one step on, when what it waits for is whole."""
+        if len(self._came) < self._greeting.wants:
+            return
+        said = bytes(self._came)
+        self._came.clear()
+        try:
+            self._say(self._greeting.hear(said))
+        except StrangerError as stranger:
+            self.closed = str(stranger)
+        else:
+            if self._greeting.is_refused:
+                self.closed = "could not prove this run's token"
+
+    def _unpack(self) -> list[Message]:
+        assert self._greeting.seals is not None
+        _, receiving = self._greeting.seals
+        messages = []
+        while len(self._came) >= _LENGTH + _MARK:
+            (length,) = struct.unpack_from("!I", self._came)
+            end = _LENGTH + _MARK + length
+            if length > _MAX_BODY:
+                self._give_up("announced a message that is too long")
+            elif len(self._came) < end:
+                break
+            else:
+                mark = bytes(self._came[_LENGTH : _LENGTH + _MARK])
+                body = bytes(self._came[_LENGTH + _MARK : end])
+                del self._came[:end]
+                if not hmac.compare_digest(mark, receiving.mark(body)):
+                    self._give_up("sent a message that was changed, repeated or out of order")
+                elif (message := _parse(body)) is None:
+                    self._give_up("sent what is no message of this program")
+                else:
+                    messages.append(message)
+        return messages
+
+    def _give_up(self, why: str) -> None:
+        """Nothing that comes after this is looked at."""
+        self.closed = why
+        self._came.clear()
+
+    def put_back(self, messages: list[Message]) -> None:
+        """Messages that the next `receive` shall give first; the socket does not announce them."""
+        self._put_back = messages
+
+    def take_back(self) -> list[Message]:
+        """What was put back, without asking the socket."""
+        messages, self._put_back = self._put_back, []
+        return messages
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self.socket.close()
+
+
+def _parse(body: bytes) -> Message | None:
+    try:
+        message = json.loads(body)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None
+
+
+# -- addresses and ports ---------------------------------------------------------------------------
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`'node1:8476'` or `'[fe80::1]:8476'` as host and port.
+
+    Raises:
+      UserError: it is no HOST:PORT.
+    """
+    match = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\s\[\]]+)):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise UserError(
+            f"coordinator address {address!r}: write HOST:PORT with a port from 1 to 65535, "
+            "for example 'node1:8476'"
+        )
+    return match[1] or match[2], int(match[3])
+
+
+def join_address(host: str, port: int) -> str:
+    """Host and port as `'node1:8476'` or `'[fe80::1]:8476'`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a coordinator on this host can be reached from the same machine only."""
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+
+
+def bind_host(host: str) -> str:
+    """Where process 0 listens: at an address of this machine alone, for a name at all of them.
+
+    A host's name may resolve elsewhere to another of its addresses (cloud machines, pods).
+    """
+    if is_loopback(host):
+        return "127.0.0.1" if host == "localhost" else host
+    with contextlib.suppress(ValueError):
+        # A link-local address means nothing without its interface.
+        if not ipaddress.ip_address(host).is_link_local and is_local(host):
+            return host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether process 0 of a coordinator on `host` could listen on the port now."""
+    try:
+        listen(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
+def free_port(host: str, after: int) -> int:
+    """A port that can be bound now: one of the twenty after `after`, else any."""
+    for port in range(after + 1, min(after + 21, 65536)):
+        if is_free(host, port):
+            return port
+    with contextlib.closing(listen(host, 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def is_local(host: str) -> bool:
+    """Whether one of the host's addresses belongs to this machine, as far as can be told."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    where = bind_host(host)
+    if where == "::":
+        return socket.create_server(
+            (where, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
+    family = socket.AF_INET6 if ":" in where else socket.AF_INET
+    return socket.create_server((where, port), family=family, backlog=1024)
+
+
+def is_taken(error: OSError) -> bool:
+    """Whether binding failed because somebody else has the port."""
+    return error.errno == errno.EADDRINUSE

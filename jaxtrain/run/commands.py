@@ -1,0 +1,290 @@
+"""What train, eval, generate, inspect and data do: one function per command, nothing else."""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+from jaxtrain.config.buckets import BucketPath, Place, place, require
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.files import refused_path
+from jaxtrain.parallel.compilation import keep_compiled_programs
+from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
+from jaxtrain.run.attempts import begin
+from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
+from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
+from jaxtrain.run.checkpoint.retention import FOLDER, refuse_absent, sealed_steps
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.cluster.cluster import Flags
+from jaxtrain.run.cluster.detection import detect
+from jaxtrain.run.generate import printable
+from jaxtrain.run.metrics_file import strict
+from jaxtrain.run.show import report
+from jaxtrain.run.show.examples import show_examples
+from jaxtrain.run.show.output import Output
+from jaxtrain.run.show.progress import quiet, say_notes, terminal
+from jaxtrain.run.status import DONE, FAILED, PREEMPTED
+from jaxtrain.run.trainer import RecorderKind, Trainer
+from jaxtrain.training.settings import Checkpoint, Config, load_config
+
+
+def train(
+    arguments: argparse.Namespace,
+    *,
+    recorder: RecorderKind | None,
+    explained: Callable[[Config, Exception], Exception],
+) -> int:
+    """Trains; continues from the newest checkpoint in the run's folder if there is one.
+
+    Args:
+      arguments: the parsed command line.
+      recorder: what records the steps that are to be profiled; None profiles nothing.
+      explained: the error to raise for one of JAX's.
+    """
+    keep_compiled_programs()
+    output = Output(sys.stdout, OUTPUT_CLOSED)
+    console = terminal(output)
+    name, bindings = arguments.config, list(arguments.gin_bindings)
+    flags = Flags(
+        coordinator=arguments.coordinator,
+        num_processes=arguments.num_processes,
+        process_id=arguments.process_id,
+    )
+    if arguments.simulate_devices is not None:
+        bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
+    elif name in (None, QUICKSTART) and _chooses_devices(bindings, flags):
+        bindings = [*_quickstart_devices(console), *bindings]
+    name = name or QUICKSTART
+    workdir = run_folder(name, arguments.workdir)
+    config = load_config(name, bindings, allow_imports=arguments.allow_imports)
+    try:
+        with begin.begin(config, workdir, flags, say=_sayer(console)) as attempt:
+            output.when_closed(attempt.request_stop)
+            if not attempt.is_first:
+                console = quiet()
+            say_notes(console, config.notes)
+            with attempt.phases.phase("start"):
+                if recorder is not None:
+                    done = max(sealed_steps(workdir / FOLDER), default=0)
+                    recorder.refuse(done, config.train.steps)
+                trainer = Trainer(config, workdir, console=console, attempt=attempt)
+                attempt.at_end.append(trainer.close)
+                trainer.show()
+            values = _train(trainer, console, profile=recorder)
+            # The sample's two programs are compiled here.
+            with attempt.phases.phase("compile", trainer.steps_done):
+                _show_end(console, trainer, values, workdir)
+            if attempt.is_first:
+                attempt.goodput.record(trainer.steps_done, finished=True)
+                account = attempt.goodput.account()
+                account.show(console)
+                assert attempt.folder is not None
+                account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
+            command = _command(arguments, name, workdir, config, trainer.steps_done)
+            console.print(f"To go on: {command}", soft_wrap=True, markup=False)
+    except Preempted as stop:
+        line = f"{stop}; run the same command again to go on"
+        if stop.is_failure:
+            print(f"jaxtrain: {line}", file=sys.stderr)  # noqa: T201
+            return FAILED
+        console.print(line)
+        return PREEMPTED
+    except jax.errors.JaxRuntimeError as error:
+        told = explained(config, error)
+        if told is error:
+            raise
+        raise told from error
+    return DONE
+
+
+def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) -> dict[str, float]:
+    """Trains to the end, or evaluates what is there already."""
+    first, steps = trainer.steps_done, trainer.config.train.steps
+    if first >= steps:
+        console.print(
+            f"{trainer.workdir} is trained to step {first} already; raise Train.steps to go on"
+        )
+        return trainer.train(profile=profile) or trainer.evaluate()
+    if first:
+        console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
+    return trainer.train(profile=profile)
+
+
+def _sayer(console: Console) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    return say
+
+
+def _chooses_devices(bindings: Sequence[str], flags: Flags) -> bool:
+    """Whether the quickstart's devices are ours to choose: one process, and no word on them."""
+    said = any(one.replace(" ", "").startswith("Mesh.simulated_devices=") for one in bindings)
+    return not said and detect(os.environ, flags).num_processes == 1
+
+
+def _quickstart_devices(console: Console) -> list[str]:
+    """Bindings for the quickstart: 8 simulated devices, or all accelerators there are."""
+    # Only the number of CPU devices: an accelerator stays the default where there is one.
+    offer_cpu_devices(SIMULATED_DEVICES)
+    if jax.default_backend() == "cpu":
+        console.print(f"No accelerator here: simulating {SIMULATED_DEVICES} devices on the CPU")
+        return [f"Mesh.simulated_devices = {SIMULATED_DEVICES}"]
+    console.print(f"Using {jax.device_count()} {jax.devices()[0].device_kind}")
+    return ["Mesh.fsdp = -1", "Mesh.tensor = 1"]
+
+
+def _show_end(console: Console, trainer: Trainer, values: dict[str, float], workdir: Place) -> None:
+    facts = trainer.dataset.facts
+    words = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+    console.print(f"Held out: {words}")
+    if "unigram_entropy" in facts:
+        console.print(
+            f"Held-out loss {values['eval_loss']:.4f} nats a token, against the text's unigram "
+            f"entropy {facts['unigram_entropy']:.4f}"
+        )
+    if trainer.dataset.tokenizer is not None and trainer.config.train.model.cached:
+        prompt = "def "
+        sample = trainer.generate(prompt, temperature=0.7)
+        console.print("A sample (temperature 0.7):")
+        console.print(escape(printable(prompt + sample)), highlight=False)
+    console.print(f"Loss curve: {workdir / 'loss.png'}")
+
+
+def _command(
+    arguments: argparse.Namespace, name: str, workdir: Place, config: Config, steps_done: int
+) -> str:
+    """The command that trains this run for as many steps again, its learning rate going on from
+    where a decay to the last step has brought it."""
+    words = [*_program(), "train", name, "--workdir", str(workdir)]
+    for binding in arguments.gin_bindings:
+        if not binding.replace(" ", "").startswith("Train.steps="):
+            words += ["-b", binding]
+    kept = config.schedule.with_same_decay(steps_done)
+    if kept != config.schedule:
+        words += ["-b", f"Schedule.decay_steps = {kept.decay_steps}"]
+    if config.mesh.simulated_devices:
+        words += ["--simulate-devices", str(config.mesh.simulated_devices)]
+    if arguments.allow_imports:
+        words.append("--allow-imports")
+    return shlex.join([*words, "-b", f"Train.steps = {2 * steps_done}"])
+
+
+def _program() -> list[str]:
+    """What the user calls to run this jaxtrain again."""
+    own = Path(sys.executable).with_name("jaxtrain")
+    found = shutil.which("jaxtrain")
+    if not own.is_file():
+        return ["jaxtrain"] if found else [sys.executable, "-m", "jaxtrain"]
+    if found is not None and own.samefile(found):
+        return ["jaxtrain"]
+    # `make` does not put the environment's programs on the PATH.
+    here = Path.cwd()
+    return [str(own.relative_to(here) if own.is_relative_to(here) else own)]
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Prints what is known of a config's data, its digest and the first examples."""
+    console = terminal()
+    if arguments.examples < 0:
+        raise UserError(f"--examples {arguments.examples}: use 0 (none) or more")
+    config = load_config(
+        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
+    )
+    say_notes(console, config.notes)
+    dataset = config.train.data.open(seed=config.train.seed)
+    report.show_facts(console, dataset.facts, dataset.digest)
+    console.print(f"Digest: sha256 {dataset.digest}", highlight=False, soft_wrap=True)
+    show_examples(console, config.train, dataset, arguments.examples)
+    return DONE
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluates a checkpoint and prints one JSON line."""
+    trainer = _open_run(arguments)
+    values = trainer.evaluate()
+    other = trainer.other_data()
+    if other is not None:
+        line = f"jaxtrain: the data are not those that the run was trained on: {other}"
+        print(line, file=sys.stderr)  # noqa: T201
+    line = strict({"step": trainer.steps_done, **values})
+    print(json.dumps(line, allow_nan=False))  # noqa: T201
+    return DONE
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Prints a sample from a trained language model."""
+    trainer = _open_run(arguments)
+    sample = trainer.generate(
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    text = arguments.prompt + sample
+    # A file or a pipe gets the text itself.
+    print(printable(text) if sys.stdout.isatty() else text)  # noqa: T201
+    return DONE
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Prints what a checkpoint holds; reads its arrays only to verify them."""
+    workdir = _existing_run(arguments.workdir, arguments.step)
+    checkpoints = Checkpoints(workdir, Checkpoint(), read_only=True)
+    step = max(checkpoints.steps()) if arguments.step is None else arguments.step
+    console, folder = terminal(), checkpoints.folder / str(step)
+    report.show_checkpoint(console, folder, checkpoints.extra(step), checkpoints.tree(step))
+    if arguments.verify:
+        checkpoints.verify(step)
+        console.print("Verified: every array can be read and has the fingerprint it was saved with")
+    return DONE
+
+
+def _open_run(arguments: argparse.Namespace) -> Trainer:
+    """The trainer of a run's folder with a checkpoint restored, changing nothing there."""
+    keep_compiled_programs()
+    folder = _existing_run(arguments.workdir, arguments.step)
+    bindings, allow_imports = arguments.gin_bindings, arguments.allow_imports
+    with tempfile.TemporaryDirectory() as copies:
+        file = folder / "config.gin"
+        if isinstance(file, BucketPath):
+            file = Path(copies) / file.name
+            file.write_bytes((folder / file.name).read_bytes())
+        config = load_config(file, bindings, allow_imports=allow_imports)
+    # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
+    console = Console(stderr=True)
+    say_notes(console, config.notes)
+    return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
+
+
+def _existing_run(workdir: str, step: int | None) -> Place:
+    """A run's folder that can be read and holds a checkpoint, of this step unless it is None."""
+    folder = place(workdir)
+    if isinstance(folder, BucketPath):
+        require("--workdir", folder)
+    with refused_path(f"--workdir {workdir}", needs="use a run's folder that can be read"):
+        if not (folder / "config.gin").is_file():
+            if isinstance(folder, BucketPath):
+                beside = folder.parent
+                runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
+            else:
+                runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
+            hint = did_you_mean(workdir, runs) if runs else ""
+            raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
+        # Not by way of `Checkpoints`: Orbax opens the backend, and the CPU can be split no more.
+        if not sealed_steps(folder / FOLDER):
+            raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
+        if step is not None:
+            refuse_absent(folder / FOLDER, step)
+    return folder

@@ -1,0 +1,77 @@
+"""The batches of a run, placed on its devices: training's from any place on, and held-out ones."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxtrain.data.bad_records import BadRecords
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
+from jaxtrain.data.source import Dataset
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.settings import Train
+from jaxtrain.training.step import Program, with_shardings
+
+
+class Feed:
+    """Draws each process's rows of every batch and brings them to its devices ahead of time."""
+
+    def __init__(
+        self,
+        train: Train,
+        layout: Layout,
+        program: Program | ExchangeProgram,
+        bad_records: BadRecords,
+    ) -> None:
+        """Args: train: the data and batch sizes. bad_records: counts what cannot be read."""
+        self._train, self._layout, self._program = train, layout, program
+        self._bad_records = bad_records
+
+    def training(self, dataset: Dataset, start: int) -> Prefetcher[Batch]:
+        """Endless global batches, from batch `start` on."""
+        size = self._train.global_batch_size
+        source = batches(
+            dataset.train,
+            global_batch_size=size,
+            seed=self._train.seed,
+            start=start,
+            rows=self._rows(size),
+            bad_records=self._bad_records,
+        )
+        return Prefetcher(source, self._place(size))
+
+    def heldout(self, dataset: Dataset) -> Prefetcher[Batch]:
+        """Every held-out example once, a microbatch at a time: what fits while training fits."""
+        size = self._heldout_size()
+        source = heldout_batches(
+            dataset.heldout,
+            global_batch_size=size,
+            rows=self._rows(size),
+            bad_records=self._bad_records,
+        )
+        return Prefetcher(source, self._place(size))
+
+    def abstract_training(self) -> Batch:
+        """The shapes, dtypes and shardings of a batch of `training`."""
+        batch = self._train.data.abstract_batch(self._train.global_batch_size)
+        return with_shardings(batch, self._program.batch_shardings(batch))
+
+    def abstract_heldout(self) -> Batch:
+        """The shapes and dtypes of a batch of `heldout`."""
+        return self._train.data.abstract_batch(self._heldout_size())
+
+    def _heldout_size(self) -> int:
+        return self._train.global_batch_size // self._train.accumulation
+
+    def _rows(self, batch_size: int) -> np.ndarray:
+        sharding = self._layout.named(self._layout.activation(("batch",)))
+        return process_rows(sharding, batch_size)
+
+    def _place(self, batch_size: int) -> Callable[[Batch], Batch]:
+        shardings = self._program.batch_shardings(self._train.data.abstract_batch(batch_size))
+
+        def place(batch: Batch) -> Batch:
+            return to_device(batch, shardings, batch_size)
+
+        return place

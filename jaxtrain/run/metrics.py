@@ -1,0 +1,316 @@
+"""Carries metrics from the devices to metrics.jsonl, TensorBoard, loss.png and the terminal.
+
+The training loop never waits for the step it has just dispatched: `later` keeps the device scalars
+and reads them once the devices have moved on.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from rich.console import Console
+
+from jaxtrain.data.source import Dataset
+from jaxtrain.parallel.chips import peak_flops
+from jaxtrain.run.metrics_file import MetricsFiles, lines_of, strict
+from jaxtrain.run.show.plot import reference_losses
+from jaxtrain.run.show.progress import Display
+from jaxtrain.training.exchange.shares import means
+from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
+from jaxtrain.training.program import flops_per_step
+from jaxtrain.training.settings import Config
+
+# Steps that may be under way when `later` returns. Two keep the devices busy while the host
+# prepares the next batch; more would only pile up input batches in device memory, make the clock
+# lie (a dispatched step is not a done one) and delay the news of a bad step.
+RUN_AHEAD_STEPS = 2
+
+# The metrics by which a step is told to be good or bad; read of every step.
+_LOOKED_AT = ("bad", "loss", "grad_norm", "loss_threshold", "grad_norm_threshold")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    step: int
+    metrics: Mapping[str, Any]
+
+
+class MetricsLog:
+    """The metrics of one run; process 0 writes, every process waits and checks alike."""
+
+    def __init__(
+        self,
+        workdir: Path | None,
+        *,
+        total_steps: int,
+        unit: Literal["tokens", "images"],
+        units_per_step: int,
+        flops_per_step: float | None,
+        peak_flops: float | None,
+        first_step: int,
+        log_every: int,
+        terminal: Console,
+        references: Mapping[str, float] | None = None,
+        guard: Guard = Guard(),  # noqa: B008 - frozen
+        history: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Opens the log; the clock of the first step starts here.
+
+        Args:
+          workdir: the run's folder; None writes no files.
+          total_steps: the step the run ends at.
+          unit: what throughput counts.
+          units_per_step: tokens or images in one global batch.
+          flops_per_step: model FLOPs of one optimizer step on the global batch; None: no MFU.
+          peak_flops: FLOP/s of all devices of the run together; None where it is not known.
+          first_step: steps already done, 0 for a new run. A resumed run's older lines stay, those
+            past `first_step` are dropped.
+          log_every: steps between two lines.
+          terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
+          references: horizontal lines of loss.png, label to loss.
+          guard: what happens at a bad step.
+          history: takes the lines where no file does.
+        """
+        self._guard = guard
+        self.bad_steps = 0  # left out so far, by the policy 'skip'
+        self._bad_in_a_row = self._bad_steps_taken = 0
+        self._total_steps = total_steps
+        self._unit = unit
+        self._units_per_step = units_per_step
+        self._flops_per_step = flops_per_step
+        self._peak_flops = peak_flops
+        self._first_step = first_step
+        self._log_every = log_every
+        self._pending: collections.deque[_Dispatched] = collections.deque()
+        is_writer = jax.process_index() == 0
+        self._files = (
+            MetricsFiles(workdir, first_step, references or {}) if is_writer and workdir else None
+        )
+        self._history = history if workdir is None else None
+        self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
+        self._window_start = time.perf_counter()
+        self._window_first_step = first_step
+        self._paused_at: float | None = None
+        self._paused_seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """A clock of training alone: it stands still while the log is paused."""
+        now = time.perf_counter() if self._paused_at is None else self._paused_at
+        return now - self._paused_seconds
+
+    def later(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes a dispatched step's metrics and waits for the step two before it, never for this.
+
+        Args:
+          step: number of optimizer steps done with this one.
+          metrics: device scalars, `loss` among them; or vectors, as `means` takes them, which are
+            looked at only where they are written, evaluated or saved.
+
+        Raises:
+          BadStepError: an earlier step, now read, is bad, and the run is to stop.
+          Rewind: it is bad, and the run is to go back.
+        """
+        self._pending.append(_Dispatched(step, metrics))
+        while len(self._pending) > RUN_AHEAD_STEPS:
+            self._settle(self._pending.popleft())
+
+    def now(
+        self, step: int, values: Mapping[str, float], account: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes an evaluation's line.
+
+        Args:
+          step: number of optimizer steps done.
+          values: host numbers, named `eval_loss`, `eval_accuracy`, ...
+          account: where the run's time went so far, which people are shown at the end.
+        """
+        self.flush()
+        self._keep({"step": step, **values, **(account or {})})
+        if self._files is not None:
+            self._files.draw()
+        if self._display is not None:
+            figures = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self._display.line(f"step {step}/{self._total_steps}  {figures}")
+
+    def take_bad_steps(self) -> int:
+        """How many steps were left out since this was last asked."""
+        taken, self._bad_steps_taken = self._bad_steps_taken, self.bad_steps
+        return self.bad_steps - taken
+
+    def flush(self) -> None:
+        """Waits for every dispatched step and writes what is due.
+
+        Raises:
+          BadStepError: a step, now read, is bad, and the run is to stop.
+          Rewind: it is bad, and the run is to go back.
+        """
+        while self._pending:
+            dispatched = self._pending.popleft()
+            self._settle(dispatched, last=not self._pending)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around evaluations and saves: settles all steps, and leaves the time out of step_seconds.
+
+        Settling first means that no checkpoint holds the state of a bad step, and that a
+        checkpoint's metrics are on disk before it is.
+        """
+        self.flush()
+        start = time.perf_counter()
+        before, self._paused_at = self._paused_at, start
+        try:
+            yield
+        finally:
+            paused = time.perf_counter() - start
+            self._window_start += paused
+            self._paused_at = before
+            self._paused_seconds += 0.0 if before else paused
+
+    def close(self) -> None:
+        """Writes what is due and the final loss.png, and gives the terminal back.
+
+        Raises:
+          BadStepError: a step, now read, is bad, and the run is to stop.
+          Rewind: it is bad, and the run is to go back.
+        """
+        try:
+            self.flush()
+        finally:
+            self._pending.clear()
+            if self._display is not None:
+                self._display.close()
+            if self._files is not None:
+                self._files.close()
+
+    def _settle(self, dispatched: _Dispatched, *, last: bool = False) -> None:
+        """Waits for one step, writes its line if it has one, and does what the guard says of it.
+
+        Vectors are looked at where they are written, and `last` anyway.
+        """
+        step, metrics = dispatched.step, dispatched.metrics
+        # Step 1 of the run, not of the attempt: a resumed run writes the same lines as one that
+        # was never interrupted.
+        due = step % self._log_every == 0 or step in (1, self._total_steps)
+        why = None
+        if "weight" in metrics and not (due or last):
+            # A loss that is not finite leaves parameters that are not: a later step shows it.
+            jax.block_until_ready(metrics["loss"])
+        else:
+            metrics = means(metrics) if "weight" in metrics else metrics
+            # These transfers are meant. jax.device_get says so too, but takes five times as long.
+            with jax.transfer_guard_device_to_host("allow"):
+                looked_at = {k: metrics[k].item() for k in _LOOKED_AT if k in metrics}
+            why = what_is_bad(looked_at)
+        if due or why is not None:
+            self._write(step, jax.device_get(dict(metrics)))
+        elif step == self._first_step + 1:
+            # A resumed attempt's first step compiles: it opens no window.
+            self._open_window(step)
+        if why is None:
+            self._bad_in_a_row = 0
+        else:
+            self._act_on(step, why)
+
+    def _act_on(self, step: int, why: str) -> None:
+        """Goes on after a bad step, or raises what ends or rewinds the run."""
+        self._bad_in_a_row += 1
+        policy, in_a_row = self._guard.policy, self._bad_in_a_row
+        if policy == "skip" and in_a_row < self._guard.max_bad_steps:
+            self.bad_steps += 1
+            if self._display is not None:
+                self._display.line(
+                    f"step {step}/{self._total_steps}  left out ({self.bad_steps} so far): {why}"
+                )
+            return
+        self._pending.clear()
+        if policy == "rewind":
+            raise Rewind(step, why)
+        raise BadStepError(step, why, policy=policy, in_a_row=in_a_row)
+
+    def _open_window(self, step: int) -> None:
+        self._window_start, self._window_first_step = time.perf_counter(), step
+
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        seconds = time.perf_counter() - self._window_start
+        step_seconds = seconds / max(1, step - self._window_first_step)
+        self._open_window(step)
+        line: dict[str, float | None] = {
+            "step": step,
+            **{name: float(value) for name, value in metrics.items()},
+            f"{self._unit}_per_second": self._units_per_step / step_seconds,
+            "step_seconds": step_seconds,
+            "mfu": None,
+        }
+        if self._flops_per_step is not None and self._peak_flops is not None:
+            line["mfu"] = self._flops_per_step / step_seconds / self._peak_flops
+        self._keep(line)
+        if self._display is not None:
+            self._display.show(line)
+
+    def _keep(self, line: Mapping[str, Any]) -> None:
+        if self._files is not None:
+            self._files.write(line)
+        if self._history is not None:
+            self._history.append(strict(line))
+
+
+def open_log(
+    config: Config,
+    dataset: Dataset,
+    devices: Sequence[jax.Device],
+    *,
+    folder: Path | None,
+    first: int,
+    last: int,
+    terminal: Console,
+    history: list[dict[str, Any]],
+) -> MetricsLog:
+    """The log of a run whose clock starts here.
+
+    Args:
+      config: the run's configuration.
+      dataset: says what is counted, and what the loss is compared with.
+      devices: of the whole mesh.
+      folder: for metrics.jsonl and what is drawn of it; None writes no file.
+      first: steps done.
+      last: the step that the run ends with.
+      terminal: where progress is shown.
+      history: takes the lines where no file does.
+    """
+    train = config.train
+    shape = train.data.abstract_batch(train.global_batch_size).inputs.shape
+    peak = peak_flops(devices[0].device_kind)
+    return MetricsLog(
+        folder,
+        total_steps=last,
+        unit=dataset.unit,
+        units_per_step=train.global_batch_size * (shape[1] if dataset.unit == "tokens" else 1),
+        flops_per_step=flops_per_step(config),
+        peak_flops=None if peak is None else peak * len(devices),
+        first_step=first,
+        log_every=train.log_every,
+        terminal=terminal,
+        references=reference_losses(dataset.facts),
+        guard=config.guard,
+        history=history,
+    )
+
+
+def lacks_evaluation(folder: Path, step: int) -> bool:
+    """Whether a run that has metrics has none of an evaluation at `step`; all processes ask.
+
+    Process 0's word goes: of a run in a bucket the others have no such file.
+    """
+    lines = lines_of(folder)
+    done = any(line["step"] == step and "eval_loss" in line for line in lines)
+    lacks = bool(lines) and not done
+    with jax.transfer_guard("allow"):
+        return bool(multihost_utils.broadcast_one_to_all(np.bool_(lacks)))

@@ -1,0 +1,145 @@
+"""The options of the commands that train and use runs, and the help that they print."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.config.shipped import shipped_headers
+from jaxtrain.run.completion import SHELLS, script
+
+# Adds a command by its name and what it does.
+Add = Callable[[str, str], argparse.ArgumentParser]
+
+
+def adder(whole: argparse.ArgumentParser) -> Add:
+    """What adds commands to a parser, whose `arguments.command` is then the name."""
+    added = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands: dict[str, argparse.ArgumentParser] = {}
+
+    class Completion(argparse.Action):
+        """Prints a shell's script, made from all that was added."""
+
+        def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+            names = [header.name for header in shipped_headers()]
+            sys.stdout.write(script(values, whole, commands, names))
+            parser.exit()
+
+    whole.add_argument(
+        "--completion",
+        action=Completion,
+        choices=SHELLS,
+        help='complete words in this shell from now on: eval "$(jaxtrain --completion bash)"',
+    )
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        described = text[0].upper() + text[1:] + "."
+        commands[name] = added.add_parser(name, help=text, description=described)
+        return commands[name]
+
+    return add
+
+
+def add_run_commands(add: Add) -> None:
+    """Adds train, eval, generate, inspect, data, configs, plot, sweep and supervise."""
+    command = add("train", "trains, or continues from the newest checkpoint")
+    command.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a .gin file or a shipped config; the quickstart",
+    )
+    command.add_argument("--workdir", metavar="DIR", help="the run's folder; runs/CONFIG")
+    command.add_argument(
+        "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    command.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 of several listens; found by itself on TPU VMs, GKE, Slurm and MPI",
+    )
+    command.add_argument(
+        "--num-processes", type=int, metavar="N", help="processes of the run, with --coordinator"
+    )
+    command.add_argument(
+        "--process-id", type=int, metavar="K", help="which of them this is, from 0"
+    )
+    command.add_argument(
+        "--profile",
+        action="store_true",
+        help="trace steps 3 to 6 of this start and print what takes longest in them",
+    )
+    add_config_options(command)
+
+    command = add("eval", "evaluates a checkpoint, prints one JSON line")
+    _add_checkpoint_options(command)
+    add_config_options(command)
+
+    command = add("generate", "prints a sample from a trained language model")
+    _add_checkpoint_options(command)
+    command.add_argument("--prompt", metavar="TEXT", required=True)
+    command.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
+    )
+    command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
+    command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="S")
+    add_config_options(command)
+
+    command = add("inspect", "prints what a checkpoint holds")
+    _add_checkpoint_options(command)
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every array and check it against its fingerprint",
+    )
+
+    command = add("data", "opens a config's data: what is known of it, its first examples")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument(
+        "--examples", type=int, default=3, metavar="N", help="of the first step; %(default)s"
+    )
+    add_config_options(command)
+
+    add("configs", "lists the shipped configs: what each trains, on which hardware")
+
+    command = add("plot", "compares runs: a table, and their curves in one picture")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
+    command.add_argument("--png", metavar="FILE", help="draw into this file; plot.png")
+
+    command = add("sweep", "trains a run for each of some settings' values, and compares them")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument("--workdir", metavar="DIR", required=True, help="holds a folder a run")
+    command.add_argument(
+        "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    add_config_options(command)
+
+    command = add("supervise", "runs train, restarts it after failures")
+    command.add_argument("words", nargs=argparse.REMAINDER, metavar="[OPTIONS] -- train ...")
+
+
+def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--workdir", metavar="DIR", required=True, help="a run's folder")
+    command.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint of this step; the newest"
+    )
+
+
+def add_config_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-b",
+        "--gin_bindings",
+        action="append",
+        default=[],
+        metavar="BINDING",
+        help="one gin binding, such as 'Mesh.tensor=2'; may be repeated",
+    )
+    command.add_argument(
+        "--allow-imports",
+        action="store_true",
+        help="let import lines of the .gin file run modules from outside jaxtrain",
+    )

@@ -1,0 +1,273 @@
+"""What a checkpoint says beside the state, and the state restored into any layout."""
+
+import dataclasses
+import importlib.metadata
+import math
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import load
+from jaxtrain.data.source import Dataset
+from jaxtrain.data.text.source import TextData
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.run.checkpoint.leaves import OtherLeavesError
+from jaxtrain.run.checkpoint.manifest import FORMAT
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.optimizers.optimizer import Optimizer
+from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
+from jaxtrain.training.pipeline.stages import is_layer, rearrange
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, TrainState, with_shardings
+
+_DIGEST = "the data's sha256"
+_OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
+
+
+def describe(
+    config: Config, program: Program | ExchangeProgram, digest: str, next_batch: int
+) -> dict[str, Any]:
+    """What is saved beside a state.
+
+    Args:
+      config: the run's configuration.
+      program: the run's program.
+      digest: the data's sha256.
+      next_batch: the number of the batch that the next step takes.
+    """
+    return {
+        "format": FORMAT,
+        "config": config.operative(),
+        "data": {"next_batch": next_batch, **_position(config, digest)},
+        "layer_order": program.layer_order,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run's numbers depend on."""
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
+
+
+def refuse_other_run(
+    extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Place | None
+) -> None:
+    """Raises UserError where going on would be another run: other data, order or batches, or what
+    another update rule keeps."""
+    for name, now in _position(config, dataset.digest).items():
+        saved = extra["data"][name]
+        if saved == now:
+            continue
+        setting, pythons = (name, repr(saved), repr(now)), None
+        if name == _DIGEST:
+            setting = _other_setting(extra["config"], config)
+            pythons = _other_python(extra, config)
+        if setting is not None:
+            raise UserError(
+                f"{workdir}: the checkpoint of step {step} was written with {setting[0]} = "
+                f"{setting[1]}, this configuration has {setting[2]}: the data would not go on "
+                "where it stopped; use the config.gin beside it, or another --workdir"
+            )
+        if pythons is not None:
+            raise UserError(
+                f"{workdir}: the checkpoint of step {step} was written under Python {pythons[0]}, "
+                f"whose library is its text, this is {pythons[1]}: the data would not go on where "
+                "it stopped; use that Python, or another --workdir"
+            )
+        raise UserError(
+            f"{workdir}: the checkpoint of step {step} was written with {name} = {saved!r}, which "
+            f"is {now!r} now: the data would not go on where it stopped; bring them back as they "
+            "were, or use another --workdir"
+        )
+    rule = next(x for x in extra["config"].splitlines() if x.startswith("Optimizer.name = "))
+    if rule.partition(" = ")[2] != repr(config.optimizer.name):
+        raise UserError(
+            f"{workdir}: the checkpoint of step {step} was written with {rule}, this configuration "
+            f"has {config.optimizer.name!r}, to which its moments mean nothing; use "
+            f'-b "{rule}", or another --workdir'
+        )
+
+
+def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str | None:
+    """What makes the data others than those a checkpoint was trained on; None: they are the same.
+
+    Args:
+      extra: what the checkpoint says beside its state.
+      config: the configuration that opened the data.
+      dataset: the opened data.
+    """
+    saved = extra["data"][_DIGEST]
+    if saved == dataset.digest:
+        return None
+    setting, pythons = _other_setting(extra["config"], config), _other_python(extra, config)
+    if setting is not None:
+        return f"{setting[0]} was {setting[1]}, is {setting[2]}"
+    if pythons is not None:
+        return f"the embedded text was that of Python {pythons[0]}, is that of {pythons[1]}"
+    return f"{_DIGEST} was {saved[:16]}, is {dataset.digest[:16]}"
+
+
+def _other_python(extra: dict[str, Any], config: Config) -> tuple[str, str] | None:
+    """The Python of a checkpoint and this one, where they differ and their library is the text."""
+    data = config.train.data
+    saved, now = extra["versions"]["python"], platform.python_version()
+    if isinstance(data, TextData) and data.source == "embedded" and saved != now:
+        return saved, now
+    return None
+
+
+def _position(config: Config, digest: str) -> dict[str, Any]:
+    """What decides the content of batch k, for every k: with it, the step is the position."""
+    return {
+        "Train.seed": config.train.seed,
+        "Train.global_batch_size": config.train.global_batch_size,
+        _DIGEST: digest,
+    }
+
+
+def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
+    """A setting of the data that is another than in the saved config, and both values as text."""
+    found = _differing(saved, config, "Train.data ", f"{type(config.train.data).__name__}.")
+    # Where the text lies says the least: the same may lie elsewhere now.
+    return min(found, key=lambda one: one[0].endswith(".source"), default=None)
+
+
+def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, str, str]]:
+    """Settings that are others than in the saved config: name, value there, value now."""
+    before, now = (
+        dict(line.split(" = ", 1) for line in text.splitlines() if line.startswith(beginnings))
+        for text in (saved, config.operative())
+    )
+    return [(n, before[n], now[n]) for n in now if n in before and before[n] != now[n]]
+
+
+# What decides which arrays a state consists of, what explains most first.
+_OF_STATE = (("Train.model ",), ("Optimizer.", "Precision.", "Exchange.", "Guard."))
+
+
+def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserError:
+    """The error with the settings that differ in place of the arrays, where there are such.
+
+    Args:
+      error: what the arrays of a checkpoint were refused with.
+      saved: the config that wrote them.
+      config: the present one.
+    """
+    model, others = _OF_STATE
+    for beginnings in ((*model, f"{type(config.train.model).__name__}."), others):
+        found = _differing(saved, config, *beginnings)
+        if found:
+            lines = [f"  {n} = {a} wrote it, this configuration has {b}" for n, a, b in found]
+            return UserError("\n".join([error.headline, *lines]))
+    return error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rates:
+    """What the learning rates of a run depend on beside its length."""
+
+    optimizer: Optimizer
+    schedule: Schedule
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
+    """A sentence where a run goes on from `step` with another learning rate than was saved.
+
+    That is meant where someone changed it, and a surprise where a schedule that decays to the last
+    step was given more steps.
+    """
+    saved = dict(line.split(" = ", 1) for line in extra["config"].splitlines() if " = " in line)
+    bindings = [f"{name} = {value}" for name, value in saved.items() if name.startswith(_OF_RATES)]
+    try:
+        before = load(_Rates, None, bindings, search_path=Path())
+    except UserError:
+        return  # of a version with other settings: there is nothing to compare with
+    steps = int(saved["Train.steps"])
+    old, new = (
+        float(np.asarray(make_schedule(one.schedule, one.optimizer.learning_rate, length)(step)))
+        for one, length in ((before, steps), (config, config.train.steps))
+    )
+    if math.isclose(old, new, rel_tol=1e-5):
+        return
+    now = dict(line.split(" = ", 1) for line in config.operative().splitlines() if " = " in line)
+    names = [name for name in now if name.startswith((*_OF_RATES, "Train.steps")) and name in saved]
+    changed = ", ".join(f"{n} = {now[n]} (was {saved[n]})" for n in names if now[n] != saved[n])
+    kept = before.schedule.with_same_decay(steps)
+    way_out = ""
+    if kept != config.schedule and kept != before.schedule:
+        way_out = f"; Schedule.decay_steps = {kept.decay_steps} keeps the decay as it was"
+    yield (
+        f"The learning rate of step {step + 1} is {new:.3g}, by the checkpoint's schedule it would "
+        f"be {old:.3g}: {changed}{way_out}"
+    )
+
+
+def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProgram) -> TrainState:
+    """The state of `step` in the program's layout, whatever mesh and stages wrote it.
+
+    A pipeline keeps its layers in stage order; where the saved order is another one they are read
+    in that order and then dealt out again.
+    """
+    saved = checkpoints.extra(step).get("layer_order")
+    if saved == program.layer_order or not isinstance(program, Program):
+        return checkpoints.restore(step, program.abstract_state())
+    num_layers = _num_layers(program)
+    present = list(range(num_layers)) if saved is None else saved
+    wanted = program.layer_order or list(range(num_layers))
+    state = checkpoints.restore(step, _in_order(program, present))
+    whole = dataclasses.replace(program.layout, manual=frozenset({"pipe"}))
+
+    def deal(state: TrainState) -> TrainState:
+        def one(variable: Any) -> Any:
+            if not (is_variable(variable) and is_layer(variable)):
+                return variable
+            value, axes = variable.get_value(), variable.get_metadata()["axes"]
+            # Layers are taken from all stages: first they have to be at hand on each.
+            value = jax.sharding.reshard(value, whole.moment(axes))
+            return rearrange(variable.replace(value), present, wanted)
+
+        return jax.tree.map(one, state, is_leaf=is_variable)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state())
+    with program.layout.active():
+        return jax.jit(deal, out_shardings=shardings)(state)
+
+
+def _num_layers(program: Program) -> int:
+    sizes = {
+        variable.get_value().shape[0]
+        for variable in jax.tree.leaves(program.abstract_state().params, is_leaf=is_variable)
+        if is_layer(variable)
+    }
+    order = program.layer_order
+    return sizes.pop() if order is None else sum(layer >= 0 for layer in order)
+
+
+def _in_order(program: Program, present: list[int]) -> TrainState:
+    """The abstract state with its layers in another order, over pipe where their number divides."""
+    ranks = program.layout.mesh.shape["pipe"]
+    layout = program.layout
+    if len(present) % ranks:
+        layout = dataclasses.replace(layout, manual=frozenset({"pipe"}))
+
+    def one(variable: Any) -> Any:
+        if not (is_variable(variable) and is_layer(variable)):
+            return variable
+        shape = variable.get_value()
+        return variable.replace(jax.ShapeDtypeStruct((len(present), *shape.shape[1:]), shape.dtype))
+
+    shapes = jax.tree.map(one, program.shapes(), is_leaf=is_variable)
+    return with_shardings(
+        shapes, dataclasses.replace(program, layout=layout).state_shardings(shapes)
+    )

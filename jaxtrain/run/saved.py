@@ -1,0 +1,176 @@
+"""A run's states on disk: the newest to go on from, an earlier one to go back to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxtrain.config.buckets import BucketPath, Place, require
+from jaxtrain.data.source import Dataset
+from jaxtrain.run import resume
+from jaxtrain.run.attempts.folder import RunFolder
+from jaxtrain.run.attempts.lock import refuse_held
+from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.run.checkpoint import retention
+from jaxtrain.run.checkpoint.leaves import OtherLeavesError
+from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.metrics_file import METRICS_FILE
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, TrainState
+
+
+class SavedRun:
+    """The checkpoints of one run's folder, restored into one program.
+
+    A state comes with its position: the number of the batch that the next step takes. That is the
+    state's step, and more by the batches that rewinds have passed over.
+
+    Attributes:
+      extra: what the checkpoint that was restored last says beside its state; None: none was.
+    """
+
+    def __init__(
+        self,
+        workdir: Place | None,
+        config: Config,
+        program: Program | ExchangeProgram,
+        *,
+        read_only: bool,
+        report: Callable[[str], None],
+        may_write: Callable[[], None],
+        before_seal: Callable[[], None],
+        phases: Phases,
+    ) -> None:
+        """Opens the checkpoints of a run.
+
+        Args:
+          workdir: the run's folder; None keeps no state.
+          config: the run's configuration.
+          program: what the states are restored into.
+          read_only: nothing in workdir changes.
+          report: takes what people should know: damage, a disk that fills up.
+          may_write: raises where the folder belongs to another attempt by now.
+          before_seal: brings what belongs to a state into the folder, before the state counts.
+          phases: what this process is doing.
+        """
+        self._workdir, self._config, self._program = workdir, config, program
+        self._read_only, self._report, self._phases = read_only, report, phases
+        self.extra: dict[str, Any] | None = None
+        self._checkpoints = None
+        if workdir is not None:
+            if not read_only and jax.process_index() == 0:
+                retention.refuse_others(workdir)
+            self._checkpoints = Checkpoints(
+                workdir,
+                config.checkpoint,
+                read_only=read_only,
+                report=report,
+                may_write=may_write,
+                before_seal=before_seal,
+            )
+            for line in self._checkpoints.cleaned:
+                report(line)
+
+    def of_step(self, step: int) -> tuple[TrainState, int]:
+        """The state of a step, and its position, for looking at it.
+
+        Raises:
+          UserError: there is no complete checkpoint of this step; offers the nearest.
+          CheckpointError: it is damaged.
+        """
+        with self._phases.phase("restore", step):
+            return self._restore(step, None)
+
+    def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
+        """The newest good state and its position; a fresh one where there is none.
+
+        Args:
+          open_data: the run's data; only asked for where the run goes on.
+
+        Raises:
+          UserError: the folder holds another run.
+        """
+        if self._checkpoints is None:
+            return self._fresh(), 0
+        return self._newest(None if self._read_only else open_data())
+
+    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+        """The newest good state at `step` or before it, and its position; later ones are removed.
+
+        They stand on the way that is left: the run comes to their steps again, with other batches.
+        """
+        if self._checkpoints is None:
+            return self._fresh(), 0
+        self._checkpoints.drop_after(step)
+        return self._newest(dataset)
+
+    def _newest(self, dataset: Dataset | None) -> tuple[TrainState, int]:
+        assert self._checkpoints is not None
+        while True:
+            with self._phases.phase("restore"):
+                step = self._checkpoints.newest_good()
+            if step is None:
+                return self._fresh(), 0
+            with self._phases.phase("restore", step):
+                try:
+                    return self._restore(step, dataset)
+                except CheckpointError as error:
+                    if self._read_only:
+                        raise
+                    self._checkpoints.put_aside(step, error)
+
+    def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        """Saves a state and its position; the disk is written behind the next steps' back.
+
+        Args:
+          step: optimizer steps taken.
+          state: the state after them.
+          next_batch: the number of the batch that the next step takes.
+          digest: the data's sha256.
+        """
+        if self._checkpoints is None:
+            return
+        extra = resume.describe(self._config, self._program, digest, next_batch)
+        with jax.transfer_guard("allow"):
+            self._checkpoints.save(step, state, extra)
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk and sealed; raises what went wrong with it."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Waits for the save in progress and lets go of the folder."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    def _fresh(self) -> TrainState:
+        return self._program.create(self._config.train.seed)
+
+    def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
+        assert self._checkpoints is not None
+        extra = self._checkpoints.extra(step)
+        if dataset is not None:
+            resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
+            for note in resume.other_rate(extra, self._config, step):
+                self._report(note)
+        try:
+            state = resume.restore(self._checkpoints, step, self._program)
+        except OtherLeavesError as error:
+            raise resume.with_settings(error, extra["config"], self._config) from error
+        self.extra = extra
+        return state, extra["data"]["next_batch"]
+
+
+def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
+    """The folder of a run that has no attempt of the command line's.
+
+    Raises:
+      UserError: another process is writing there, or the bucket cannot be reached.
+    """
+    if isinstance(workdir, BucketPath):
+        require("workdir", workdir)
+    refuse_held(workdir)
+    return RunFolder(workdir, pull=[METRICS_FILE], report=report)

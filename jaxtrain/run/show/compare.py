@@ -1,0 +1,154 @@
+"""Several runs side by side: a table of where they stand, and a picture of how they came there."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.config.buckets import place
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.files import refused_path, writable, write_atomically
+from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
+from jaxtrain.run.show.plot import Picture
+from jaxtrain.run.status import DONE
+
+PICTURE = "plot.png"
+POINTS = 100  # of a curve; where there are more lines, each point is the mean of its neighbours
+
+# Told apart without colour: by lightness, then by dashes; evaluations by their marks.
+_LIGHTNESS = ("black", "0.4", "0.6")
+_DASHES = ("-", "--", ":", "-.")
+_MARKS = ("o", "s", "^", "D", "v", "x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's metrics.
+
+    Attributes:
+      name: what it is called in the table and the picture.
+      lines: the objects of its metrics.jsonl.
+    """
+
+    name: str
+    lines: Sequence[Mapping[str, Any]]
+
+
+def plot(console: Console, folders: Sequence[str], png: str | None) -> int:
+    """Prints a table of these runs' folders and draws them; returns the exit status.
+
+    Raises:
+      UserError: a folder is no run's, or has no metrics yet; or the picture cannot be written.
+    """
+    picture = writable("--png", PICTURE if png is None else png)
+    assert picture is not None
+    runs = open_runs(folders)
+    console.print(table(runs))
+    write_atomically(picture, figure(runs).png())
+    console.print(f"Drawn: {picture}", soft_wrap=True, markup=False, highlight=False)
+    return DONE
+
+
+def open_runs(folders: Sequence[str]) -> list[Run]:
+    """The runs in these folders, called by as much of their paths as tells them apart."""
+    found = []
+    for folder in folders:
+        workdir = place(folder)
+        with refused_path(f"plot {folder}", needs="use a run's folder that can be read"):
+            lines = lines_of(workdir)
+            if not lines:
+                near = workdir.parent if isinstance(workdir, Path) else Path()
+                beside = [str(file.parent) for file in near.glob(f"*/{METRICS_FILE}")]
+                hint = did_you_mean(folder, beside) if beside else ""
+                raise UserError(f"plot {folder}: no metrics there (no {METRICS_FILE}){hint}")
+        found.append((str(workdir).rstrip("/").split("/"), lines))
+    depth = 1
+    while len({tuple(parts[-depth:]) for parts, _ in found}) < len({tuple(p) for p, _ in found}):
+        depth += 1
+    return [Run("/".join(parts[-depth:]), lines) for parts, lines in found]
+
+
+def table(runs: Iterable[Run]) -> Table:
+    """Where each run stands: the last values it has."""
+    runs = list(runs)
+    names = ["step", "loss", "eval_loss", *_accuracies(runs), "learning_rate"]
+    shown = Table(title="Runs, at their last step", title_justify="left")
+    shown.add_column("run", overflow="fold")
+    for name in names:
+        shown.add_column(name.replace("_", " "), justify="right")
+    for run in runs:
+        last = {key: value for line in run.lines for key, value in line.items()}
+        cells = ["-" if last.get(name) is None else f"{last[name]:.6g}" for name in names]
+        shown.add_row(escape(run.name), *cells)
+    return shown
+
+
+def figure(runs: Sequence[Run]) -> Picture:
+    """Losses, accuracies and learning rates over steps, a panel each."""
+    panels = [("loss", ("loss", "eval_loss"))]
+    panels += [(name.replace("_", " "), (name,)) for name in _accuracies(runs)]
+    panels.append(("learning rate", ("learning_rate",)))
+    picture = Picture(8, 1 + 2.6 * len(panels))
+    several = picture.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, names) in zip(several, panels, strict=True):
+        for number, run in enumerate(runs):
+            color = _LIGHTNESS[number % len(_LIGHTNESS)]
+            for name in names:
+                is_evaluation = name.startswith("eval_")
+                steps, values = curve(run.lines, name, math.inf if is_evaluation else POINTS)
+                if not len(steps):
+                    continue
+                mark = _MARKS[number % len(_MARKS)] if is_evaluation else ""
+                dashes = _DASHES[number % len(_DASHES)]
+                is_beside = is_evaluation and len(names) > 1
+                axes.plot(
+                    steps,
+                    values,
+                    color=color,
+                    marker=mark,
+                    markersize=4,
+                    linestyle="none" if is_beside else dashes,
+                    linewidth=1.3,
+                    label=f"{run.name}, held out" if is_beside else run.name,
+                )
+        axes.set_ylabel(label)
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+    several[-1].set_xlabel("step")
+    several[0].legend(frameon=False, fontsize="small")
+    return picture
+
+
+def curve(
+    lines: Iterable[Mapping[str, Any]], name: str, most: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric; means of neighbours where there are more than `most`.
+
+    A line holds one batch's loss: of many lines the means show more than the batches' noise does.
+    What is not finite leaves a gap.
+    """
+    points = [
+        (line["step"], math.nan if line[name] is None else line[name])
+        for line in lines
+        if name in line
+    ]
+    steps, values = np.asarray(points, float).reshape(-1, 2).T
+    together = math.ceil(len(steps) / most) if steps.size else 1
+    if together > 1:
+        starts = np.arange(0, len(steps), together)
+        counts = np.diff([*starts, len(steps)])
+        steps = np.add.reduceat(steps, starts) / counts
+        values = np.add.reduceat(values, starts) / counts
+    return steps, values
+
+
+def _accuracies(runs: Iterable[Run]) -> list[str]:
+    """The names of the metrics that are accuracies, in any run."""
+    names = {name for run in runs for line in run.lines for name in line}
+    return sorted(name for name in names if "accuracy" in name)

@@ -1,0 +1,94 @@
+"""Shows a run's progress to people: one live line on a terminal, plain lines elsewhere."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from jaxtrain.run.show.output import Output
+
+
+class Display:
+    """The progress of one run."""
+
+    def __init__(self, console: Console, unit: str, total_steps: int, first_step: int) -> None:
+        self._console = console
+        self._unit = unit
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._progress: Progress | None = None
+
+    def show(self, line: Mapping[str, float | None]) -> None:
+        step, figures = int(line["step"] or 0), self._figures(line)
+        if not self._console.is_terminal:
+            self.line(f"step {step}/{self._total_steps}  {figures}")
+            return
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("", total=self._total_steps, figures="")
+            self._progress.start()
+        self._progress.update(self._task, completed=step, figures=figures)
+
+    def line(self, text: str) -> None:
+        # soft_wrap: a log file's lines are not cut to a terminal's width.
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _figures(self, line: Mapping[str, float | None]) -> str:
+        step, seconds = int(line["step"] or 0), line["step_seconds"] or 0.0
+        rate, mfu = line[f"{self._unit}_per_second"] or 0.0, line["mfu"]
+        # The first step's time is the compiler's: nothing can be foretold from it.
+        compiled = step > self._first_step + 1
+        left = clock((self._total_steps - step) * seconds) if compiled else "?"
+        parts = [
+            f"loss {line['loss']:.4g}",
+            f"{quantity(rate)} {self._unit}/s",
+            f"{seconds:.3g} s/step",
+            *([f"mfu {mfu:.1%}"] if mfu is not None else []),
+            f"eta {left}",
+        ]
+        return "  ".join(parts)
+
+
+def quantity(number: float) -> str:
+    """A number in three or four figures: 950, 41.2k, 1.3M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:50, 12:05 or 3:07:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def say_notes(console: Console, notes: Sequence[str]) -> None:
+    """What a configuration was not taken as it was written, a line each."""
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def quiet() -> Console:
+    """A console that prints nothing."""
+    return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console
+
+
+def terminal(output: Output | None = None) -> Console:
+    """A stream, standard output unless told; where it is no terminal, wide enough for tables."""
+    file: Any = output  # it has what rich asks of a file
+    console = Console(file=file)
+    return console if console.is_terminal else Console(file=file, width=160)

@@ -1,0 +1,228 @@
+"""What a run shows at its start: configuration, mesh, data, and the parameter table."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.data.source import Dataset
+from jaxtrain.nn.attention.kernels import Choice
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.run.checkpoint.leaves import StoredLeaf
+from jaxtrain.training.corruption import replicated_fraction
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.pipeline.stages import Stages
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, TrainState
+
+
+def human_bytes(count: float) -> str:
+    """A byte count in binary units, such as '1.5 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's shard of an array."""
+    sharding = array.sharding
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    return math.prod(shape) * np.dtype(array.dtype).itemsize
+
+
+def parameters(state: TrainState) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
+    """Every parameter by its name: the array, and what its dimensions mean."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            variable.get_value(),
+            logical_axes(variable),
+        )
+        for path, variable in leaves
+    }
+
+
+def parameter_rows(state: TrainState) -> list[tuple[str, tuple[int, ...], str, str, int, int]]:
+    """Name, shape, logical axes, placement, parameters and bytes per device of every parameter."""
+    rows = []
+    for name, (value, axes) in parameters(state).items():
+        sharding: Any = value.sharding  # a NamedSharding: parameters lie on a mesh
+        placement = ", ".join(_part(part) for part in sharding.spec)
+        rows.append(
+            (
+                name,
+                value.shape,
+                ", ".join(axes),
+                placement,
+                math.prod(value.shape),
+                shard_bytes(value),
+            )
+        )
+    return rows
+
+
+def _part(part: str | tuple[str, ...] | None) -> str:
+    if part is None:
+        return "-"
+    return part if isinstance(part, str) else "x".join(part)
+
+
+def parameter_table(state: TrainState) -> Table:
+    """Every parameter: shape, logical axes, where they lie, bytes on each device."""
+    rows = parameter_rows(state)
+    table = Table(title="Parameters", title_justify="left", show_footer=True)
+    total = f"{sum(row[4] for row in rows):,}"
+    per_device = human_bytes(sum(row[5] for row in rows))
+    table.add_column("name", footer="total", overflow="fold")
+    table.add_column("shape", footer=total, overflow="fold")
+    table.add_column("logical axes", overflow="fold")
+    table.add_column("placement", overflow="fold")
+    table.add_column("bytes per device", footer=per_device, justify="right")
+    for name, shape, axes, placement, _, size in rows:
+        table.add_row(name, " x ".join(map(str, shape)), axes, placement, human_bytes(size))
+    return table
+
+
+def show_parameters(console: Console, state: TrainState) -> None:
+    """Prints the parameter table and what the state takes on each device."""
+    console.print(parameter_table(state))
+    sizes = {
+        "parameters": state.params,
+        "optimizer state": state.opt_state,
+        "statistics": state.statistics,
+    }
+    held = {name: sum(map(shard_bytes, jax.tree.leaves(tree))) for name, tree in sizes.items()}
+    console.print(
+        "State per device: "
+        + ", ".join(f"{name} {human_bytes(size)}" for name, size in held.items() if size)
+    )
+
+
+def written_mesh(sizes: Mapping[str, int]) -> str:
+    """The axes above 1: "fsdp=8 x tensor=4"."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+def show_mesh(console: Console, layout: Layout) -> None:
+    """Prints the mesh's axes and the order of its devices."""
+    mesh = layout.mesh
+    assert isinstance(mesh, jax.sharding.Mesh)
+    axes = written_mesh(mesh.shape)
+    kind = mesh.devices.flat[0].device_kind
+    console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), ZeRO {layout.zero}")
+    order = np.vectorize(lambda device: device.id)(mesh.devices)
+    *outer, inner = mesh.axis_names
+    table = Table(title=f"Device order, {inner} along each row", title_justify="left")
+    for name in outer:
+        table.add_column(name, justify="right")
+    table.add_column(f"devices {inner} = 0, 1, ...")
+    shown = 16
+    places = list(np.ndindex(order.shape[:-1]))
+    for place in places[:shown]:
+        table.add_row(*map(str, place), " ".join(map(str, order[place])))
+    console.print(table)
+    if len(places) > shown:
+        console.print(f"... and {len(places) - shown} more rows")
+
+
+def show_attention(console: Console, choice: Choice | None) -> None:
+    """Prints which attention kernel runs, and why; nothing for a model without attention."""
+    if choice is not None:
+        text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_stages(console: Console, stages: Stages, pipeline: Pipeline) -> None:
+    """Prints how many layers each stage of the pipeline has."""
+    layers = ", ".join(map(str, stages.cut))
+    padded = "" if stages.valid.all() else f", each padded to {stages.longest}"
+    console.print(
+        f"Pipeline: {pipeline.schedule}, {pipeline.microbatches} microbatches over {stages.ranks} "
+        f"ranks; layers of each stage: {layers}{padded}"
+    )
+
+
+def show_run(
+    console: Console,
+    config: Config,
+    program: Program,
+    attention: Choice | None,
+    dataset: Dataset,
+    state: TrainState,
+) -> None:
+    """Prints mesh, attention's kernel, stages, data and parameters of a run."""
+    show_mesh(console, program.layout)
+    show_attention(console, attention)
+    if program.stages is not None:
+        show_stages(console, program.stages, config.pipeline)
+    show_facts(console, dataset.facts, dataset.digest)
+    if config.corruption.compare_replicas_every:
+        share = f"{replicated_fraction(state):.0%}"
+        console.print(f"Replicas: {share} of the state's bytes have copies to be compared with")
+    show_parameters(console, state)
+
+
+def show_config(console: Console, gin_text: str) -> None:
+    """Prints the resolved configuration."""
+    console.print("Configuration (saved as config.gin):")
+    console.print(escape(gin_text), highlight=False, soft_wrap=True)
+
+
+def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
+    """Prints what is known of the data, and which files of its folder are left out."""
+    endings = facts.get("endings_left_out")
+    words = [f"{name} {_fact(value)}" for name, value in facts.items() if value is not endings]
+    console.print(f"Data: {', '.join(words)}; sha256 {digest[:16]}", soft_wrap=True)
+    if endings is not None:
+        left_out, read = facts["files_left_out"], facts["files"]
+        console.print(
+            f"Left out {_fact(left_out)} files beside the {_fact(read)} that are read, for endings "
+            f"that are not text's: {endings}",
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def show_checkpoint(
+    console: Console, folder: Place, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
+) -> None:
+    """Prints a checkpoint's step, versions, configuration and arrays."""
+    console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)
+    words = ", ".join(f"{name} {version}" for name, version in extra["versions"].items())
+    console.print(f"Format {extra['format']}, written with {words}", soft_wrap=True)
+    for name, value in extra["data"].items():
+        console.print(f"{name}: {value}", soft_wrap=True)
+    show_config(console, extra["config"])
+    table = Table(title="Arrays", title_justify="left", show_footer=True)
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in tree.values())
+    table.add_column("name", footer=f"{len(tree)} arrays", overflow="fold")
+    table.add_column("shape", overflow="fold")
+    table.add_column("dtype")
+    table.add_column("sharding", overflow="fold")
+    table.add_column("bytes", footer=human_bytes(total), justify="right")
+    for name, leaf in tree.items():
+        mesh = "" if leaf.mesh is None else " on " + "x".join(map(str, leaf.mesh.values()))
+        spec = ", ".join(_part(_tupled(part)) for part in leaf.spec or ())
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        table.add_row(
+            name, " x ".join(map(str, leaf.shape)), leaf.dtype.name, spec + mesh, human_bytes(size)
+        )
+    console.print(table)
+
+
+def _tupled(part: Any) -> str | tuple[str, ...] | None:
+    return tuple(part) if isinstance(part, list) else part

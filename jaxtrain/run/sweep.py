@@ -1,0 +1,233 @@
+"""A run for each combination of some settings' values, one after the other."""
+
+import argparse
+import dataclasses
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts.lifeline import Child
+from jaxtrain.run.attempts.signals import noted_signals
+from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.show import compare
+from jaxtrain.run.show.progress import clock, terminal
+from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.training.settings import Config, load_config
+
+PICTURE = "sweep.png"
+GRACE_SECONDS = 120.0  # to save and end, when this process is gone
+POLL_SECONDS = 0.2
+CONFIG_FILE = "config.gin"
+
+_SWEPT = re.compile(r"\s*([\w.]+)\s*=\s*\[(.*)\]\s*", re.S)
+_CLOSES = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One combination.
+
+    Attributes:
+      values: of the swept settings, as they were written.
+      bindings: all of its bindings.
+      folder: of its run.
+      config: its configuration.
+    """
+
+    values: dict[str, str]
+    bindings: list[str]
+    folder: Path
+    config: Config
+
+    def is_done(self) -> bool:
+        """Whether its run has come to its end.
+
+        Raises:
+          UserError: it has, with another configuration.
+        """
+        told = records.read(self.folder / records.EXIT_FILE) or {}
+        if told.get("status") != "done" or told.get("step", 0) < self.config.train.steps:
+            return False
+        before = (self.folder / CONFIG_FILE).read_text(encoding="utf-8").splitlines()
+        now = self.config.operative().splitlines()
+        other = next((line for line in now if line not in before), None)
+        if other is None:
+            return True
+        name = other.partition(" = ")[0]
+        was = next((line for line in before if line.startswith(f"{name} = ")), f"no {name}")
+        raise UserError(
+            f"sweep: {self.folder} was trained with {was}, and this sweep has {other}; use another "
+            "--workdir, or the same bindings"
+        )
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Trains what is not trained yet, then shows all runs; returns the exit status.
+
+    Raises:
+      UserError: nothing is swept, a configuration is refused, or a folder is another sweep's.
+    """
+    workdir = place(arguments.workdir)
+    if isinstance(workdir, BucketPath):
+        raise UserError(f"--workdir {workdir}: a sweep's folder is on this machine")
+    bindings = list(arguments.gin_bindings)
+    if arguments.simulate_devices is not None:
+        bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
+    points = grid(arguments.config, bindings, workdir, allow_imports=arguments.allow_imports)
+    done = [point.is_done() for point in points]
+    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        workdir.mkdir(parents=True, exist_ok=True)
+    console, failed = terminal(), {}
+    for number, point in enumerate(points):
+        name = f"{point.folder.name} ({number + 1} of {len(points)})"
+        if done[number]:
+            _say(console, f"{name}: trained already")
+            continue
+        log = point.folder.with_name(f"{point.folder.name}.log")
+        _say(console, f"{name}: its output is in {log}")
+        started = time.monotonic()
+        status, signals = _train(arguments, point, log)
+        if signals or status == PREEMPTED:
+            _say(console, f"{name}: stopped; run the same command again to go on")
+            return PREEMPTED if status in (DONE, PREEMPTED) else FAILED
+        if status != DONE:
+            told = records.read(point.folder / records.EXIT_FILE) or {}
+            refused = status == USER_ERROR or "reason" not in told
+            failed[point.folder] = f"status {status}" if refused else str(told["reason"])
+        seconds = clock(time.monotonic() - started)
+        _say(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
+    _show(console, points, failed, workdir)
+    return FAILED if failed else DONE
+
+
+def grid(
+    name: str, bindings: Sequence[str], workdir: Path, *, allow_imports: bool = False
+) -> list[Point]:
+    """The points of a sweep, the last swept setting changing fastest.
+
+    Args:
+      name: of the config.
+      bindings: gin bindings; `Name.field = [A, B]` stands for one with A and one with B.
+      workdir: holds a folder for each point.
+      allow_imports: let the file import modules from outside jaxtrain.
+
+    Raises:
+      UserError: no binding has such a list, or one of the configurations is refused.
+    """
+    swept: dict[str, list[str]] = {}
+    for binding in bindings:
+        found = _SWEPT.fullmatch(binding)
+        if found is not None:
+            swept[found[1]] = list(_items(found[2]))
+            if not swept[found[1]]:
+                raise UserError(f"-b {binding!r}: the list is empty; write {found[1]} = [A, B]")
+    if not swept:
+        raise UserError(
+            "sweep: no binding has a list of values; write for example "
+            "-b 'Optimizer.learning_rate = [1e-3, 3e-3]'"
+        )
+    fixed = [binding for binding in bindings if _SWEPT.fullmatch(binding) is None]
+    points, folders = [], set[str]()
+    for values in itertools.product(*swept.values()):
+        chosen = dict(zip(swept, values, strict=True))
+        folder = _folder_name(chosen)
+        while folder in folders:
+            folder += "_"
+        folders.add(folder)
+        own = [*fixed, *(f"{setting} = {value}" for setting, value in chosen.items())]
+        config = load_config(name, own, allow_imports=allow_imports)
+        points.append(Point(chosen, own, workdir / folder, config))
+    return points
+
+
+def _items(text: str) -> Iterator[str]:
+    """The parts between the commas that stand in no brackets and no quotes."""
+    part, closing, quote = "", [], ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _CLOSES:
+            closing.append(_CLOSES[letter])
+        elif closing and letter == closing[-1]:
+            closing.pop()
+        elif letter == "," and not closing:
+            yield part.strip()
+            part = ""
+            continue
+        part += letter
+    if part.strip():
+        yield part.strip()
+
+
+def _folder_name(values: dict[str, str]) -> str:
+    """Such as 'learning_rate=1e-3,seed=0'; whole names where their ends are not told apart."""
+    ends = [setting.rpartition(".")[2] for setting in values]
+    names = ends if len(set(ends)) == len(ends) else list(values)
+    whole = ",".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
+    return re.sub(r"[^\w.,=+-]+", "_", whole)[:200].strip("_")
+
+
+def _train(arguments: argparse.Namespace, point: Point, log: Path) -> tuple[int, bool]:
+    """The status of its run, and whether a signal came, which it was given."""
+    command = [sys.executable, "-m", "jaxtrain", "train", arguments.config]
+    command += ["--workdir", str(point.folder)]
+    command += [word for binding in point.bindings for word in ("-b", binding)]
+    if arguments.allow_imports:
+        command.append("--allow-imports")
+    with noted_signals() as stop, log.open("ab") as output:
+        child = Child(command, beat_seconds=5.0, grace_seconds=GRACE_SECONDS, output=output)
+        given = 0
+        while (status := child.status()) is None:
+            child.listen(POLL_SECONDS)
+            for number in stop[given:]:
+                child.send_signal(number)
+                given += 1
+        child.kill()  # what it started goes with it
+        child.close()
+    return status, bool(stop)
+
+
+def _show(
+    console: Console, points: Sequence[Point], failed: dict[Path, str], workdir: Path
+) -> None:
+    """The table, with the run of the lowest held-out loss marked, and the picture."""
+    last = {}
+    for point in points:
+        lines = lines_of(point.folder)
+        last[point.folder] = {key: value for line in lines for key, value in line.items()}
+    losses = {folder: values.get("eval_loss") for folder, values in last.items()}
+    held = {folder: loss for folder, loss in losses.items() if loss is not None}
+    best = min(held, key=lambda folder: held[folder], default=None)
+    table = Table(title=f"Sweep in {workdir}", title_justify="left")
+    for setting in points[0].values:
+        table.add_column(setting, overflow="fold")
+    for name in ("step", "loss", "eval loss", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for point in points:
+        values = last[point.folder]
+        numbers = [values.get(name) for name in ("step", "loss", "eval_loss")]
+        cells = ["-" if number is None else f"{number:.6g}" for number in numbers]
+        remark = "failed" if point.folder in failed else "best" if point.folder == best else ""
+        table.add_row(*map(escape, point.values.values()), *cells, remark)
+    console.print(table)
+    runs = [compare.Run(p.folder.name, lines_of(p.folder)) for p in points if last[p.folder]]
+    if runs:
+        write_atomically(workdir / PICTURE, compare.figure(runs).png())
+        _say(console, f"Drawn: {workdir / PICTURE}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)

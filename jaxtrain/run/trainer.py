@@ -1,0 +1,469 @@
+"""The training loop: build, restore, step, log, evaluate, save."""
+
+import functools
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import write_atomically
+from jaxtrain.data.bad_records import BadRecord, BadRecords
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.parallel.compilation import keep_memory, options_of_run
+from jaxtrain.parallel.devices import RunAhead, platform_of_device, simulate_devices
+from jaxtrain.run.attempts.attempt import Attempt, Preempted
+from jaxtrain.run.attempts.folder import nothing
+from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.feed import Feed
+from jaxtrain.run.generate import Sampling, write
+from jaxtrain.run.metrics import MetricsLog, lacks_evaluation, open_log
+from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.resume import other_data
+from jaxtrain.run.saved import SavedRun, own_folder
+from jaxtrain.run.show import notebook, report
+from jaxtrain.run.show.plot import Picture, loss_figure, reference_losses
+from jaxtrain.run.show.progress import quiet
+from jaxtrain.training import layouts, preflight
+from jaxtrain.training.guard import Rewind, Rewinds
+from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.program import make_program, resolve_kernel
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import TrainState
+from jaxtrain.training.stepper import Stepper
+
+
+class Recorder(Protocol):
+    """Records some steps of a start, such as `analysis.profiling.recorder.Recorder`."""
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """The step that the loop calls from now on."""
+        ...
+
+    def turns_at(self, step: int) -> bool:
+        """Whether recording begins or ends after this step."""
+        ...
+
+    def turn(self, seconds: float) -> None:
+        """Begins or ends recording; the devices are done with every step so far."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is still recorded."""
+        ...
+
+
+class RecorderKind(Protocol):
+    """What makes a recorder for the steps of a start."""
+
+    def refuse(self, done: int, last: int) -> None:
+        """Raises UserError where there are too few steps to record."""
+        ...
+
+    def __call__(
+        self, workdir: Path | None, console: Console, dtype: str, *, done: int, last: int
+    ) -> Recorder:
+        """The recorder of a start that goes from `done` steps to `last`."""
+        ...
+
+
+class Trainer:
+    """Mesh, model, state and data of a run, and the loop over them.
+
+    Attributes:
+      config: the resolved configuration.
+      mesh: the device mesh.
+      program: the pure functions: init, train_step, eval_step.
+      bad_records: the records of training and evaluation that could not be read.
+      steps_done: optimizer steps it has taken, known without asking the device.
+      workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: str | Place | None = None,
+        *,
+        console: Console | None = None,
+        read_only: bool = False,
+        step: int | None = None,
+        attempt: Attempt | None = None,
+    ) -> None:
+        """Checks, opens the data, builds the mesh, and restores the newest checkpoint or starts.
+
+        Args:
+          config: from `load_config`.
+          workdir: the run's folder.
+          console: where progress goes, such as rich's `Console()`; None prints nothing.
+          read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
+          step: of the checkpoint to look at, where `read_only`; None: the newest.
+          attempt: this start of the run; None: one that nobody but this process's signals stops.
+
+        Raises:
+          UserError: the configuration cannot run on these devices, or is another run's; or there
+            is no checkpoint of `step`.
+        """
+        if step is not None and not read_only:
+            raise UserError(
+                f"Trainer(step={step}): a run goes on from its newest checkpoint; use "
+                "read_only=True to look at another one"
+            )
+        if config.mesh.simulated_devices:
+            simulate_devices(config.mesh.simulated_devices)
+        device = jax.local_devices()[0]
+        platform, kind = platform_of_device(device), device.device_kind
+        preflight.check(config, device_count=jax.device_count(), platform=platform, kind=kind)
+        self.config, self.console = config, console or quiet()
+        self._attempt, self._platform = attempt or Attempt(Alone()), platform
+        self.workdir = None if workdir is None else place(workdir)
+        self._folder = self._attempt.folder
+        if self.workdir is not None and self._folder is None and not read_only:
+            self._folder = own_folder(self.workdir, self.say)
+        self.layout = layouts.layout(config)
+        self.mesh = self.layout.mesh
+        self.program = make_program(config, self.layout)
+        keep_memory(platform)
+        of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
+        self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=of_evaluation)
+        self._is_compiled = False
+        self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
+        self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
+        self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
+        self._recorder: Recorder | None = None
+        if not read_only:
+            # Before anything is written: a source that cannot be read leaves no trace.
+            _ = self.dataset
+        self._saved = SavedRun(
+            self.workdir,
+            config,
+            self.program,
+            read_only=read_only,
+            report=self.say,
+            may_write=self._attempt.may_write,
+            before_seal=nothing if self._folder is None else self._folder.push,
+            phases=self._attempt.phases,
+        )
+        if step is None:
+            state, self._next_batch = self._saved.newest(lambda: self.dataset)
+        else:
+            state, self._next_batch = self._saved.of_step(step)
+        self._stepper = Stepper(self.program, state, config.corruption, of_steps)
+        self.steps_done = self._attempt.step = int(state.step)
+        self._attempt.has_begun = True
+        self._attempt.goodput.resumed_at(self.steps_done)
+        self._attempt.goodput.record(self.steps_done)
+        if self._folder is not None and jax.process_index() == 0:
+            write_atomically(self._folder.local / "config.gin", config.operative().encode())
+            self._folder.push_soon()
+
+    @functools.cached_property
+    def dataset(self) -> Dataset:
+        """The opened data: at the start of training, or when it is first asked for."""
+        train = self.config.train
+        opened = train.data.open(seed=train.seed)
+        return self.program.plain.objective.dataset(opened, train.model)
+
+    @property
+    def state(self) -> TrainState:
+        """The current TrainState; the next step takes its arrays away."""
+        return self._stepper.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._stepper.state = state
+
+    def step(self, batch: Batch) -> Sums:
+        """One optimizer step on a global batch of one's own; metrics stay on the device.
+
+        Args:
+          batch: a `data.batch.Batch`. What stands where its loss mask is 0 is in no result.
+
+        Raises:
+          UserError: the step cannot learn from it. Of arrays on devices only shapes and dtypes are
+            looked at, of NumPy's also the values: tokens, labels, positions and masks.
+        """
+        if not isinstance(batch, Batch):
+            raise UserError(
+                f"Trainer.step takes a jaxtrain.data.batch.Batch, not a {type(batch).__name__}"
+            )
+        self.program.plain.refuse(batch, self.config.train.model)
+        shardings = self.program.batch_shardings(batch)
+        with self.layout.active():
+            metrics = self._stepper.step(jax.device_put(batch, shardings))
+        self.steps_done += 1
+        self._next_batch += 1
+        return metrics
+
+    def lower(self) -> jax.stages.Lowered:
+        """The train step lowered from shapes alone, for people who look inside."""
+        with self.layout.active():
+            return self._stepper.lower(self.abstract_batch())
+
+    def abstract_batch(self) -> Batch:
+        """The shapes, dtypes and shardings of a batch."""
+        return self._feed.abstract_training()
+
+    def train(
+        self, steps: int | None = None, *, profile: RecorderKind | None = None
+    ) -> dict[str, float]:
+        """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
+
+        Args:
+          steps: None: all that are left of Train.steps.
+          profile: what records the steps, such as `analysis.profiling.recorder.Recorder`, which
+            says where the time of steps 3 to 6 of these goes; None records nothing.
+
+        Raises:
+          UserError: there are too few steps to profile.
+          Preempted: the run was asked to stop; the state is saved.
+          BadStepError: a step's numbers are bad, and Guard.policy says to stop.
+          CorruptionError: devices disagree about what they should hold alike.
+          CheckpointError: a checkpoint cannot be written.
+        """
+        last = self.config.train.steps if steps is None else self.steps_done + steps
+        rewinds = Rewinds(self.config.guard)
+        if profile is not None:
+            self._record(last, profile)
+        with self.layout.active(), self._attempt.listening(), jax.transfer_guard("disallow"):
+            while True:
+                try:
+                    values = self._train_until(last)
+                    break
+                except Rewind as rewind:
+                    self._go_back(rewind, rewinds.target(rewind))
+                finally:
+                    if self._recorder is not None:
+                        self._recorder.close()
+        with self._attempt.phases.phase("save", self.steps_done):
+            self._saved.wait()
+            if self._folder is not None:
+                self._folder.push_or_report()
+        return values
+
+    def _train_until(self, last: int) -> dict[str, float]:
+        """The loop up to a step; Rewind where a step turned out to be bad."""
+        train, phases = self.config.train, self._attempt.phases
+        values: dict[str, float] = {}
+        first = self.steps_done
+        with ExitStack() as stack:
+            with phases.phase("start"):
+                log = stack.enter_context(closing(self._open_log(first, last)))
+                stream = stack.enter_context(self._feed.training(self.dataset, self._next_batch))
+            if self._owes_evaluation(last):
+                with log.paused():
+                    values = self._evaluate(log)
+                log.now(first, values, self._account(log))
+            for step in range(first + 1, last + 1):
+                self._stop_if_asked(log)
+                with phases.phase("step" if self._is_compiled else "compile", step):
+                    with phases.phase("data", step):
+                        batch = next(stream)
+                    metrics = self._stepper.checked_step(batch, step)
+                    if not self._is_compiled:  # other processes may compile for longer
+                        jax.block_until_ready(metrics)
+                    self.steps_done = self._attempt.step = step
+                    self._next_batch += 1
+                    log.later(step, metrics)
+                self._is_compiled = True
+                if self._recorder is not None and self._recorder.turns_at(step):
+                    with log.paused():
+                        jax.block_until_ready(self.state)
+                        self._recorder.turn(log.seconds)
+                if _every(train.eval_every, step) or step == last:
+                    with log.paused():
+                        values = self._evaluate(log)
+                    log.now(step, values, self._account(log))
+                    if self._folder is not None:
+                        self._folder.push_soon()
+                if _every(train.save_every, step) or step == last:
+                    with log.paused():
+                        self._save()
+                    self._account(log)
+        return values
+
+    def _record(self, last: int, profile: RecorderKind) -> None:
+        """Has some of the steps up to `last` recorded; compiles the step, which happens once."""
+        compute, done = self.config.precision.compute, self.steps_done
+        folder = None if self._folder is None else self._folder.local
+        self._recorder = profile(folder, self.console, compute, done=done, last=last)
+        with self._attempt.phases.phase("compile", self.steps_done):
+            self._stepper.train_step = self._recorder.compile(self.lower())
+
+    def _account(self, log: MetricsLog) -> dict[str, Any]:
+        """Records where the time went so far."""
+        goodput = self._attempt.goodput
+        goodput.skipped(log.take_bad_steps())
+        goodput.record(self.steps_done)
+        return goodput.account().line()
+
+    def _owes_evaluation(self, last: int) -> bool:
+        """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
+        step = self.steps_done
+        due = _every(self.config.train.eval_every, step) or step == last
+        if not (due and step and self._folder is not None):
+            return False
+        return lacks_evaluation(self._folder.local, step)
+
+    def _stop_if_asked(self, log: MetricsLog) -> None:
+        """Saves and raises Preempted where all processes stop here."""
+        reason = self._attempt.stop_reason()
+        if reason is None:
+            return
+        if self.steps_done:
+            with log.paused():
+                self._save()
+        with self._attempt.phases.phase("save", self.steps_done):
+            self._saved.wait()
+        self._account(log)
+        raise Preempted(self.steps_done, reason)
+
+    def _save(self) -> None:
+        with self._attempt.phases.phase("save", self.steps_done):
+            self._saved.save(
+                self.steps_done,
+                self.state,
+                next_batch=self._next_batch,
+                digest=self.dataset.digest,
+            )
+
+    def _go_back(self, rewind: Rewind, target: int) -> None:
+        """Restores a state from before a bad step and passes over the batches around it."""
+        with jax.transfer_guard("allow"):
+            self.state, position = self._saved.back_to(target, self.dataset)
+            done, self.steps_done = self.steps_done, int(self.state.step)
+        self._attempt.goodput.resumed_at(self.steps_done, done=done)
+        skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
+        self._next_batch = position + skipped
+        self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
+
+    def evaluate(self) -> dict[str, float]:
+        """`eval_loss` and the task's metric over the held-out examples, each counted once."""
+        return self._evaluate(None)
+
+    def _evaluate(self, log: MetricsLog | None) -> dict[str, float]:
+        """The same; inside a run, whose log is given, all may stop before any batch."""
+        phases, step, ahead = self._attempt.phases, self.steps_done, RunAhead()
+        with self.layout.active(), phases.phase("evaluation", step):
+            state = self.program.consensus(self.state)
+            sums = self.program.plain.no_sums(state, self._feed.abstract_heldout())
+            with self._feed.heldout(self.dataset) as stream:
+                for number, batch in enumerate(stream, start=1):
+                    if log is not None:
+                        self._stop_if_asked(log)
+                    with phases.phase("compile", step) if number == 1 else nullcontext():
+                        sums = self._eval_step(state, batch, sums)
+                        ahead.add(sums)
+                        if number == 1:
+                            jax.block_until_ready(sums)
+                    phases.beat()
+                    if number == self.config.train.eval_batches:
+                        break
+            sums = {name: float(value) for name, value in jax.device_get(sums).items()}
+        return self.program.plain.objective.evaluation(sums)
+
+    def other_data(self) -> str | None:
+        """What makes the data others than the restored checkpoint's; None: they are the same."""
+        extra = self._saved.extra
+        return None if extra is None else other_data(extra, self.config, self.dataset)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> str:
+        """What a trained language model writes after `prompt`; None: as far as 100 tokens fit.
+
+        Raises:
+          UserError: the model is no language model, or the text does not fit into its context.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        return write(
+            self.program.plain,
+            self.config.train,
+            self.program.consensus(self.state),
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+        )
+
+    def show(self) -> None:
+        """Prints configuration, mesh, data and parameter table."""
+        report.show_config(self.console, self.config.to_gin())
+        self._show_pieces(self.console)
+
+    def _show_pieces(self, console: Console) -> None:
+        attention = resolve_kernel(self.config, self._platform)
+        program = self.program.plain
+        report.show_run(console, self.config, program, attention, self.dataset, self.state)
+
+    def table(self) -> Table:
+        """Every parameter: shape, logical axes, placement, bytes on each device."""
+        return report.parameter_table(self.state)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
+        folder = self.workdir if self._folder is None else self._folder.local
+        return list(self._lines) if folder is None else lines_of(folder)
+
+    def plot(self) -> Picture:
+        """The training and evaluation loss so far, beside what a model must beat."""
+        return loss_figure(self.history, reference_losses(self.dataset.facts))
+
+    def plot_sharding(self, name: str) -> Picture:
+        """Which devices hold which part of the parameter that `table` calls so.
+
+        Raises:
+          UserError: there is no parameter of this name.
+        """
+        return notebook.parameter_picture(self.state, name)
+
+    def __repr__(self) -> str:
+        model, mesh = type(self.config.train.model).__name__, report.written_mesh(self.mesh.shape)
+        return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
+
+    def _repr_html_(self) -> str:
+        configuration = notebook.folded("Configuration", self.config.to_gin())
+        return notebook.printed(self._show_pieces) + configuration
+
+    def _say_bad(self, record: BadRecord) -> None:
+        """Every process says it of its own rows; its own log has it."""
+        self.console.print(f"{record}: left out", soft_wrap=True, markup=False)
+
+    def say(self, line: str) -> None:
+        """A line for people, on process 0's terminal."""
+        if jax.process_index() == 0:
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def _open_log(self, first: int, last: int) -> MetricsLog:
+        return open_log(
+            self.config,
+            self.dataset,
+            list(self.mesh.devices.flat),
+            folder=None if self._folder is None else self._folder.local,
+            first=first,
+            last=last,
+            terminal=self.console,
+            history=self._lines,
+        )
+
+    def close(self) -> None:
+        """Waits for the checkpoint being written, and brings the rest to the run's folder."""
+        self._saved.close()
+        if self._folder is not None and self._attempt.folder is None:
+            self._folder.close()
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0

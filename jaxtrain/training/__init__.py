@@ -1,0 +1,1 @@
+"""A configuration becomes one checked, pure program: what a step computes."""

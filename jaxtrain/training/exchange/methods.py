@@ -1,0 +1,26 @@
+"""Which program a method of exchange makes of a run's."""
+
+from jaxtrain.training.exchange.compression import Compressed, Int8, TopK
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.replicas import Replicas
+from jaxtrain.training.exchange.rules import Averaging, DiLoCo, Gossip
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.step import Program
+
+
+def with_exchange(settings: Exchange, program: Program) -> Program | ExchangeProgram:
+    """The program whose replicas along `data` agree as the settings say."""
+    match settings.method:
+        case "synchronous":
+            return program
+        case "local_sgd":
+            return Replicas(program, Averaging(settings.period))
+        case "diloco":
+            rule = DiLoCo(settings.period, settings.outer_learning_rate, settings.outer_momentum)
+            return Replicas(program, rule)
+        case "gossip":
+            return Replicas(program, Gossip())
+        case "int8":
+            return Compressed(program, Int8())
+        case "top_k":
+            return Compressed(program, TopK(settings.keep))

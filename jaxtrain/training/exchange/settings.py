@@ -1,0 +1,82 @@
+"""The settings of the exchange over the mesh axis data, and what they do not go together with."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.parallel.sharding import Layout
+
+# Which settings a method reads; the others must stay at their defaults.
+_READS: dict[str, tuple[str, ...]] = {
+    "synchronous": (),
+    "local_sgd": ("period",),
+    "diloco": ("period", "outer_learning_rate", "outer_momentum"),
+    "int8": (),
+    "top_k": ("keep",),
+    "gossip": (),
+}
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How the replicas along the mesh axis `data` agree.
+
+    Attributes:
+      method: 'synchronous' reduces every step's gradients; 'local_sgd' (arXiv 1805.09767) averages
+        parameters and moments every `period` steps; 'diloco' (arXiv 2311.08105) gives the mean
+        movement of that many steps to an outer Nesterov optimizer; 'int8' and 'top_k' compress the
+        gradients with error feedback (arXiv 1901.09847); 'gossip' averages parameters with the two
+        neighbours on a ring after every step (D-PSGD, arXiv 1705.09056).
+      period: inner steps between two exchanges, for local_sgd and diloco.
+      outer_learning_rate: diloco's; 1 with no momentum is plain averaging.
+      outer_momentum: diloco's Nesterov decay rate.
+      keep: the fraction of each gradient's entries that top_k sends.
+    """
+
+    method: Literal["synchronous", "local_sgd", "diloco", "int8", "top_k", "gossip"] = "synchronous"
+    period: int = 1
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    keep: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise UserError(f"Exchange.period={self.period}; use at least 1 step")
+        if not self.outer_learning_rate > 0:
+            raise UserError(
+                f"Exchange.outer_learning_rate={self.outer_learning_rate}; use a number above 0"
+            )
+        if not 0 <= self.outer_momentum < 1:
+            raise UserError(f"Exchange.outer_momentum={self.outer_momentum}; use 0 to below 1")
+        if not 0 < self.keep <= 1:
+            raise UserError(f"Exchange.keep={self.keep}; use a fraction above 0 and at most 1")
+
+
+def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
+    """A sentence for each reason why these settings cannot be used; None: there is no mesh."""
+    method = settings.method
+    for field in dataclasses.fields(settings):
+        name, value = field.name, getattr(settings, field.name)
+        if name == "method" or name in _READS[method] or value == field.default:
+            continue
+        readers = [reader for reader, reads in _READS.items() if name in reads]
+        yield (
+            f"Exchange.{name}={value!r} does nothing for Exchange.method={method!r}; leave it at "
+            f"{field.default!r} or set Exchange.method to {' or '.join(map(repr, readers))}"
+        )
+    if method == "synchronous" or layout is None:
+        return
+    mesh = layout.mesh.shape
+    if mesh["data"] == 1:
+        yield (
+            f"Exchange.method={method!r} with Mesh.data=1: there are no replicas to exchange with; "
+            "set Mesh.data above 1 or Exchange.method='synchronous'"
+        )
+    if mesh["pipe"] > 1:
+        yield (
+            f"Exchange.method={method!r} with Mesh.pipe={mesh['pipe']}: pipelines reduce their "
+            "gradients synchronously; set Mesh.pipe=1 or Exchange.method='synchronous'"
+        )

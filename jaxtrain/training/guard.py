@@ -1,0 +1,315 @@
+"""Bad steps: seen inside the compiled step, kept out of the state, and what the run then does.
+
+A step is bad where its loss or its gradient's norm is not finite, or rises out of what the last
+good steps were like. Both are scalars that the step has anyway and that all devices have alike, so
+the verdict costs no communication and is the same everywhere. Dynamic loss scaling is part of it:
+one mechanism keeps the old state, whatever the reason.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.training.objectives.losses import Sums
+
+# Dynamic loss scaling (arXiv 1710.03740, section 3.2). Below the smallest scale there is nothing to
+# win: a gradient that overflows unscaled is a bad step, not a scale too large. Above the largest
+# one float16 (65,504 = 2^16) only overflows.
+FIRST_LOSS_SCALE, GOOD_STEPS_TO_DOUBLE = 2.0**15, 1000
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**24
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guard:
+    """What happens at a bad step: a loss or a gradient norm that is not finite, or a spike.
+
+    Attributes:
+      policy: 'stop' ends the run; 'skip' leaves the update out, the state bit for bit as it was,
+        and goes on with the next batch; 'rewind' goes back to an earlier checkpoint and passes over
+        the batches around the bad one (PaLM, arXiv 2204.02311, section 5.1).
+      spike_sigma: a loss or gradient norm above the mean of the last good steps by more than this
+        many of their standard deviations is bad too; None: only numbers that are not finite are.
+      window: how many good steps that mean is taken over; spikes are looked for once half of them
+        are there.
+      rewind_steps: how many steps before the bad one 'rewind' goes back to, at least.
+      skip_batches: how many batches 'rewind' passes over from there, the bad one among them.
+      max_bad_steps: the run stops at that many bad steps in a row, or, with 'rewind', where it
+        would go back more often than that without getting past the bad step.
+    """
+
+    policy: Literal["stop", "skip", "rewind"] = "stop"
+    spike_sigma: float | None = None
+    window: int = 128
+    rewind_steps: int = 100
+    skip_batches: int = 200
+    max_bad_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.spike_sigma is not None and not self.spike_sigma > 0:
+            raise UserError(f"Guard.spike_sigma={self.spike_sigma}; use None or a number above 0")
+        if self.window < 4:
+            raise UserError(f"Guard.window={self.window}; use at least 4 steps")
+        for name in ("rewind_steps", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                raise UserError(f"Guard.{name}={getattr(self, name)}; use at least 1")
+        if self.skip_batches < self.rewind_steps:
+            raise UserError(
+                f"Guard.skip_batches={self.skip_batches} is below Guard.rewind_steps="
+                f"{self.rewind_steps}: the bad batch would come again; use at least "
+                f"{self.rewind_steps}"
+            )
+        rewinds, goes_on = self.policy == "rewind", self.policy != "stop"
+        read = {
+            "window": (self.spike_sigma is not None, "set Guard.spike_sigma"),
+            "rewind_steps": (rewinds, "set Guard.policy='rewind'"),
+            "skip_batches": (rewinds, "set Guard.policy='rewind'"),
+            "max_bad_steps": (goes_on, "set Guard.policy to 'skip' or 'rewind'"),
+        }
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_read, way_out = read.get(field.name, (True, ""))
+            if value != field.default and not is_read:
+                raise UserError(
+                    f"Guard.{field.name}={value!r} does nothing for Guard.policy={self.policy!r} "
+                    f"and Guard.spike_sigma={self.spike_sigma!r}; leave it at {field.default!r} or "
+                    f"{way_out}"
+                )
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the compiled step judges its own numbers; else only the host looks at them."""
+        return self.policy != "stop" or self.spike_sigma is not None
+
+    @property
+    def shortest_window(self) -> int:
+        """Good steps from which on spikes are looked for."""
+        return self.window // 2
+
+    def batches_to_skip(self, bad_step: int, restored_step: int) -> int:
+        """Batches that 'rewind' passes over from the restored step on; the bad one always is."""
+        return max(self.skip_batches, bad_step - restored_step)
+
+
+def refuse(settings: Guard, *, exchange: str) -> Iterator[str]:
+    """A sentence where these settings cannot be used with this method of exchange over `data`."""
+    if settings.in_step and exchange != "synchronous":
+        name = "spike_sigma" if settings.policy == "stop" else "policy"
+        default = "None" if settings.policy == "stop" else "'stop'"
+        yield (
+            f"Guard.{name}={getattr(settings, name)!r} with Exchange.method={exchange!r}: between "
+            "exchanges no replica knows of another's bad step, and error feedback would carry it "
+            f"on; set Guard.{name}={default} or Exchange.method='synchronous'"
+        )
+
+
+# -- inside the compiled step ----------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The numbers of the last good steps, on every device.
+
+    Attributes:
+      losses: float32 [window], each at the place count mod window of its step.
+      grad_norms: float32 [window], the same.
+      count: int32 scalar, good steps so far.
+    """
+
+    losses: jax.Array
+    grad_norms: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def empty(cls, window: int) -> "History":
+        """The history of a run that has not begun."""
+        zeros = jnp.zeros(window, jnp.float32)
+        return cls(zeros, zeros, jnp.zeros((), jnp.int32))
+
+    def with_step(self, loss: jax.Array, grad_norm: jax.Array) -> "History":
+        """One good step more, in the place of the oldest."""
+        window = self.losses.shape[0]
+        here = jnp.arange(window) == self.count % window
+        return History(
+            jnp.where(here, loss, self.losses),
+            jnp.where(here, grad_norm, self.grad_norms),
+            self.count + 1,
+        )
+
+    def threshold(self, values: jax.Array, settings: Guard) -> jax.Array:
+        """Mean + spike_sigma standard deviations of the steps there are; infinite where too few.
+
+        Args:
+          values: `losses` or `grad_norms`.
+          settings: how many deviations, and how few steps are too few.
+        """
+        assert settings.spike_sigma is not None, "a history, but no spikes to look for"
+        filled = jnp.arange(settings.window) < self.count
+        total = jnp.clip(self.count, 1, settings.window).astype(jnp.float32)
+        mean = jnp.where(filled, values, 0.0).sum() / total
+        variance = jnp.where(filled, jnp.square(values - mean), 0.0).sum() / total
+        threshold = mean + settings.spike_sigma * jnp.sqrt(variance)
+        return jnp.where(self.count >= settings.shortest_window, threshold, jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What becomes of a step.
+
+    Attributes:
+      good: bool scalar: whether the update counts.
+      history: what is remembered from now on; () where nothing is.
+      loss_scale: the scale and its good steps from now on, float32 [2].
+      metrics: what the step has to say of it: `bad` (0 or 1); with spikes looked for
+        `loss_threshold` and `grad_norm_threshold`; with a dynamic scale `loss_scale` and `skipped`
+        (1 where a gradient overflowed at a scale that can be lowered, which is not bad).
+    """
+
+    good: jax.Array
+    history: History | tuple[()]
+    loss_scale: jax.Array
+    metrics: Sums
+
+
+def judge(
+    settings: Guard,
+    metrics: Sums,
+    *,
+    history: History | tuple[()],
+    loss_scale: jax.Array,
+    dynamic: bool,
+) -> Verdict:
+    """The verdict over a step by its metrics `loss` and `grad_norm`, both unscaled.
+
+    Args:
+      settings: what is bad.
+      metrics: the step's.
+      history: of the good steps before; () unless spikes are looked for.
+      loss_scale: what the loss was multiplied by, and good steps since it last changed.
+      dynamic: whether an overflow halves that scale.
+    """
+    loss, grad_norm = metrics["loss"], metrics["grad_norm"]
+    finite_loss = jnp.isfinite(loss)
+    good = finite_loss & jnp.isfinite(grad_norm)
+    overflow = jnp.zeros_like(good)
+    more: Sums = {}
+    if dynamic:
+        # The loss itself is not scaled: where it is not finite, no scale will help.
+        overflow = finite_loss & ~good & (loss_scale[0] > SMALLEST_LOSS_SCALE)
+        more |= {"loss_scale": loss_scale[0], "skipped": overflow.astype(jnp.float32)}
+    if isinstance(history, History):
+        highest_loss = history.threshold(history.losses, settings)
+        highest_norm = history.threshold(history.grad_norms, settings)
+        good &= (loss <= highest_loss) & (grad_norm <= highest_norm)
+        more |= {"loss_threshold": highest_loss, "grad_norm_threshold": highest_norm}
+        history = _where(good, history.with_step(loss, grad_norm), history)
+    if dynamic:
+        loss_scale = _rescaled(loss_scale, good, overflow)
+    more["bad"] = (~good & ~overflow).astype(jnp.float32)
+    return Verdict(good, history, loss_scale, more)
+
+
+def updates_taken(opt_state: optax.OptState, steps: jax.Array) -> jax.Array:
+    """How many updates the optimizer's learning-rate schedule has seen; `steps` if it has none."""
+
+    def counts(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    found = [x.count for x in jax.tree.leaves(opt_state, is_leaf=counts) if counts(x)]
+    return found[-1] if found else steps
+
+
+def _rescaled(loss_scale: jax.Array, good: jax.Array, overflow: jax.Array) -> jax.Array:
+    """Halved at an overflow, doubled after enough good steps, else only the good steps counted."""
+    scale, good_steps = loss_scale[0], loss_scale[1]
+    grown = good_steps + 1 >= GOOD_STEPS_TO_DOUBLE
+    doubled = jnp.minimum(scale * 2, LARGEST_LOSS_SCALE)
+    after_good = jnp.stack([jnp.where(grown, doubled, scale), (good_steps + 1) * ~grown])
+    halved = jnp.stack([jnp.maximum(scale / 2, SMALLEST_LOSS_SCALE), jnp.zeros_like(scale)])
+    return jnp.where(good, after_good, jnp.where(overflow, halved, loss_scale))
+
+
+def _where(condition: jax.Array, new: History, old: History) -> History:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+# -- on the host -----------------------------------------------------------------------------------
+
+
+class BadStepError(FloatingPointError):
+    """A step's numbers are bad and the run stops; `step` is the first such step, or the last one
+    that was put up with."""
+
+    def __init__(self, step: int, why: str, *, policy: str = "stop", in_a_row: int = 1) -> None:
+        """The sentence that a run ends with.
+
+        Args:
+          step: the bad step.
+          why: what `what_is_bad` says of it.
+          policy: the policy that the run was under.
+          in_a_row: bad steps (rewinds, under 'rewind') since the last good one, this one included.
+        """
+        way_out = (
+            "lower Optimizer.learning_rate, lengthen Schedule.warmup_steps or set "
+            "Optimizer.clip_norm, and go on from the last checkpoint"
+        )
+        if policy == "stop":
+            reason = "training stops, because later steps would be lost too"
+            way_out += ", or let Guard.policy='skip' or 'rewind' go on by itself"
+        else:
+            reason = f"training stops after {in_a_row} in a row (Guard.max_bad_steps)"
+        super().__init__(f"step {step} is bad, {why}: {reason}; {way_out}")
+        self.step = step
+
+
+class Rewind(Exception):  # noqa: N818 - control flow, not an error
+    """The run is to go back to an earlier checkpoint, because `step` is bad; `why` says how."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(f"step {step} is bad, {why}: going back to an earlier checkpoint")
+        self.step, self.why = step, why
+
+
+class Rewinds:
+    """How often a run has gone back from the same bad step."""
+
+    def __init__(self, settings: Guard) -> None:
+        self._settings = settings
+        self._farthest = self._count = 0
+
+    def target(self, rewind: Rewind) -> int:
+        """The step that the run goes back to, or before it.
+
+        Raises:
+          BadStepError: it went back too often without getting past the bad step.
+        """
+        self._count = self._count + 1 if rewind.step <= self._farthest else 1
+        self._farthest = max(self._farthest, rewind.step)
+        if self._count > self._settings.max_bad_steps:
+            raise BadStepError(rewind.step, rewind.why, policy="rewind", in_a_row=self._count)
+        return max(rewind.step - self._settings.rewind_steps, 0)
+
+
+def what_is_bad(metrics: Mapping[str, float]) -> str | None:
+    """What is bad about a step with these metrics, as host numbers; None for a good step.
+
+    Where the step has not judged itself (no `bad` among them), numbers that are not finite are bad.
+    """
+    if metrics.get("bad", 1.0) == 0.0:
+        return None
+    for name, words in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+        value = metrics.get(name, 0.0)
+        if not math.isfinite(value):
+            return f"{words} is {value}"
+        if value > metrics.get(f"{name}_threshold", math.inf):
+            threshold = metrics[f"{name}_threshold"]
+            return f"{words} spikes to {value:.4g}, above {threshold:.4g} (Guard.spike_sigma)"
+    return None

@@ -1,0 +1,182 @@
+"""The loss of a sequence whose logits are made a chunk at a time, its gradients beside it.
+
+Letters: B batch, T length, S chunks, C places of a chunk, D embed, V vocab; devices: n along the
+batch, k along the sequence, t along the vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, reshape
+from jaxtrain.parallel.tables import MeshAxes
+
+Losses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _scale(dtype: jnp.dtype) -> float:
+    """What gradients are multiplied by until the loss's own, with its scale, is known.
+
+    Those of logits are probabilities, and float16 has its full precision from 6e-5 on only.
+    """
+    return 256.0 if dtype == jnp.float16 else 1.0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def over_chunks(
+    losses: Losses,
+    size: int,
+    h_BTD: jax.Array,
+    matrix_VD: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> jax.Array:
+    """The sum of losses(logits, targets, mask) of chunks of places, one chunk's alive at a time.
+
+    A chunk's gradients are computed beside its loss, with its logits at hand: three products, and
+    nothing is kept or computed again. Each device keeps its own parts of the gradients, the
+    matrix's summed in float32, and the devices' parts are added up once for all chunks.
+
+    Args:
+      losses: of the logits [B, C, V], targets and loss mask [B, C] of a chunk; float32 [B, C].
+      size: places of a chunk.
+      h_BTD: finished hidden states, whole along embed.
+      matrix_VD: the output matrix, whole along embed.
+      targets_BT: as in a batch.
+      mask_BT: the loss mask.
+    """
+
+    def add(total_BC: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        h_BCD, targets_BC, mask_BC = chunk
+        return total_BC + losses(_logits(h_BCD, matrix_VD), targets_BC, mask_BC), None
+
+    chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
+    return lax.scan(add, _zeros(chunks[-1][0]), chunks)[0].sum()
+
+
+def _forward(losses: Losses, size: int, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+    h_BTD, matrix_VD, *others = arrays
+
+    def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
+        h_BCD, targets_BC, mask_BC = chunk
+        logits_BCV = _logits(h_BCD, matrix_VD)
+        loss_BC, back = jax.vjp(lambda x, mask: losses(x, targets_BC, mask), logits_BCV, mask_BC)
+        g_BCV, of_mask = back(jnp.full_like(loss_BC, _scale(matrix_VD.dtype)))
+        of_matrix = _of_matrix(g_BCV, h_BCD)
+        sums = jax.tree.map(jnp.add, sums, (loss_BC, of_matrix))
+        return sums, (_of_h(g_BCV, matrix_VD), of_mask)
+
+    chunks = tuple(_chunked(x, size) for x in (h_BTD, *others))
+    like = jax.eval_shape(lambda h: _of_matrix(_logits(h[0], matrix_VD), h[0]), chunks[0])
+    # Losses of a device's own tokens too, summed at the end: a sum a chunk would be an exchange.
+    zeros = _zeros(chunks[-1][0]), _zeros(like)
+    (total_BC, of_matrix), (of_h, of_mask) = lax.scan(add, zeros, chunks)
+    return total_BC.sum(), (of_h, of_matrix, of_mask, jnp.zeros((), matrix_VD.dtype))
+
+
+def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tuple:
+    del losses, size
+    of_h, of_matrix, of_mask, like = kept
+    gradient /= _scale(like.dtype)
+
+    def joined(x: jax.Array, axis: int) -> jax.Array:
+        """Chunks, the first dimension, put back behind the places at `axis`."""
+        x = jnp.moveaxis(x, 0, axis)
+        shape, parts = x.shape, jax.typeof(x).sharding.spec
+        places = shape[axis - 1] * shape[axis]
+        return reshape(
+            x,
+            (*shape[: axis - 1], places, *shape[axis + 1 :]),
+            (*parts[:axis], *parts[axis + 1 :]),
+        )
+
+    # Rounded before devices exchange them, as the gradients of all weights are.
+    of_h = _added_up((joined(of_h, 3) * gradient).astype(like.dtype), 1)
+    of_matrix = _added_up((of_matrix * gradient).astype(like.dtype), 2)
+    return of_h, of_matrix, None, (joined(of_mask, 2) * gradient).astype(of_mask.dtype)
+
+
+over_chunks.defvjp(_forward, _backward)
+
+
+def _chunked(x: jax.Array, size: int) -> jax.Array:
+    """[S, B, C, ...]: in each chunk every S-th place.
+
+    Runs of places would move between the devices of a sequence.
+    """
+    B, T = x.shape[:2]
+    return jnp.moveaxis(x.reshape(B, size, T // size, *x.shape[2:]), 2, 0)
+
+
+def _added_up(x: jax.Array, count: int) -> jax.Array:
+    """The sum over the first dimensions, of which every device has one place."""
+    spec = jax.typeof(x).sharding.spec
+    axes = tuple(name for part in spec[:count] for name in parts_of(part))
+    if not axes:
+        return x.reshape(x.shape[count:])
+
+    # Not as a sum that is left to the partitioner: in bfloat16 XLA's CPU compiler fails at that.
+    def add(x: jax.Array) -> jax.Array:
+        return lax.psum(x.reshape(x.shape[count:]), axes)
+
+    return on_each_device(add, (spec,), P(*spec[count:]))(x)
+
+
+def _logits(h_BCD: jax.Array, matrix_VD: jax.Array) -> jax.Array:
+    return jnp.einsum("BCD,VD->BCV", h_BCD, matrix_VD)
+
+
+def _zeros(like: Any) -> jax.Array:
+    """Float32 zeros of an array's shape, laid out like it."""
+    spec = jax.typeof(like).sharding.spec
+    return jnp.zeros(like.shape, jnp.float32, out_sharding=_laid_out(spec))
+
+
+def _laid_out(parts: Sequence[MeshAxes]) -> P | None:
+    """The spec of these parts; None without a mesh."""
+    return None if jax.sharding.get_abstract_mesh().empty else P(*parts)
+
+
+def _of_h(g_BCV: jax.Array, matrix_VD: jax.Array) -> jax.Array:
+    """The hidden states' gradient, each device's own part [t, B, C, D]: no exchange.
+
+    Args:
+      g_BCV: the gradient of a chunk's logits.
+      matrix_VD: the output matrix.
+    """
+    (batch, length, vocab), (_, _, t) = _devices(g_BCV)
+    (B, C, V), D = g_BCV.shape, matrix_VD.shape[1]
+    g = reshape(g_BCV, (B, C, t, V // t), (batch, length, vocab, None))
+    matrix = reshape(matrix_VD, (t, V // t, D), (vocab, None, None))
+    return jnp.einsum("bctv,tvd->tbcd", g, matrix)
+
+
+def _of_matrix(g_BCV: jax.Array, h_BCD: jax.Array) -> jax.Array:
+    """The output matrix's gradient, each device's own part float32 [n, k, V, D]: no exchange.
+
+    Args:
+      g_BCV: the gradient of a chunk's logits.
+      h_BCD: the chunk's hidden states.
+    """
+    (batch, length, vocab), (n, k, _) = _devices(g_BCV)
+
+    def rows(x: jax.Array, part: MeshAxes) -> jax.Array:
+        """[n, k, rows of a device, the last dimension]; every device keeps what it has."""
+        B, C, width = x.shape
+        x = reshape(x, (n, B // n, k, C // k, width), (batch, None, length, None, part))
+        x = x.transpose(0, 2, 1, 3, 4)
+        return reshape(x, (n, k, B // n * (C // k), width), (batch, length, None, part))
+
+    g, h = rows(g_BCV, vocab), rows(h_BCD, None)
+    return jnp.einsum("nkrv,nkrd->nkvd", g, h, preferred_element_type=jnp.float32)
+
+
+def _devices(x: jax.Array) -> tuple[list[MeshAxes], list[int]]:
+    """The mesh axes that split each dimension, and over how many devices."""
+    parts, layout = list(jax.typeof(x).sharding.spec), current_layout()
+    return parts, [1 if layout is None else layout.size(part) for part in parts]

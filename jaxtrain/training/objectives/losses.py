@@ -1,0 +1,178 @@
+"""Cross entropy in float32, over vocabularies sharded or not, and what is added to it."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.errors import UserError, nearest_divisor
+from jaxtrain.config.reader import configurable
+from jaxtrain.parallel.devices import platform_of
+from jaxtrain.parallel.sharding import shard
+
+Sums = dict[str, jax.Array]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Cross entropy and what is added to it.
+
+    Attributes:
+      chunk_size: positions of the sequence whose logits exist at one time; None makes all at once.
+        Where it does not divide the sequence, the nearest divisor below is taken.
+      z_weight: weight of the squared log-partition function (PaLM's z-loss, arXiv 2204.02311).
+      label_smoothing: probability spread evenly over all classes (arXiv 1512.00567).
+    """
+
+    chunk_size: int | None = None
+    z_weight: float = 0.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UserError(f"Loss.chunk_size={self.chunk_size}; use None or at least 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"Loss.label_smoothing={self.label_smoothing}; use 0 to below 1")
+
+
+def settle(settings: Loss, *, length: int, context: int = 1) -> tuple[Loss, list[str]]:
+    """The settings with a chunk size that divides the sequence, and a sentence where it is another.
+
+    It bounds memory and changes no number, so that the nearest one below is what was meant. Where
+    there is none the settings stay as they are.
+
+    Args:
+      settings: as they were written.
+      length: tokens of a sequence.
+      context: devices that share a sequence, each of which holds its part of every chunk.
+    """
+    chunk = settings.chunk_size
+    if chunk is None or (length % chunk == 0 and chunk % context == 0):
+        return settings, []
+    fitting = range(context, min(chunk, length) + 1, context)
+    fits = max((size for size in fitting if length % size == 0), default=None)
+    if fits is None:
+        return settings, []
+    over = f" over Mesh.context={context}" if context > 1 else ""
+    note = (
+        f"Loss.chunk_size={chunk} does not divide a sequence of {length}{over}: taken as {fits}, "
+        "the nearest below that does (it bounds memory and changes no number)"
+    )
+    return dataclasses.replace(settings, chunk_size=fits), [note]
+
+
+def losses(
+    logits: jax.Array, targets: jax.Array, mask: jax.Array, settings: Loss, *, train: bool
+) -> jax.Array:
+    """The cross entropy of the targets that count times their mask, float32 of the targets' shape.
+
+    What stands at the others, and what the model said there, is in no result and in no gradient.
+
+    Args:
+      logits: [..., V]; finite where the mask is 0 too.
+      targets: int32 [...].
+      mask: float32 [...], a loss mask.
+      settings: what is added to the cross entropy.
+      train: whether it is: evaluation is without.
+    """
+    counts = mask != 0
+    of_targets = cross_entropy(
+        logits,
+        jnp.where(counts, targets, 0),
+        z_weight=settings.z_weight if train else 0.0,
+        label_smoothing=settings.label_smoothing if train else 0.0,
+    )
+    # A choice, not only a product: 0 x NaN is NaN.
+    return jnp.where(counts, of_targets, 0.0) * mask
+
+
+def refuse(settings: Loss, *, length: int, context: int) -> Iterator[str]:
+    """A sentence where no chunk is like the one asked for; arguments as of `settle`."""
+    chunk = settings.chunk_size
+    if chunk is None:
+        return
+    if length % chunk:
+        yield (
+            f"Loss.chunk_size={chunk} does not divide TextData.sequence_length={length}; "
+            f"the nearest is {nearest_divisor(length, chunk)}"
+        )
+    elif chunk % context:
+        fitting = [d for d in range(context, length + 1, context) if length % d == 0]
+        nearest = min(fitting, key=lambda d: abs(d - chunk)) if fitting else None
+        yield (
+            f"Loss.chunk_size={chunk} does not divide over Mesh.context={context}; the nearest is "
+            f"{nearest}"
+        )
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, *, z_weight: float = 0.0, label_smoothing: float = 0.0
+) -> jax.Array:
+    """-log softmax(logits)[target], float32 of the targets' shape.
+
+    Args:
+      logits: [..., V], any float dtype; V may be sharded.
+      targets: int32 [...].
+      z_weight: as in Loss.
+      label_smoothing: as in Loss.
+    """
+    axes = ("batch", "length", "vocab") if logits.ndim == 3 else ("batch", "classes")
+    logits = logits.astype(jnp.float32)
+    classes = shard(jnp.arange(logits.shape[-1]), axes[-1:])
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    log_partition = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
+    target_logit = _at(targets, logits, classes)
+    if label_smoothing:
+        target_logit = (1 - label_smoothing) * target_logit + label_smoothing * logits.mean(-1)
+    losses = log_partition - target_logit
+    if z_weight:
+        losses += z_weight * jnp.square(log_partition)
+    return losses
+
+
+def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """logits[..., target], float32 of the targets' shape.
+
+    Args:
+      targets: int32 [...].
+      logits: float32 [..., V].
+      classes: 0 to V - 1, split as the logits are.
+    """
+    platform = platform_of(jax.sharding.get_abstract_mesh())
+    if platform == "tpu" or jax.typeof(classes).sharding.spec[0] is not None:
+        # A gather along a sharded vocabulary would make XLA collect the logits; this is summed by
+        # each device and then over the tensor axis.
+        return _where_target(targets, logits, classes).sum(-1)
+    return _picked(targets, logits, classes)
+
+
+def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.Array:
+    """x at the targets' places, 0 elsewhere."""
+    # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes an
+    # array of the logits' size that every chunk reads.
+    zero = 0.0 * targets[..., None].astype(jnp.float32)
+    return jnp.where(targets[..., None] == classes, x, zero)
+
+
+@jax.custom_vjp
+def _picked(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """As `_at`; its gradient is no scatter into zeros, but fused into the rest of the logits'."""
+    del classes
+    return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+
+def _picked_backward(kept: tuple, gradient: jax.Array) -> tuple:
+    targets, classes = kept
+    return None, _where_target(targets, gradient[..., None], classes), None
+
+
+_picked.defvjp(lambda t, logits, c: (_picked(t, logits, c), (t, c)), _picked_backward)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite for a loss above 709, whose perplexity no float64 holds."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))

@@ -1,0 +1,36 @@
+"""Each token's next one, told from those before it in its document: language models."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import Model
+from jaxtrain.nn.transformer import Transformer
+from jaxtrain.training.objectives.losses import Loss, Sums, perplexity
+from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
+
+
+class NextToken(TokenObjective):
+    """Cross entropy of the next token: nats a target, and their perplexity."""
+
+    name: ClassVar[str] = "next_token"
+    causal: ClassVar[bool] = True
+
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """The same."""
+        del model
+        return dataset
+
+    def of_hidden(
+        self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """`loss`."""
+        return {"loss": token_loss(model, h_BTD, batch, settings, train=train)}
+
+    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """`eval_loss` and `eval_perplexity`."""
+        loss = sums["loss"] / sums["weight"]
+        return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}

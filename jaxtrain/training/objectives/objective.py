@@ -1,0 +1,162 @@
+"""What a model is trained to do: the interface of every objective, and how one is found by name."""
+
+import abc
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar, final
+
+import jax
+import jax.numpy as jnp
+
+import jaxtrain.training.objectives
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import Inputs, Model
+from jaxtrain.nn.execution import Execution
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.objectives.losses import Loss, Sums
+
+# The modules that it trains.
+M = TypeVar("M")
+
+
+class Objective(abc.ABC, Generic[M]):
+    """The batch that a model learns from, what is summed over it, and what becomes of the sums.
+
+    Sums, not means: microbatches, stages and processes add theirs, and one division by the global
+    batch's counts follows, so that a token weighs the same wherever it lands. A sum is called what
+    its mean is called among the metrics.
+
+    Attributes:
+      name: what a model's `objective` says.
+      inputs: what a batch's inputs are; the same as its models'.
+      minimised: the sums whose means, added up, the gradient is of; those that a model gives.
+    """
+
+    name: ClassVar[str]
+    inputs: ClassVar[Inputs]
+    minimised: ClassVar[tuple[str, ...]] = ("loss",)
+
+    @abc.abstractmethod
+    def refuse_model(self, model: Model) -> Iterator[str]:
+        """Why a model, which names this objective, cannot be trained to it."""
+
+    @abc.abstractmethod
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """What is learned from, out of what a data source opened: the same, or examples of another
+        form made of its own.
+
+        Args:
+          dataset: the opened data.
+          model: the model's settings.
+
+        Raises:
+          UserError: the model cannot take these data.
+        """
+
+    @abc.abstractmethod
+    def counts(self, batch: Batch) -> Sums:
+        """What sums over a batch are divided by, float32 scalars: `weight`, which says how much its
+        targets count together, and more by name."""
+
+    @abc.abstractmethod
+    def over(self, name: str) -> str:
+        """The count that the mean of a sum is over."""
+
+    @abc.abstractmethod
+    def sums(
+        self,
+        model: M,
+        statistics: Any,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> tuple[Sums, Any]:
+        """The forward pass: float32 sums over a batch, and the new running statistics.
+
+        Args:
+          model: the module, its parameters in the dtype to compute with.
+          statistics: its running statistics.
+          batch: all rows, or a microbatch of them.
+          execution: how the mathematics is run.
+          settings: the loss's.
+          train: whether the loss carries its training terms.
+        """
+
+    @abc.abstractmethod
+    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+        """Why a batch of one's own cannot be learned from, but for the number of its rows.
+
+        Args:
+          batch: whatever its fields hold; see `own_batch` for what is looked at.
+          model: the model's settings.
+          settings: the loss's.
+          layout: where the batch goes.
+        """
+
+    @abc.abstractmethod
+    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples."""
+
+    @final
+    def refuse_inputs(self, model: Model) -> Iterator[str]:
+        """A model that reads something else than this is made of."""
+        if model.inputs != self.inputs:
+            name = type(model).__name__
+            yield (
+                f"{name}.objective={self.name!r} learns from {self.inputs}, but {name}.inputs="
+                f"{model.inputs!r}; name another objective, or give {name} such inputs"
+            )
+
+    @final
+    def total(self, sums: Sums, scales: Sums) -> jax.Array:
+        """What is minimised: each such sum times the scale of what it is divided by.
+
+        Args:
+          sums: of the batch or of a part of it; those that are metrics alone are left out.
+          scales: for each count, a factor over the global batch's.
+        """
+        return sum(
+            (sums[name] * scales[self.over(name)] for name in self.minimised if name in sums),
+            start=jnp.zeros(()),
+        )
+
+    @final
+    def means(self, sums: Sums, counts: Sums) -> Sums:
+        """The metrics of a batch with these sums and counts; 0 where nothing counts."""
+        return {name: value / at_least_one(counts[self.over(name)]) for name, value in sums.items()}
+
+
+def at_least_one(count: jax.Array) -> jax.Array:
+    """What a sum of this count is divided by: a batch without any target has a loss of 0."""
+    return jnp.maximum(count, 1.0)
+
+
+@functools.cache
+def objective_named(name: str) -> Objective:
+    """The objective that a model's `objective` names, out of the files of this package.
+
+    Raises:
+      UserError: no file has one of this name.
+    """
+    found = {objective.name: objective for objective in _objectives()}
+    if name not in found:
+        raise UserError(
+            f"objective {name!r}: there are {', '.join(sorted(found))}{did_you_mean(name, found)}"
+        )
+    return found[name]
+
+
+def _objectives() -> Iterator[Objective]:
+    package = jaxtrain.training.objectives
+    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        module = importlib.import_module(info.name)
+        for cls in vars(module).values():
+            own = isinstance(cls, type) and cls.__module__ == module.__name__
+            if own and issubclass(cls, Objective) and not cls.__abstractmethods__:
+                yield cls()

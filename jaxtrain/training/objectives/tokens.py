@@ -1,0 +1,177 @@
+"""What objectives over sequences of tokens share: the way through a model's layers, and their loss.
+
+Letters: B batch, T length, D embed, V vocab.
+"""
+
+import abc
+from collections.abc import Iterator
+from typing import Any, ClassVar, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import nearest_multiple
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Inputs, Model, TokenModel, token_model
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.context import along_context
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.products.contract import operands
+from jaxtrain.nn.transformer import LOGITS, Transformer, hidden, logits
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.objectives.chunks import over_chunks
+from jaxtrain.training.objectives.losses import Loss, Sums, losses
+from jaxtrain.training.objectives.objective import Objective
+from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+
+RESIDUAL = ("batch", "residual_length", "embed")
+
+
+class TokenObjective(Objective[Transformer]):
+    """An objective over the finished hidden states of a `Transformer`.
+
+    Its parts are what a pipeline puts between its stages. Counts: `weight`, the targets that count,
+    for what it sums itself; `tokens`, those of documents, for what the layers sum beside their
+    activations, since every token goes through them whether a target counts there or not.
+
+    Attributes:
+      causal: whether a token sees only those before it.
+      own: the sums of `of_hidden`; all others are the layers'.
+    """
+
+    inputs: ClassVar[Inputs] = "tokens"
+    minimised: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
+    causal: ClassVar[bool]
+    own: ClassVar[tuple[str, ...]] = ("loss",)
+
+    @abc.abstractmethod
+    def of_hidden(
+        self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """The sums `own` of what the last layer gave."""
+
+    @final
+    def refuse_model(self, model: Model) -> Iterator[str]:
+        """One that does not read tokens, or that says of its attention what this mask is not."""
+        yield from self.refuse_inputs(model)
+        if model.attention is not None and model.attention.causal != self.causal:
+            name = type(model).__name__
+            yield (
+                f"{name}.attention has causal={model.attention.causal}, but {name}.objective="
+                f"{self.name!r} has causal={self.causal}; let both be the same"
+            )
+
+    @final
+    def mask(self, batch: Batch) -> Mask:
+        """Which tokens see which: of their own document alone."""
+        return Mask(
+            causal=self.causal, segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids
+        )
+
+    @final
+    def arranged(self, batch: Batch, execution: Execution) -> Batch:
+        """A batch laid out over the mesh as activations are: rows, and places over context."""
+        method = execution.context_parallel
+        return jax.tree.map(lambda x_BT: along_context(x_BT, method), batch)
+
+    @final
+    def counts(self, batch: Batch) -> Sums:
+        """`weight` and `tokens`."""
+        return {"weight": batch.loss_mask.sum(), "tokens": _tokens(batch)}
+
+    @final
+    def over(self, name: str) -> str:
+        """`weight` for the sums of its own, `tokens` for the layers'."""
+        return "weight" if name in self.own else "tokens"
+
+    @final
+    def sums(
+        self,
+        model: Transformer,
+        statistics: Any,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> tuple[Sums, Any]:
+        """As in Objective: those of the hidden states, and the layers'."""
+        batch = self.arranged(batch, execution)
+        assert batch.positions is not None, "a batch of text has positions"
+        h_BTD, _, of_layers = hidden(
+            model, batch.inputs, batch.positions, self.mask(batch), execution
+        )
+        own = self.of_hidden(model, h_BTD, batch, settings, train=train)
+        return {**own, **of_layers}, statistics
+
+    @final
+    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+        """Five fields [B, T], of which segment_ids may be None, of tokens that the model has.
+
+        Inputs are looked at everywhere, in padding too; targets where they count.
+        """
+        found = list(refuse_form(batch, "inputs", "int32", ("B", "T")))
+        if not found:
+            shape = batch.inputs.shape
+            found += refuse_form(batch, "targets", "int32", shape)
+            found += refuse_form(batch, "loss_mask", "float32", shape)
+            found += refuse_form(batch, "positions", "int32", shape)
+            if batch.segment_ids is not None:
+                found += refuse_form(batch, "segment_ids", "int32", shape)
+        if not found:
+            length = batch.inputs.shape[1]
+            found += _refuse_length(length, token_model(model), settings, layout)
+        if not found:
+            found += _refuse_tokens(batch, token_model(model))
+        yield from found
+
+
+def _refuse_length(length: int, model: TokenModel, settings: Loss, layout: Layout) -> Iterator[str]:
+    said = f"Batch.inputs has sequences of {length} tokens"
+    if length > model.context_length:
+        name = type(model).__name__
+        yield f"{said}; use at most {model.context_length} ({name}.context_length)"
+    for of, parts in (
+        ("the devices that split a sequence", layout.size(layout.activation(RESIDUAL)[1])),
+        ("Loss.chunk_size", settings.chunk_size or 1),
+    ):
+        if length % parts:
+            nearest = nearest_multiple(length, parts)
+            yield f"{said}, no multiple of {parts} ({of}); the nearest is {nearest}"
+
+
+def _refuse_tokens(batch: Batch, model: TokenModel) -> Iterator[str]:
+    name, last = type(model).__name__, model.vocab_size - 1
+    of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
+    of_context = f" ({name}.context_length={model.context_length})"
+    yield from refuse_values(batch, "loss_mask", 0, None)
+    yield from refuse_values(batch, "inputs", 0, last, why=of_vocabulary)
+    yield from refuse_values(batch, "targets", 0, last, why=of_vocabulary, counted=True)
+    yield from refuse_values(batch, "positions", 0, model.context_length - 1, why=of_context)
+    yield from refuse_values(batch, "segment_ids", 0, None)
+
+
+def token_loss(
+    model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+) -> jax.Array:
+    """The sum of the cross entropies of a batch's targets: output matrix and softmax."""
+    mask_BT = batch.loss_mask
+
+    def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        return losses(logits_BTV, targets_BT, mask_BT, settings, train=train)
+
+    with jax.named_scope("loss"):
+        # A hidden state that is not finite, where nothing counts, would reach the output matrix's
+        # gradient as 0 x NaN.
+        h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
+        if settings.chunk_size is None:
+            return of_logits(logits(model, h_BTD), batch.targets, mask_BT).sum()
+        h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
+        return over_chunks(of_logits, settings.chunk_size, h_BTD, matrix_VD, batch.targets, mask_BT)
+
+
+def _tokens(batch: Batch) -> jax.Array:
+    """How many tokens are a document's."""
+    if batch.segment_ids is None:
+        return jnp.asarray(batch.inputs.size, jnp.float32)
+    return (batch.segment_ids != 0).sum(dtype=jnp.float32)

@@ -1,0 +1,1 @@
+"""Update rules, their schedules and what they keep."""

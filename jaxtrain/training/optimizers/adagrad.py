@@ -1,0 +1,63 @@
+"""Adagrad: divided by the root of all squares so far."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.training.optimizers.matrices import decay_matrices
+from jaxtrain.training.optimizers.moments import Moments, keep_moments
+from jaxtrain.training.optimizers.rule import Kept, Rule
+
+
+class Squares(NamedTuple):
+    """The state.
+
+    Attributes:
+      total: sum of the gradients' squares.
+    """
+
+    total: Any
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adagrad(Rule):
+    """Adagrad (Duchi et al., JMLR 12, 2011): g / (sqrt(sum of g^2) + epsilon), decay in the
+    gradient.
+
+    Attributes:
+      epsilon: what the denominator is at least.
+    """
+
+    name: ClassVar[str] = "adagrad"
+    epsilon: float = 1e-10
+
+    def __post_init__(self) -> None:
+        refuse_not_positive(self, "epsilon")
+
+    def chain(
+        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+    ) -> list[optax.GradientTransformation]:
+        return [
+            decay_matrices(weight_decay),
+            keep_moments(optax.GradientTransformation(_init, self._update), moments),
+            optax.scale_by_learning_rate(rate),
+        ]
+
+    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
+        return (Kept(shape, axes),)
+
+    def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        total = jax.tree.map(lambda s, g: s + g * g, state.total, updates)
+        updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + self.epsilon), updates, total)
+        return updates, Squares(total)
+
+
+def _init(params: Any) -> Squares:
+    return Squares(jax.tree.map(jnp.zeros_like, params))

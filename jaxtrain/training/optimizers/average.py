@@ -1,0 +1,75 @@
+"""A moving average of the parameters, kept in the optimizer's state."""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Evaluated(abc.ABC):
+    """A part of an optimizer's state that evaluation and generation take other parameters from."""
+
+    @abc.abstractmethod
+    def evaluated(self, params: Any) -> Any:
+        """What they use in place of the parameters, float32; laid out as the optimizer's state."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Average(Evaluated):
+    """The state of `keep_average`.
+
+    Attributes:
+      count: int32 scalar, updates averaged over.
+      params: the average, float32, in the form of the parameters; before the first update they
+        themselves.
+    """
+
+    count: jax.Array
+    params: Any
+
+    def evaluated(self, params: Any) -> Any:
+        """The average."""
+        del params
+        return self.params
+
+
+def keep_average(decay: float) -> optax.GradientTransformation:
+    """Passes updates on, and averages the parameters that they lead to: the chain's last part.
+
+    After t updates the average is sum_i decay^(t-i) p_i / sum_i decay^(t-i) over i = 1..t: Polyak
+    averaging with exponential weights, debiased as Adam's moments are (arXiv 1412.6980, section 3),
+    so that the first parameters, which nobody trained, have no part in it.
+
+    Args:
+      decay: above 0, below 1.
+    """
+
+    def init(params: Any) -> Any:
+        return Average(jnp.zeros((), jnp.int32), _float32(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        assert params is not None, "the average is over parameters"
+        after = _float32(optax.apply_updates(params, updates))
+        # (1 - decay) / (1 - decay^t), the weight of p_t: 1 for the first. Written with expm1,
+        # because decay^t is next to 1 and float32 has seven digits.
+        count = state.count + 1
+        weight = (1 - decay) / -jnp.expm1(count * math.log(decay))
+        average = jax.tree.map(lambda old, new: old + weight * (new - old), state.params, after)
+        return updates, Average(count, average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged(opt_state: optax.OptState, params: Any) -> Any | None:
+    """The parameters that evaluation takes from an optimizer's state, float32; None: from none."""
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
+    return next((p.evaluated(params) for p in parts if isinstance(p, Evaluated)), None)
+
+
+def _float32(params):  # noqa: ANN001, ANN202
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)

@@ -1,0 +1,57 @@
+"""LARS: momentum with each matrix's step in proportion to its size, for large batches of images."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.nn.precision import is_matrix
+from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.training.optimizers.matrices import each, norm, ratio
+from jaxtrain.training.optimizers.moments import Moments, keep_moments
+from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LARS(Rule):
+    """LARS (arXiv 1708.03888): momentum over (g + decay w) times the learning rate and, of a
+    matrix, times trust |w| / (|g| + decay |w|).
+
+    Attributes:
+      momentum: decay rate of the sum of updates.
+      trust: how far a matrix moves in a step, relative to its size and before the learning rate.
+    """
+
+    name: ClassVar[str] = "lars"
+    momentum: float = 0.9
+    trust: float = 0.001
+
+    def __post_init__(self) -> None:
+        refuse_rate(self, "momentum")
+        refuse_not_positive(self, "trust")
+
+    def chain(
+        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+    ) -> list[optax.GradientTransformation]:
+        def one(gradient: Any, param: Any) -> Any:
+            if not is_matrix(param):
+                return gradient
+            g, w = gradient.get_value(), param.get_value().astype(jnp.float32)
+            axes = logical_axes(param)
+            size = norm(w, axes)
+            local = ratio(self.trust * size, norm(g, axes) + weight_decay * size)
+            return gradient.replace(local * (g + weight_decay * w))
+
+        # The learning rate first: a momentum remembers the rates that its parts had.
+        return [
+            optax.stateless(lambda updates, params: each(one, updates, params)),
+            optax.scale_by_learning_rate(rate),
+            keep_moments(optax.trace(self.momentum), moments),
+        ]
+
+    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
+        return (Kept(shape, axes),)

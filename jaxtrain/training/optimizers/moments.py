@@ -1,0 +1,165 @@
+"""The optimizer's moments in the dtype asked for; in bfloat16 they are rounded stochastically.
+
+bfloat16 has 8 bits of precision. A second moment moves by at most (1 - b2) of itself towards a
+steady gradient's square: with b2 = 0.999 that is less than half of its last bit, so that rounding
+to the nearest number leaves it where it is for ever. Stochastic rounding goes to either neighbour
+with the probability that makes the expected value the exact one (arXiv 1502.02551, section 2).
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+
+Moments = Literal["float32", "bfloat16"]
+
+
+class Rounded(NamedTuple):
+    """The state of a rule whose moments are kept in bfloat16.
+
+    Attributes:
+      count: int32 scalar, updates so far: no two round alike.
+      rule: the rule's own state.
+    """
+
+    count: jax.Array
+    rule: Any
+
+
+def keep_moments(
+    rule: optax.GradientTransformation, dtype: Moments
+) -> optax.GradientTransformationExtraArgs:
+    """The rule with its moments kept in `dtype`, whatever the parameters'; it computes in float32.
+
+    The update is that of the moments before they are rounded. The random bits are a hash of the
+    update's number and of the element's name and place in the whole array, so that they are the
+    same on every mesh and after every restart.
+
+    Args:
+      rule: an update rule, its state a NamedTuple of moments, trees of arrays with named axes, and
+        of scalars such as a count.
+      dtype: of the moments at rest.
+    """
+
+    def init(params: Any) -> Any:
+        state = rule.init(_cast(params, jnp.float32))
+        if dtype == "float32":
+            return state
+        return Rounded(jnp.zeros((), jnp.int32), _cast(state, jnp.bfloat16))
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        layers: Sequence[int] | None = None,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        """As optax's; `layers` says which layer stands at each place of stacked arrays, if not the
+        place's own (in a pipeline)."""
+        del extra
+        if dtype == "float32":
+            return rule.update(updates, state, params)
+        updates, exact = rule.update(updates, _cast(state.rule, jnp.float32), params)
+        return updates, Rounded(state.count + 1, _round_all(exact, state.count, layers))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def refuse(dtype: Moments, *, exchange: str) -> Iterator[str]:
+    """A sentence where moments of this dtype do not go with this method of exchange."""
+    if dtype == "bfloat16" and exchange == "local_sgd":
+        yield (
+            "Optimizer.moments='bfloat16' with Exchange.method='local_sgd': the mean of replicas' "
+            "moments would be rounded to the nearest number, which a slow moment never leaves; "
+            "use Optimizer.moments='float32', or Exchange.method='diloco', which averages none"
+        )
+
+
+def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """One of the two bfloat16 neighbours of each number; over all bits, the number on average.
+
+    bfloat16 is the upper half of a float32. The lower half, in 65,536ths of the step between the
+    neighbours, is how far the number is from the one nearer zero; with as many random bits added
+    it carries into the upper half just so often. What is a bfloat16 already stays.
+
+    Args:
+      x: float32.
+      bits: uint32 like x, uniform below 2**16.
+    """
+    exact = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    upper = (exact + bits) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(upper, jnp.float32)
+    # The sum would make another number out of a NaN; infinity has nothing to carry.
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def _round_all(state: Any, count: jax.Array, layers: Sequence[int] | None) -> Any:
+    """A rule's float32 state with its moments in bfloat16."""
+
+    def rounding(moment: int) -> Callable[[Any, Any], Any]:
+        def one(path: Any, variable: Any) -> Any:
+            value = variable.get_value()
+            name = zlib.crc32(jax.tree_util.keystr(path).encode(), moment // 2)
+            key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(name))
+            stacked = logical_axes(variable)[:1] == ("layers",)
+            index = _index(value, layers if stacked else None)
+            # Two moments of an element take their halves of one number: hashed once for the two.
+            bits = (_mix(index ^ key) >> 16 * (moment % 2)) & jnp.uint32(0xFFFF)
+            return variable.replace(round_to_bfloat16(value, bits))
+
+        return one
+
+    moments = [name for name in state._fields if _is_moment(getattr(state, name))]
+    rounded = {
+        name: jax.tree_util.tree_map_with_path(
+            rounding(number), getattr(state, name), is_leaf=is_variable
+        )
+        for number, name in enumerate(moments)
+    }
+    return state._replace(**rounded)
+
+
+def _is_moment(field: Any) -> bool:
+    return any(is_variable(leaf) for leaf in jax.tree.leaves(field, is_leaf=is_variable))
+
+
+def _index(x: jax.Array, layers: Sequence[int] | None) -> jax.Array:
+    """Each element's place in the array, row by row, modulo 2**32; laid out as the array is."""
+    sharding = jax.typeof(x).sharding
+    layout = {} if sharding.mesh.empty else {"out_sharding": sharding}
+    index = jnp.zeros((), jnp.uint32)
+    for dim in range(x.ndim):
+        stride = int(np.prod(x.shape[dim + 1 :], dtype=np.uint64)) % 2**32
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim, **layout)
+        if dim == 0 and layers is not None:
+            order = np.array(layers).astype(np.uint32).reshape(-1, *(1,) * (x.ndim - 1))
+            place = jnp.zeros_like(place) + order
+        index = index + place * jnp.uint32(stride)
+    return index
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A permutation of the 32-bit numbers in which each bit depends on all others.
+
+    Three shifts and two products, out of a search for the least bias (C. Wellons, "Prospecting for
+    hash functions", lowbias32 of 2022).
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    """The named arrays of a tree in this dtype; scalars beside them stay as they are."""
+    return jax.tree.map(
+        lambda x: x.replace(x.get_value().astype(dtype)) if is_variable(x) else x,
+        tree,
+        is_leaf=is_variable,
+    )

@@ -1,0 +1,161 @@
+"""The learning rate over time."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.reader import configurable
+
+# What a schedule does with decay_steps: it ends the run, it may be any length, it has to be given.
+_TO_THE_END, _OF_ANY_LENGTH = ("wsd",), ("linear", "cosine", "polynomial", "one_cycle")
+_IN_CYCLES = ("warm_restarts",)
+# Where one_cycle begins, as a fraction of the peak: PyTorch's div_factor.
+_FIRST_OF_ONE_CYCLE = 1 / 25
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over time, as a fraction of Optimizer.learning_rate, its peak.
+
+    Steps count from 1. The warm-up's step s has s / warmup_steps of the peak, so that its first
+    step is not lost and its last has the peak; without a warm-up step 1 has it. A decay goes on
+    from there, and its last step has final_fraction of the peak: in the run's last step, unless
+    decay_steps says otherwise.
+
+    Attributes:
+      name: what comes after the warm-up: 'constant'; 'linear', 'cosine' (half a wave) or
+        'polynomial' decay; 'wsd': constant, then linear decay over the run's last decay_steps
+        (arXiv 2404.06395); 'inverse_sqrt': sqrt(warmup_steps / s), at least final_fraction
+        (arXiv 1706.03762); 'one_cycle': as 'cosine', the warm-up too half a wave, from 1/25
+        (arXiv 1708.07120, its momentum left alone); 'warm_restarts': 'cosine' again and again,
+        decay_steps each, the next step at the peak (arXiv 1608.03983).
+      warmup_steps: steps of linear growth. A shorter run grows as far as it goes.
+      final_fraction: the fraction that decay ends at.
+      decay_steps: the length of a decay. Of linear, cosine, polynomial and one_cycle: counted from
+        the peak, later steps stay at final_fraction; 0 is to the run's last step. With it a run
+        that is made longer keeps its learning rates.
+      power: of polynomial: (1 - progress)^power.
+    """
+
+    name: Literal[
+        "constant", "linear", "cosine", "polynomial", "wsd", "inverse_sqrt", "one_cycle",
+        "warm_restarts",
+    ] = "cosine"  # fmt: skip
+    warmup_steps: int = 0
+    final_fraction: float = 0.1
+    decay_steps: int = 0
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "warmup_steps", "decay_steps")
+        if not 0 <= self.final_fraction <= 1:
+            raise UserError(f"Schedule.final_fraction={self.final_fraction}; use 0 to 1")
+        if not self.power > 0:
+            raise UserError(f"Schedule.power={self.power}; use a number above 0")
+        if self.name != "polynomial" and self.power != type(self).power:
+            raise UserError(
+                f"Schedule.power={self.power} does nothing for Schedule.name={self.name!r}; leave "
+                f"it at {type(self).power} or set Schedule.name='polynomial'"
+            )
+        needs = self.name in (*_TO_THE_END, *_IN_CYCLES)
+        if needs and not self.decay_steps:
+            raise UserError(
+                f"Schedule.name={self.name!r} with Schedule.decay_steps=0; say how many steps "
+                "decay, such as a tenth of Train.steps"
+            )
+        if self.decay_steps and not needs and self.name not in _OF_ANY_LENGTH:
+            raise UserError(
+                f"Schedule.decay_steps={self.decay_steps} does nothing for Schedule.name="
+                f"{self.name!r}, which does not end; use 0"
+            )
+
+    @property
+    def top(self) -> int:
+        """The first step that has the peak, in a run that is long enough."""
+        return max(self.warmup_steps, 1)
+
+    def decay_of(self, steps: int) -> tuple[int, int]:
+        """The last step before the decay of a run of so many steps, and the decay's length."""
+        if self.name in _TO_THE_END:
+            start = max(self.top, steps - self.decay_steps)
+            return start, max(steps - start, 0)
+        return self.top, self.decay_steps or max(steps - self.top, 0)
+
+    def with_same_decay(self, steps: int) -> "Schedule":
+        """The schedule with which a longer run has the rates that a run of so many steps has."""
+        if self.name not in _OF_ANY_LENGTH:
+            return self
+        return dataclasses.replace(self, decay_steps=self.decay_of(steps)[1])
+
+
+def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the steps already taken: of s - 1 it is that of step s.
+
+    Args:
+      settings: the shape.
+      peak: the learning rate at the end of the warm-up.
+      steps: optimizer steps of the whole run.
+    """
+    start, length = settings.decay_of(steps)
+
+    def rate(count: Any) -> jax.Array:
+        step = jnp.asarray(count) + 1
+        grown = jnp.minimum(step / settings.top, 1.0)
+        if settings.name == "one_cycle":
+            progress = jnp.clip((step - 1) / max(settings.top - 1, 1), 0.0, 1.0)
+            wave = _FIRST_OF_ONE_CYCLE + (1 - _FIRST_OF_ONE_CYCLE) * _rise(progress)
+            grown = jnp.where(step < settings.top, wave, 1.0)
+        return peak * grown * _fraction(settings, step, start, length)
+
+    return rate
+
+
+def notes(settings: Schedule, steps: int) -> Iterator[str]:
+    """What someone should know of a schedule in a run of so many steps."""
+    warmup, decay = settings.warmup_steps, settings.decay_steps
+    if warmup > steps:
+        yield (
+            f"Schedule.warmup_steps={warmup} is more than Train.steps={steps}: the learning rate "
+            f"grows to {steps / warmup:.0%} of Optimizer.learning_rate, and the run ends there"
+        )
+    elif settings.name in _TO_THE_END and warmup + decay > steps:
+        yield (
+            f"Schedule.warmup_steps={warmup} + Schedule.decay_steps={decay} is more than "
+            f"Train.steps={steps}: the learning rate decays over {settings.decay_of(steps)[1]} "
+            "steps"
+        )
+
+
+def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> jax.Array:
+    """What decay has left of the peak; 1 up to step `start`."""
+    final = settings.final_fraction
+    if settings.name == "constant":
+        return jnp.ones(())
+    if settings.name == "inverse_sqrt":
+        return jnp.maximum(jnp.sqrt(start / jnp.maximum(step, start)), final)
+    if settings.name in _IN_CYCLES:
+        since = jnp.maximum(step - start, 0) % (length + 1)
+    else:
+        since = jnp.clip(step - start, 0, length)
+    progress = since / max(length, 1)
+    match settings.name:
+        case "linear" | "wsd":
+            left = 1 - progress
+        case "polynomial":
+            left = (1 - progress) ** settings.power
+        case _:
+            left = 1 - _rise(progress)
+    # Both ends exactly: a difference times what is left would round.
+    return left + final * (1 - left)
+
+
+def _rise(progress: jax.Array) -> jax.Array:
+    """Half a wave from 0 to 1."""
+    return (1 - jnp.cos(math.pi * progress)) / 2

@@ -1,0 +1,123 @@
+"""Schedule-free AdamW: an average of the iterates in place of a decaying learning rate."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.training.optimizers.average import Evaluated
+from jaxtrain.training.optimizers.matrices import decay_matrices
+from jaxtrain.training.optimizers.moments import Moments, keep_moments
+from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["taken", "weight", "largest", "z"],
+    meta_fields=["b1"],
+)
+@dataclasses.dataclass(frozen=True)
+class Iterates(Evaluated):
+    """The state beside the second moment.
+
+    Attributes:
+      taken: the updates so far.
+      weight: float32 scalar, sum of the weights of the iterates averaged.
+      largest: float32 scalar, the largest learning rate so far.
+      z: the iterates, float32, in the form of the parameters.
+      b1: how far the parameters lie from z towards the average.
+    """
+
+    taken: optax.ScaleByScheduleState
+    weight: jax.Array
+    largest: jax.Array
+    z: Any
+    b1: float
+
+    def evaluated(self, params: Any) -> Any:
+        """The average x of the iterates; the parameters are (1 - b1) z + b1 x."""
+
+        def one(y: jax.Array, z: jax.Array) -> jax.Array:
+            return _average(_as(y.astype(jnp.float32), z), z, self.b1)
+
+        return jax.tree.map(one, params, self.z)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleFree(Rule):
+    """Schedule-free AdamW (arXiv 2405.15682): gradients are taken between the iterates z, which
+    move by AdamW without its mean, and their average x, which is evaluated and generated with. For
+    Schedule.name = 'constant' with a warm-up.
+
+    Attributes:
+      b1: the parameters that gradients are taken at are (1 - b1) z + b1 x.
+      b2: decay rate of the mean of the gradient's square.
+      epsilon: what the denominator is at least.
+    """
+
+    name: ClassVar[str] = "schedule_free"
+    averages: ClassVar[bool] = True
+    b1: float = 0.9
+    b2: float = 0.999
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        refuse_rate(self, "b1", "b2")
+        refuse_not_positive(self, "b1", "epsilon")
+
+    def chain(
+        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+    ) -> list[optax.GradientTransformation]:
+        scaled = optax.scale_by_rms(self.b2, self.epsilon, eps_in_sqrt=False, bias_correction=True)
+        return [
+            keep_moments(scaled, moments),
+            decay_matrices(weight_decay),
+            _average_iterates(rate, self.b1),
+        ]
+
+    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
+        return Kept(shape, axes), Kept(shape, axes, exact=True)
+
+
+def _average_iterates(rate: optax.Schedule, b1: float) -> optax.GradientTransformation:
+    """From a direction, taken at the parameters y, to y's next move."""
+
+    def init(params: Any) -> Any:
+        z = jax.tree.map(lambda y: y.astype(jnp.float32), params)
+        taken = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+        return Iterates(taken, jnp.zeros(()), jnp.zeros(()), z, b1)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        assert params is not None, "the parameters lie between the iterates and their average"
+        now = rate(state.taken.count)
+        largest = jnp.maximum(state.largest, now)
+        weight = state.weight + largest**2
+        share = jnp.where(weight > 0, largest**2 / jnp.where(weight > 0, weight, 1.0), 0.0)
+
+        def move(direction: jax.Array, z: jax.Array, y: jax.Array) -> jax.Array:
+            y = y.astype(jnp.float32)
+            x, after = _average(y, z, b1), z - now * direction
+            return (1 - b1) * after + b1 * ((1 - share) * x + share * after) - y
+
+        z = jax.tree.map(lambda z, direction: z - now * direction, state.z, updates)
+        taken = optax.ScaleByScheduleState(state.taken.count + 1)
+        moved = jax.tree.map(move, updates, state.z, params)
+        return moved, Iterates(taken, weight, largest, z, b1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _average(y: jax.Array, z: jax.Array, b1: float) -> jax.Array:
+    return (y - (1 - b1) * z) / b1
+
+
+def _as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x laid out as another array is."""
+    sharding = jax.typeof(like).sharding
+    return x if sharding.mesh.empty else jax.sharding.reshard(x, sharding)

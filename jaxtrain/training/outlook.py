@@ -1,0 +1,107 @@
+"""What is known of a run before anything runs: what refusals ask of it."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.partial import NotRead
+from jaxtrain.models.model import Model
+from jaxtrain.parallel.mesh import usable_axes
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import parameter_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """A configuration and the devices that it is for.
+
+    What is not known raises NotRead where it is asked for, what cannot be the UserError that says
+    so.
+
+    Attributes:
+      config: the configuration, which may have holes.
+      device_count: devices over all processes; None is not known.
+      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'; None is not known.
+      kind: the devices' `device_kind`; None where what they can do is not asked.
+      reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
+    """
+
+    config: Config
+    device_count: int | None = None
+    platform: str | None = None
+    kind: str | None = None
+    reads_data: bool = True
+
+    @property
+    def model(self) -> Model:
+        """The model's settings."""
+        return self.config.train.model
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return type(self.config.train.model).__name__
+
+    @property
+    def devices(self) -> int:
+        """Devices over all processes."""
+        if self.device_count is None:
+            raise NotRead
+        return self.device_count
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The layout on a mesh of names and sizes alone."""
+        return abstract_layout(self.config, self.devices)
+
+    @property
+    def layout_if_any(self) -> Layout | None:
+        """The same; None where there is no such mesh."""
+        with contextlib.suppress(NotRead, UserError):
+            return self.layout
+        return None
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of Mesh."""
+        return self.config.mesh.sizes(self.devices)
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis of the mesh; where there is none, as it was written."""
+        layout = self.layout_if_any
+        return getattr(self.config.mesh, axis) if layout is None else layout.mesh.shape[axis]
+
+    @functools.cached_property
+    def shapes(self) -> nnx.State:
+        """The model's parameters, of which no array is made."""
+        return parameter_shapes(self.model.build)
+
+    @functools.cached_property
+    def logical(self) -> set[str]:
+        """What the dimensions of the model's parameters mean."""
+        variables = jax.tree.leaves(self.shapes, is_leaf=is_variable)
+        return {axis for variable in variables for axis in logical_axes(variable)}
+
+    @property
+    def usable(self) -> list[str]:
+        """The mesh axes that can split something of the model."""
+        return usable_axes(self.logical, attends=self.model.attention is not None)
+
+    @property
+    def capacity(self) -> float | None:
+        """The capacity of the model's experts; None where they are dropless or it has none."""
+        return None if self.model.experts is None else self.model.experts.capacity_factor
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Tokens of a sequence; NotRead for images."""
+        inputs = self.config.train.data.abstract_batch(1).inputs
+        if inputs.ndim != 2:
+            raise NotRead
+        return inputs.shape[1]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules are tables, one engine runs them."""

@@ -1,0 +1,151 @@
+"""Runs any valid schedule table as one program: a scan over ticks inside `shard_map` over `pipe`.
+
+In each tick a rank does what its column of the table says, then activations and gradients move one
+stage on, along the edges that this tick uses.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.sharding import Layout, along, reshard
+from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.pipeline.parts import Parts
+from jaxtrain.training.pipeline.rank import Rank
+from jaxtrain.training.pipeline.slots import Slots, sends, slots
+from jaxtrain.training.pipeline.stages import Stages
+from jaxtrain.training.pipeline.table import Kind, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A schedule bound to a model's parts and a layout.
+
+    Attributes:
+      parts: the model.
+      schedule: the table.
+      stages: which layers each stage has.
+      layout: where everything goes, outside the pipeline.
+      with_gradient: (weights, of) -> the parameters to compute with, so that the gradient is taken
+        with respect to `of` (see `step.Program`).
+      keep_residuals: whether the forward pass keeps its residuals; else backward computes each
+        stage again from its input.
+    """
+
+    parts: Parts
+    schedule: Schedule
+    stages: Stages
+    layout: Layout
+    with_gradient: Callable[[Any, Any], Any]
+    keep_residuals: bool = False
+
+    def run(
+        self, weights: nnx.State, of: nnx.State, micros: Batch, scales: Sums
+    ) -> tuple[nnx.State, Sums]:
+        """Gradients of what the objective minimises over all microbatches, and their sums.
+
+        Args:
+          weights: parameters in the compute dtype, layers in stage order.
+          of: what the gradient is taken with respect to, like `weights`.
+          micros: the microbatches, a leading dimension of them.
+          scales: for each count of the objective, what the sums over it are multiplied by.
+
+        Returns:
+          Float32 gradients like `of`; sums over all rows. A schedule without backward actions
+          gives zeros for gradients.
+        """
+        kept = "residuals" if self.keep_residuals else "recompute"
+        table = slots(self.schedule, backward=kept)
+        columns, uniform, patterns = _columns(self.schedule, table)
+        columns = {n: jax.sharding.reshard(c, P(None, "pipe")) for n, c in columns.items()}
+        valid = None
+        if not self.stages.valid.all():
+            valid = jax.sharding.reshard(self.stages.valid, P("pipe"))
+        layers, outer = self.parts.split(weights)
+        of_layers, of_outer = self.parts.split(of)
+
+        rank = Rank(
+            self._parts(),
+            self.stages,
+            table,
+            patterns=patterns,
+            with_gradient=self.with_gradient,
+            keep_residuals=self.keep_residuals,
+        )
+
+        def body(columns: Any, *arguments: Any) -> Any:
+            rows = {name: column[:, 0] for name, column in columns.items()}
+            rows |= {name: jnp.asarray(column) for name, column in uniform.items()}
+            of_layers, of_outer, sums = rank.run(rows, *arguments)
+            by_rank = jax.tree.map(lambda total: total[None], of_outer)
+            return of_layers, by_rank, jax.lax.psum(sums, "pipe")
+
+        # What stands around the layers is gathered over pipe once a step, not once a microbatch.
+        inside = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
+        outer = reshard(outer, inside.parameter, inside)
+        of_outer = reshard(of_outer, inside.gradient, inside)
+        grads_layers, grads_outer, sums = along(
+            "pipe",
+            body,
+            columns,
+            valid,
+            layers,
+            of_layers,
+            outer,
+            of_outer,
+            micros,
+            scales,
+            out_specs=(
+                jax.tree.map(spec_of, of_layers),
+                jax.tree.map(lambda x: P("pipe", *spec_of(x)), of_outer),
+                P(),
+            ),
+        )
+        grads_outer = jax.tree.map(lambda g: g.sum(0), grads_outer)
+        return self.parts.join(grads_layers, grads_outer), sums
+
+    def _parts(self) -> Parts:
+        """Without a loop over layers where a stage's backward pass is taken apart by operations."""
+        kinds = {action.kind for _, _, action in self.schedule.actions()}
+        if not self.keep_residuals and Kind.BACKWARD_INPUT not in kinds:
+            return self.parts
+        execution = dataclasses.replace(self.parts.execution, layers_per_iteration=0)
+        return dataclasses.replace(self.parts, execution=execution)
+
+
+def spec_of(x: jax.Array) -> P:
+    """The spec in an array's type."""
+    return jax.typeof(x).sharding.spec
+
+
+def _columns(schedule: Schedule, table: Slots) -> tuple[Any, dict[str, np.ndarray], Any]:
+    """The table as arrays: per tick and rank, per tick, and the distinct patterns of edges."""
+    rank = np.arange(schedule.ranks)[None, :]
+    stage = table.chunk * schedule.ranks + rank
+    columns = {
+        "action": np.searchsorted(np.unique(table.kind), table.kind).astype(np.int32),
+        "microbatch": np.maximum(table.microbatch, 0),
+        "chunk": np.maximum(table.chunk, 0),
+        "input_slot": np.maximum(table.input_slot, 0),
+        "gradient_slot": np.maximum(table.gradient_slot, 0),
+        "residual_slot": np.maximum(table.residual_slot, 0),
+        "stash_slot": np.maximum(table.stash_slot, 0),
+        "receive_input_slot": table.receive_input_slot,
+        "receive_gradient_slot": table.receive_gradient_slot,
+        "first": (stage == 0) & (table.kind != Kind.IDLE),
+        "last": (stage == schedule.num_stages - 1) & (table.kind != Kind.IDLE),
+    }
+    uniform, patterns = {}, {}
+    for way, edges in zip(("forward", "backward"), sends(schedule), strict=True):
+        distinct = sorted({tuple(sorted(tick)) for tick in edges})
+        numbers = [distinct.index(tuple(sorted(tick))) for tick in edges]
+        uniform[f"{way}_pattern"] = np.array(numbers, np.int32)
+        patterns[way] = distinct
+    return columns, uniform, patterns

@@ -1,0 +1,119 @@
+"""Which layers stand on which stage, and the order that puts each stage's layers on its device."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+from jaxtrain.training.pipeline.schedules import cut_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The layers of a model dealt out to the stages of a pipeline.
+
+    Stage s lies on rank s mod ranks, as its chunk s // ranks. The stacked parameters are kept in
+    stage order: rank after rank, chunk after chunk, each chunk padded to the longest stage, so that
+    sharding the "layers" dimension over `pipe` gives every rank its own layers.
+
+    Attributes:
+      ranks: devices along `pipe`.
+      cut: layers of each stage, the first stage first.
+    """
+
+    ranks: int
+    cut: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Layers of the longest stage: what every chunk is padded to."""
+        return max(self.cut)
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank (virtual stages)."""
+        return len(self.cut) // self.ranks
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """The layer at each place of the stage order, -1 for padding; int32 [places]."""
+        first = np.cumsum((0, *self.cut))
+        places = []
+        for rank in range(self.ranks):
+            for chunk in range(self.chunks):
+                stage = chunk * self.ranks + rank
+                layers = range(first[stage], first[stage + 1])
+                places += [*layers, *[-1] * (self.longest - len(layers))]
+        return np.array(places, np.int32)
+
+    @functools.cached_property
+    def valid(self) -> np.ndarray:
+        """Which places hold a layer; bool [places]."""
+        return self.order >= 0
+
+    def to_stages(self, tree: Any) -> Any:
+        """Named arrays with their layers in stage order, zeros at places that hold none."""
+        return rearrange(tree, range(sum(self.cut)), self.order.tolist())
+
+    def to_layers(self, tree: Any) -> Any:
+        """Named arrays with their layers in the model's order."""
+        return rearrange(tree, self.order.tolist(), range(sum(self.cut)))
+
+
+def deal(params: nnx.State, ranks: int, chunks: int) -> Stages:
+    """The stages of a model: contiguous runs of layers, balanced by cost.
+
+    The longest stage has ceil(layers / stages) layers, so that no rank keeps more than it must;
+    within that, the stage with the output matrix gets fewer.
+
+    Args:
+      params: the parameters' shapes, in the model's order.
+      ranks: devices along `pipe`.
+      chunks: stages on each of them.
+    """
+    sizes = {True: 0, False: 0}
+    count, output = 0, 0
+    for variable in jax.tree.leaves(params, is_leaf=is_variable):
+        shape, axes = variable.get_value().shape, logical_axes(variable)
+        if is_layer(variable):
+            count = shape[0]
+        sizes[is_layer(variable)] += math.prod(shape)
+        if axes[0] == "vocab":
+            output = math.prod(shape)  # tied or not, the output matrix is one [V, D]
+    last_cost = output / (sizes[True] / count)
+    stages = ranks * chunks
+    longest = math.ceil(count / stages)
+    return Stages(ranks, cut_layers(count, stages, last_cost=last_cost, longest=longest))
+
+
+def is_layer(variable: Any) -> bool:
+    """Whether a parameter belongs to the stacked layers."""
+    return logical_axes(variable)[:1] == ("layers",)
+
+
+def rearrange(tree: Any, present: Sequence[int], wanted: Sequence[int]) -> Any:
+    """Named arrays whose layers stand in the order `present`, with them in the order `wanted`.
+
+    Args:
+      tree: parameters, or optimizer state; what has no layers stays as it is.
+      present: the layer at each place, -1 for padding.
+      wanted: likewise; padding becomes zeros.
+    """
+    places = {layer: place for place, layer in enumerate(present)}
+    # A place beyond the last is filled with zeros.
+    index = np.array([len(present) if n < 0 else places[n] for n in wanted], np.int32)
+
+    def one(variable: Any) -> Any:
+        if not (is_variable(variable) and is_layer(variable)) or list(present) == list(wanted):
+            return variable
+        value = variable.get_value()
+        return variable.replace(jnp.take(value, index, axis=0, mode="fill", fill_value=0))
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)

@@ -1,0 +1,150 @@
+"""Refuses a configuration that cannot run: every violation in one message, before any compile.
+
+Each component has a `refuse(settings, ...) -> Iterator[str]` beside it: its own settings first, the
+layout second where it asks for one, by name what else it must know; a sentence for each reason.
+This is the list of them.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.partial import NotRead
+from jaxtrain.nn import execution, experts
+from jaxtrain.nn.attention import context, kernels
+from jaxtrain.nn.products import eight_bit
+from jaxtrain.parallel import dividing, mesh, sharding
+from jaxtrain.training import corruption, guard, model_and_data, settings
+from jaxtrain.training.exchange import settings as exchange
+from jaxtrain.training.objectives import losses
+from jaxtrain.training.objectives.objective import objective_named
+from jaxtrain.training.optimizers import moments
+from jaxtrain.training.outlook import Outlook
+from jaxtrain.training.pipeline import schedules
+from jaxtrain.training.program import kernel_request
+from jaxtrain.training.settings import Config
+
+
+def check(
+    config: Config,
+    *,
+    device_count: int,
+    platform: str,
+    kind: str | None = None,
+    reads_data: bool = True,
+) -> None:
+    """Raises UserError with every reason why this configuration cannot run on these devices.
+
+    Args:
+      config: the configuration.
+      device_count: devices over all processes.
+      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'.
+      kind: the devices' `device_kind`; None where what they can do is not asked.
+      reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
+    """
+    found = _refusals(Outlook(config, device_count, platform, kind, reads_data))
+    if found:
+        raise UserError("\n".join(found))
+
+
+def also_wrong(config: Config) -> list[str]:
+    """What else is wrong with the configuration of a `ConfigError`, refused while it was read."""
+    count = None
+    with contextlib.suppress(NotRead):
+        config = settings.settled(config)
+    with contextlib.suppress(NotRead):
+        sizes = [getattr(config.mesh, axis) for axis in mesh.MESH_AXES]
+        count = config.mesh.simulated_devices or (None if -1 in sizes else math.prod(sizes))
+    return _refusals(Outlook(config, count))
+
+
+def _refusals(seen: Outlook) -> list[str]:
+    """What all parts say; a mistake hides only what cannot be asked without what it spoils."""
+    found: dict[str, None] = {}
+    for part in _PARTS:
+        try:
+            for sentence in part(seen, seen.config):
+                found[sentence] = None
+        except NotRead:
+            continue
+        except UserError as error:
+            found[str(error)] = None
+    return list(found)
+
+
+def _context(seen: Outlook, config: Config) -> Iterable[str]:
+    attention = seen.model.attention
+    if attention is None:
+        return ()
+    return context.refuse(
+        config.attention.context_parallel,
+        context=seen.size("context"),
+        length=seen.length,
+        tensor=seen.size("tensor"),
+        num_heads=attention.num_heads,
+        kernel=config.attention.kernel,
+        model=seen.name,
+    )
+
+
+def _matmul(seen: Outlook, config: Config) -> Iterable[str]:
+    return eight_bit.refuse(
+        config.precision.matmul,
+        platform=seen.platform,
+        device_kind=seen.kind,
+        model=seen.name,
+        experts=seen.model.experts is not None,
+        recurrent=any(not one.every_token for one in seen.model.cached),
+    )
+
+
+def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
+    is_split = seen.size("context") > 1
+    return schedules.refuse(
+        config.pipeline,
+        seen.size("pipe"),
+        num_layers=seen.model.layers,
+        scan=config.scan,
+        context_parallel=config.attention.context_parallel if is_split else None,
+    )
+
+
+def _scan(seen: Outlook, config: Config) -> Iterable[str]:
+    count = seen.model.layers
+    if count is None or seen.size("pipe") != 1:
+        return ()
+    written = f"{seen.name}.{seen.model.settings.get('layers', 'layers')}={count}"
+    return execution.refuse(config.scan, num_layers=count, written=written)
+
+
+def _kernel(seen: Outlook, config: Config) -> Iterable[str]:
+    request = None if seen.platform is None else kernel_request(config, seen.platform)
+    # What 'auto' chooses can do what is asked.
+    if config.attention.kernel == "auto" or request is None:
+        return ()
+    return kernels.refuse(config.attention.kernel, request)
+
+
+_PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
+    lambda seen, c: mesh.refuse(c.mesh, seen.devices, usable=seen.usable, model=seen.name),
+    lambda seen, c: sharding.refuse(c.sharding, seen.sizes, experts="experts" in seen.logical),
+    lambda seen, c: sharding.refuse_length(c.sharding, seen.sizes, length=seen.length),
+    lambda seen, c: settings.refuse(
+        c.train, seen.layout_if_any, microbatches=c.pipeline.microbatches
+    ),
+    lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
+    lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
+    lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
+    lambda seen, c: moments.refuse(c.optimizer.moments, exchange=c.exchange.method),
+    _context,
+    lambda seen, c: experts.refuse(seen.capacity, context=seen.size("context"), model=seen.name),
+    _pipeline,
+    lambda seen, c: corruption.refuse(c.corruption, seen.layout),
+    _matmul,
+    lambda seen, c: objective_named(c.train.model.objective).refuse_model(c.train.model),
+    lambda seen, c: model_and_data.refuse(c, reads_data=seen.reads_data),
+    _scan,
+    lambda seen, c: losses.refuse(c.loss, length=seen.length, context=seen.size("context")),
+    _kernel,
+)

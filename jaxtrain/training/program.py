@@ -1,0 +1,104 @@
+"""A configuration becomes the pure functions of a run."""
+
+import dataclasses
+from typing import Any
+
+from jaxtrain.models.model import reads_tokens
+from jaxtrain.nn.attention.kernels import Choice, Request, choose
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.parallel.devices import platform_of
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.objectives.objective import objective_named
+from jaxtrain.training.optimizers.optimizer import make_optimizer
+from jaxtrain.training.optimizers.schedule import make_schedule
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program
+
+
+def resolve_kernel(config: Config, platform: str) -> Choice | None:
+    """The attention kernel of a configuration on a platform: what `Attention.kernel` names, or what
+    'auto' means there; None for a model without attention.
+
+    Args:
+      config: the configuration; a Mesh.context of -1 counts as one that splits sequences.
+      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu': of the devices that it is for.
+    """
+    request = kernel_request(config, platform)
+    if request is None:
+        return None
+    kernel = config.attention.kernel
+    return choose(request) if kernel == "auto" else Choice(kernel, "as Attention.kernel says")
+
+
+def kernel_request(config: Config, platform: str) -> Request | None:
+    """What a configuration's model asks of a kernel; None where there is no attention over text."""
+    model, batch = config.train.model, config.train.data.abstract_batch(1)
+    attention = model.attention
+    if not reads_tokens(model) or attention is None:
+        return None
+    length = batch.inputs.shape[1]
+    return Request(
+        platform=platform,
+        dtype=config.precision.compute,
+        causal=attention.causal,
+        window=attention.window,
+        segment_ids=batch.segment_ids is not None,
+        cached=False,
+        head_dim=attention.key_dim,
+        T=length,
+        S=length,
+        in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
+    )
+
+
+def resolved(config: Config, platform: str) -> Config:
+    """The configuration with the name of the kernel that runs in place of 'auto'."""
+    if config.attention.kernel != "auto":
+        return config
+    choice = resolve_kernel(config, platform)
+    kernel: Any = "reference" if choice is None else choice.kernel
+    return dataclasses.replace(
+        config, attention=dataclasses.replace(config.attention, kernel=kernel)
+    )
+
+
+def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
+    """The pure functions that a configuration makes on a layout.
+
+    What 'auto' means is asked of the layout's devices, or of this process's where it has none.
+    """
+    if config.attention.kernel == "auto":
+        config = resolved(config, platform_of(layout.mesh))
+    schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
+    program = Program(
+        build=config.train.model.build,
+        objective=objective_named(config.train.model.objective),
+        optimizer=make_optimizer(config.optimizer, schedule),
+        schedule=schedule,
+        layout=layout,
+        precision=config.precision,
+        loss=config.loss,
+        execution=Execution(
+            kernel=config.attention.kernel,
+            context_parallel=config.attention.context_parallel,
+            remat=POLICIES[config.remat.policy],
+            layers_per_iteration=config.scan.layers_per_iteration,
+            einsum=EINSUMS[config.precision.matmul],
+        ),
+        accumulation=config.train.accumulation,
+        pipeline=config.pipeline,
+        guard=config.guard,
+    )
+    return with_exchange(config.exchange, program)
+
+
+def flops_per_step(config: Config) -> float:
+    """FLOPs that the model's mathematics needs for a global batch: 6 N a token and causal
+    attention, without recomputation (arXiv 2204.02311, appendix B)."""
+    train = config.train
+    example = train.data.abstract_batch(1).inputs.shape[1:]
+    return train.model.flops(example) * train.global_batch_size

@@ -1,0 +1,330 @@
+"""The whole configuration of a run: one frozen dataclass a section."""
+
+import dataclasses
+import html
+import importlib
+import pkgutil
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jaxtrain.data
+import jaxtrain.models
+import jaxtrain.training.optimizers
+from jaxtrain.config import reader as gin_files
+from jaxtrain.config.errors import (
+    UserError,
+    nearest_divisor,
+    nearest_multiple,
+    refuse_below,
+)
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.shipped import configs_folder, find_config
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.models.model import Model, refuse_incomplete
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.execution import Scan
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.remat import Remat
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Layout, Sharding
+from jaxtrain.training.corruption import Corruption
+from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.guard import Guard
+from jaxtrain.training.objectives.losses import Loss, settle
+from jaxtrain.training.optimizers.optimizer import Optimizer
+from jaxtrain.training.optimizers.schedule import Schedule
+from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Which checkpoints stay on disk and how they get there.
+
+    Attributes:
+      keep: number of newest checkpoints kept; at least 1.
+      keep_every: steps that are multiples of this are kept for ever; None keeps only the newest.
+      asynchronous: write to disk while the next steps run; False waits for the disk.
+      max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
+    """
+
+    keep: int = 3
+    keep_every: int | None = None
+    asynchronous: bool = True
+    max_failed_saves: int = 3
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise UserError(f"Checkpoint.keep = {self.keep}: at least 1 checkpoint must be kept")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise UserError(
+                f"Checkpoint.keep_every = {self.keep_every}: a number of steps of at least 1, "
+                "or None to keep only the newest"
+            )
+        if self.max_failed_saves < 1:
+            raise UserError(
+                f"Checkpoint.max_failed_saves = {self.max_failed_saves}: a run stops after 1 "
+                "failed save in a row or more"
+            )
+
+
+# A median of fewer says little: caches are cold, the first batches are still being prefetched.
+SAMPLES = 5
+
+# Regular work: a step takes what the last one took, so its history may lower the deadline. The
+# others wait for disks and networks, where a median of nothing says nothing about the next wait:
+# their history may only raise it.
+REGULAR = ("step", "evaluation")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """How long each phase may last before the process counts as stalled; 0 switches one off.
+
+    A phase's deadline is the number given here until 5 of its times are known. Then it is
+    `factor` times the median of the last 64, but at least `minimum_seconds` for steps and
+    evaluation batches, and at least the number given here for the others. A process that was
+    stopped (SIGSTOP) past its deadline counts as stalled when it wakes.
+
+    Attributes:
+      start: seconds to set up devices, data and model.
+      restore: seconds to read a checkpoint.
+      compile: seconds to compile the step.
+      data: seconds to wait for one batch.
+      step: seconds for one optimizer step.
+      evaluation: seconds for one batch of an evaluation.
+      save: seconds to write a checkpoint, or to wait for the one being written.
+      factor: learned deadlines are this many times the median.
+      minimum_seconds: no learned deadline is shorter.
+    """
+
+    start: float = 1800.0
+    restore: float = 1800.0
+    compile: float = 3600.0
+    data: float = 300.0
+    step: float = 300.0
+    evaluation: float = 300.0
+    save: float = 1800.0
+    factor: float = 10.0
+    minimum_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in self._phases():
+            if self._given(name) < 0:
+                raise UserError(
+                    f"Deadlines.{name}={self._given(name)}; use seconds above 0, or 0 for no limit"
+                )
+        if self.factor < 1:
+            raise UserError(f"Deadlines.factor={self.factor}; use at least 1")
+        if self.minimum_seconds <= 0:
+            raise UserError(
+                f"Deadlines.minimum_seconds={self.minimum_seconds}; use more than 0 seconds"
+            )
+
+    def of(self, phase: str, recent: Sequence[float]) -> float | None:
+        """Seconds that a phase may last now; None: for ever.
+
+        Args:
+          phase: its name; `idle` has no deadline.
+          recent: how many seconds it took the last times.
+        """
+        given = self._given(phase) if phase in self._phases() else 0.0
+        if given == 0:
+            return None
+        if len(recent) < SAMPLES:
+            return given
+        least = self.minimum_seconds if phase in REGULAR else given
+        return max(least, self.factor * statistics.median(recent))
+
+    def longest(self) -> float | None:
+        """The longest of the seconds given; None: every deadline is switched off."""
+        return max(map(self._given, self._phases())) or None
+
+    def check_seconds(self) -> float:
+        """How often to look: ten times in the shortest deadline, at least once a second."""
+        given = [self._given(name) for name in self._phases() if self._given(name)]
+        return min([1.0, *(seconds / 10 for seconds in (*given, self.minimum_seconds))])
+
+    def _phases(self) -> tuple[str, ...]:
+        """The phases that have a deadline: what is not about how deadlines are learned."""
+        about = ("factor", "minimum_seconds")
+        return tuple(name for name in vars(self) if name not in about)
+
+    def _given(self, phase: str) -> float:
+        return vars(self)[phase]
+
+
+# JAX would take a longer one's last 32 bits without a word.
+MAX_SEED = 2**32 - 1
+
+
+@runtime_checkable
+class Data(Protocol):
+    """What the trainer needs of a data source's settings."""
+
+    def open(self, *, seed: int) -> Dataset:
+        """Reads the source."""
+        ...
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes of a batch, without reading anything."""
+        ...
+
+
+@runtime_checkable
+class TextSource(Protocol):
+    """What generation needs of a data source's settings: the tokenizer without the text."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        ...
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """What is trained on what, and for how long; periods are in optimizer steps, 0 is never.
+
+    Attributes:
+      model: `@GPT()`, `@Llama()`, `@ResNet()`, ...
+      data: `@TextData()`, `@ImageData()`, ...
+      steps: optimizer steps of the whole run.
+      global_batch_size: sequences or images in one optimizer step, over all devices.
+      accumulation: microbatches that one optimizer step is made of, one after the other.
+      seed: seed of the parameters, of the data order and of the augmentation; under 2**32.
+      log_every: how often metrics are written.
+      eval_every: how often the held-out examples are evaluated; the end always is.
+      eval_batches: held-out batches in one evaluation; None takes them all.
+      save_every: how often a checkpoint is written; the end always is.
+      bad_records: how many examples may be unreadable; each is replaced by a row that weighs
+        nothing. 0 stops at the first.
+    """
+
+    model: Model
+    data: Data
+    steps: int
+    global_batch_size: int
+    accumulation: int = 1
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 0
+    eval_batches: int | None = None
+    save_every: int = 0
+    bad_records: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
+        refuse_below(0, self, "seed", "eval_every", "save_every", "bad_records")
+        if self.seed > MAX_SEED:
+            raise UserError(f"Train.seed={self.seed}; use at most {MAX_SEED}")
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise UserError(f"Train.eval_batches={self.eval_batches}; use None or at least 1")
+        refuse_incomplete(self.model)
+
+
+def refuse(settings: Train, layout: Layout | None, *, microbatches: int) -> Iterator[str]:
+    """A sentence where the batch does not divide.
+
+    Args:
+      settings: the batch and its accumulation.
+      layout: over how many devices the batch is split; None: that is not known.
+      microbatches: of a pipeline.
+    """
+    batch, accumulation = settings.global_batch_size, settings.accumulation
+    devices = 1 if layout is None else layout.batch_devices()
+    times = f"Train.accumulation={accumulation}"
+    if layout is None or layout.mesh.shape["pipe"] == 1:
+        microbatches = 1
+    else:
+        times += f" times Pipeline.microbatches={microbatches}"
+    parts = devices * accumulation * microbatches
+    if batch % parts:
+        over = f"the {devices} devices that split the batch times " if layout is not None else ""
+        rest = devices * microbatches
+        fits = f", or set Train.accumulation={nearest_divisor(batch // rest, accumulation)}"
+        yield (
+            f"Train.global_batch_size={batch} does not divide over {over}{times}; the nearest "
+            f"multiple of {parts} is {nearest_multiple(batch, parts)}"
+            f"{fits if batch % rest == 0 else ''}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run: each field is one section of a gin file, but for the last two.
+
+    Attributes:
+      imports: the modules that it imports.
+      notes: what was not taken as it was written, a sentence each; the commands print them once.
+    """
+
+    train: Train
+    mesh: Mesh
+    sharding: Sharding
+    exchange: Exchange
+    pipeline: Pipeline
+    precision: Precision
+    remat: Remat
+    scan: Scan
+    attention: Attention
+    loss: Loss
+    optimizer: Optimizer
+    schedule: Schedule
+    checkpoint: Checkpoint
+    guard: Guard
+    corruption: Corruption
+    deadlines: Deadlines
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def to_gin(self) -> str:
+        """Every value as gin text; reading it again gives an equal configuration."""
+        return gin_files.to_gin(self)
+
+    def operative(self) -> str:
+        """The same for the run's folder: the paths on this machine hold from any folder."""
+        return gin_files.to_gin(self, absolute=True)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.to_gin(), quote=False)}</pre>"
+
+
+def load_config(
+    name: str | Path, bindings: Sequence[str] = (), *, allow_imports: bool = False
+) -> Config:
+    """The configuration of a .gin file with bindings over it, checked name by name.
+
+    Args:
+      name: a path to a .gin file, or the name of a shipped one.
+      bindings: gin bindings such as "Mesh.tensor = 2", the later over the earlier.
+      allow_imports: let the file import modules from outside jaxtrain.
+
+    Raises:
+      UserError: a file that is not there, an unknown name, a wrong type, an unused binding.
+    """
+    for package in (jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
+    file = find_config(str(name))
+    found: Any = gin_files.load(
+        Config, file, bindings, search_path=configs_folder(), allow_imports=allow_imports
+    )
+    return settled(found)
+
+
+def settled(config: Config) -> Config:
+    """The configuration with what its settings obviously mean, a note where they say otherwise."""
+    notes = [*config.notes, *notes_of_schedule(config.schedule, config.train.steps)]
+    loss, inputs = config.loss, config.train.data.abstract_batch(1).inputs
+    if inputs.ndim == 2:
+        # A context of -1 is known with the devices: preflight then has the word.
+        context = max(config.mesh.context, 1)
+        loss, said = settle(loss, length=inputs.shape[1], context=context)
+        notes += said
+    return dataclasses.replace(config, loss=loss, notes=tuple(notes))

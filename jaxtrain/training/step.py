@@ -1,0 +1,442 @@
+"""TrainState, init, train_step and eval_step: pure functions, made once for a run."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import UserError, nearest_multiple
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Model
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.parameters import Statistic
+from jaxtrain.nn.precision import Precision, to_compute
+from jaxtrain.parallel.gathering import GradientSlice
+from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
+from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
+from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.objective import Objective, at_least_one
+from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.pipeline.engine import Engine
+from jaxtrain.training.pipeline.parts import Parts
+from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_schedule
+from jaxtrain.training.pipeline.stages import Stages, deal
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that is saved and updated.
+
+    Attributes:
+      step: int32 scalar, optimizer steps taken.
+      params: the master parameters.
+      opt_state: the optimizer's state.
+      statistics: running statistics; empty for models that have none.
+      loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
+      exchange: what an exchange over `data` other than the synchronous one remembers.
+      guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
+    """
+
+    step: jax.Array
+    params: nnx.State
+    opt_state: optax.OptState
+    statistics: nnx.State
+    loss_scale: jax.Array
+    exchange: Any = ()
+    guard: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model, an optimizer and a layout, and the pure functions they make.
+
+    Attributes:
+      build: key -> module.
+      objective: what the model is trained to do.
+      optimizer: the optax transformation.
+      schedule: steps taken -> learning rate, for the metrics.
+      layout: where everything goes.
+      precision: dtypes and loss scaling.
+      loss: the loss's settings.
+      execution: how the model's mathematics is run.
+      accumulation: microbatches in one optimizer step.
+      pipeline: how microbatches go through the stages, where the mesh has more than one.
+      guard: which steps are bad, and whether they may change the state.
+    """
+
+    build: Callable[[jax.Array], nnx.Module]
+    objective: Objective[Any]
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    layout: Layout
+    precision: Precision
+    loss: Loss
+    execution: Execution
+    accumulation: int = 1
+    pipeline: Pipeline = Pipeline()
+    guard: Guard = Guard()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def init(self, key: jax.Array) -> TrainState:
+        """A fresh state; the same key gives the same bits on every mesh."""
+        _, params, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
+        params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
+        if self.stages is not None:
+            params = self.stages.to_stages(params)
+        scale = self.precision.loss_scale
+        first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.optimizer.init(params),
+            statistics=statistics,
+            loss_scale=jnp.array([first, 0.0], jnp.float32),
+            guard=() if self.guard.spike_sigma is None else History.empty(self.guard.window),
+        )
+
+    @functools.cached_property
+    def stages(self) -> Stages | None:
+        """Which layers stand on which stage of the pipeline; None where there is none."""
+        ranks = self.layout.mesh.shape["pipe"]
+        if ranks == 1:
+            return None
+        return deal(parameter_shapes(self.build), ranks, self.pipeline.virtual_stages)
+
+    @property
+    def layer_order(self) -> list[int] | None:
+        """The layer at each place of the state's stacked arrays, -1 for padding; None: 0, 1, ..."""
+        return None if self.stages is None else self.stages.order.tolist()
+
+    def shapes(self) -> TrainState:
+        """The state's shapes and dtypes; the key too is only traced, so that no device is asked."""
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
+
+    def abstract_state(self) -> TrainState:
+        """The state's shapes, dtypes and shardings; no array is made."""
+        shapes = self.shapes()
+        return with_shardings(shapes, self.state_shardings(shapes))
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """A NamedSharding for every array of a state."""
+        layout = self.layout
+        of: dict[str, Any] = {
+            "step": layout.named(P()),
+            "params": shardings(state.params, layout.parameter, layout),
+            "opt_state": shardings(state.opt_state, layout.moment, layout),
+            "statistics": shardings(state.statistics, layout.weight, layout),
+            "loss_scale": layout.named(P()),
+            "guard": jax.tree.map(lambda _: layout.named(P()), state.guard),
+        }
+        return TrainState(**of)
+
+    def create(self, seed: int) -> TrainState:
+        """A fresh state, created in place: no device ever holds more than its shards."""
+        shapes = self.shapes()
+        # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
+        return jax.jit(self.init, out_shardings=self.state_shardings(shapes))(jax.random.key(seed))
+
+    def batch_shardings(self, batch: Batch) -> Batch:
+        """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
+        spec = self.layout.activation(("batch",))
+        return jax.tree.map(lambda _: self.layout.named(spec), batch)
+
+    def refuse(self, batch: Batch, model: Model) -> None:
+        """Raises UserError with every reason why no step can be taken on a batch of one's own.
+
+        Args:
+          batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
+          model: the model's settings.
+        """
+        found = list(self.objective.refuse(batch, model, self.loss, self.layout))
+        if not found:
+            found += self._refuse_rows(jax.tree.leaves(batch)[0].shape[0])
+        if found:
+            raise UserError("\n".join(found))
+
+    def _refuse_rows(self, rows: int) -> Iterator[str]:
+        devices = self.layout.batch_devices()
+        parts, times = devices * self.accumulation, f"Train.accumulation={self.accumulation}"
+        if self.stages is not None:
+            parts *= self.pipeline.microbatches
+            times += f" times Pipeline.microbatches={self.pipeline.microbatches}"
+        if rows % parts:
+            yield (
+                f"Batch.inputs has {rows} rows, which do not divide over the {devices} devices "
+                f"that split the batch times {times}; the nearest multiple of {parts} is "
+                f"{nearest_multiple(rows, parts)}"
+            )
+
+    @property
+    def plain(self) -> "Program":
+        """The program that evaluates and generates with what `consensus` returns: this one."""
+        return self
+
+    def consensus(self, state: TrainState) -> TrainState:
+        """The state that evaluation and generation use: with the averaged parameters, if any."""
+        average = averaged(state.opt_state, state.params)
+        if average is None:
+            return state
+        average = jax.tree.map(lambda x, like: x.astype(like.dtype), average, state.params)
+        if self.layout.zero in (1, 2):  # else it lies there already
+            with self.layout.active():
+                average = _as_parameters(average, self.layout)
+        return dataclasses.replace(state, params=average)
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def jit_train_step(self) -> jax.stages.Wrapped:
+        """train_step compiled, the state donated; call it with the layout active.
+
+        The state goes out exactly as it came in, so one compilation serves the whole run.
+        """
+        shapes = self.shapes()
+        out = (self.state_shardings(shapes), None)
+        return jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        """One optimizer step.
+
+        Args:
+          state: the state; donate it.
+          batch: the global batch.
+
+        Returns:
+          The new state and the metrics `loss` (mean over the targets that count), `grad_norm`
+          (before clipping), `learning_rate` and the objective's own; all stay on the device.
+        """
+        grads, metrics, statistics = self.gradients(state, batch)
+        return self.update(state, grads, metrics, statistics)
+
+    @jax.named_scope("optimizer")
+    def update(
+        self, state: TrainState, grads: nnx.State, metrics: Sums, statistics: nnx.State
+    ) -> tuple[TrainState, Sums]:
+        """The second half of `train_step`: the state after these gradients, and all its metrics."""
+        layout = self.layout
+        # From here each device updates its own shard of everything (ZeRO 1 and up).
+        grads = reshard(grads, layout.moment, layout)
+        old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        updates, opt_state = optimizer.update(
+            grads, old.opt_state, old.params, layers=self.layer_order
+        )
+        params: Any = optax.apply_updates(old.params, updates)
+        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
+        new = dataclasses.replace(
+            old,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            statistics=statistics,
+        )
+        if self.guard.in_step or self.precision.loss_scale == "dynamic":
+            new, metrics = self._keep_if_good(old, new, metrics)
+        return dataclasses.replace(
+            new, params=reshard(new.params, layout.parameter, layout)
+        ), metrics
+
+    def _keep_if_good(
+        self, old: TrainState, new: TrainState, metrics: Sums
+    ) -> tuple[TrainState, Sums]:
+        """The new state after a good step, else the old one; `step` counts both."""
+        verdict = judge(
+            self.guard,
+            metrics,
+            history=old.guard,
+            loss_scale=old.loss_scale,
+            dynamic=self.precision.loss_scale == "dynamic",
+        )
+        # The optimizer's schedule does not move with updates that are left out.
+        position = updates_taken(old.opt_state, old.step)
+        rate = jnp.asarray(self.schedule(position), jnp.float32)
+        kept = jax.tree.map(lambda a, b: jnp.where(verdict.good, a, b), new, old)
+        kept = dataclasses.replace(
+            kept, step=new.step, loss_scale=verdict.loss_scale, guard=verdict.history
+        )
+        return kept, {**metrics, "learning_rate": rate, **verdict.metrics}
+
+    def gradients(
+        self, state: TrainState, batch: Batch, counts: Sums | None = None
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """Gradients of the mean loss, its metrics, the new statistics.
+
+        Args:
+          state: the state.
+          batch: the global batch, or the rows of it that are one replica's.
+          counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
+        """
+        weights = to_compute(state.params, self.precision.compute)
+        counts = self.objective.counts(batch) if counts is None else counts
+        # Counts are known before the first microbatch, so each contributes its share of the MEAN
+        # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
+        scale = state.loss_scale[0]
+        scales = {name: scale / at_least_one(count) for name, count in counts.items()}
+
+        def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
+            params = self._with_gradient(weights, slices)
+            sums, statistics = self.sums(params, statistics, micro, train=True)
+            return self.objective.total(sums, scales), (sums, statistics)
+
+        # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
+        layout = self.layout
+        of = reshard(weights, layout.gradient, layout) if layout.zero == 2 else weights
+        gradient = jax.grad(loss_fn, has_aux=True)
+
+        def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
+            if self.stages is None:
+                grads, (sums, statistics) = gradient(of, statistics, micro)
+            else:
+                grads, sums = self._through_stages(weights, of, micro, scales, True)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+            return grads, sums, statistics
+
+        if self.accumulation == 1:
+            grads, sums, statistics = one(state.statistics, batch)
+        else:
+
+            def add(carry: Any, micro: Batch) -> tuple[Any, None]:
+                grads, sums, statistics = carry
+                more_grads, more_sums, statistics = one(statistics, micro)
+                total = jax.tree.map(jnp.add, (grads, sums), (more_grads, more_sums))
+                return (*total, statistics), None
+
+            micros = split_microbatches(batch, self.accumulation)
+            first = jax.tree.map(lambda x: x[0], micros)
+            shapes = jax.eval_shape(one, state.statistics, first)[:2]
+            zeros = jax.tree.map(_zeros, shapes)
+            (grads, sums, statistics), _ = jax.lax.scan(add, (*zeros, state.statistics), micros)
+        return grads, self.objective.means(sums, counts), statistics
+
+    def sums(
+        self, params: nnx.State, statistics: nnx.State, batch: Batch, *, train: bool
+    ) -> tuple[Sums, nnx.State]:
+        """The forward pass: the objective's sums over a batch, and the new running statistics.
+
+        `params` are in the dtype to compute with; `train` turns on what only training does.
+        """
+        if self.stages is not None:
+            no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
+            return self._through_stages(params, params, batch, no_gradient, train)[1], statistics
+        model = nnx.merge(self._graphdef(), params, statistics)
+        return self.objective.sums(model, statistics, batch, self.execution, self.loss, train=train)
+
+    def _through_stages(
+        self, weights: nnx.State, of: nnx.State, batch: Batch, scales: Sums, train: bool
+    ) -> tuple[nnx.State, Sums]:
+        """Gradients and sums of a batch that goes through the pipeline in microbatches."""
+        assert self.stages is not None, "no pipeline"
+        objective = self.objective
+        assert isinstance(objective, TokenObjective), "what has no loop over layers has no stages"
+        ranks, chunks, count = self.stages.ranks, self.stages.chunks, self.pipeline.microbatches
+        if train:
+            schedule = make_schedule(
+                self.pipeline.schedule, ranks=ranks, microbatches=count, virtual_stages=chunks
+            )
+        else:
+            schedule = forward_only(ranks, count, chunks)
+        parts = Parts.of(
+            self._graphdef(), weights, objective, self.execution, self.loss, train=train
+        )
+        engine = Engine(
+            parts,
+            schedule,
+            self.stages,
+            self.layout,
+            self._with_gradient,
+            keep_residuals=self.pipeline.backward == "residuals",
+        )
+        batch = objective.arranged(batch, self.execution)
+        return engine.run(weights, of, split_microbatches(batch, count), scales)
+
+    def _with_gradient(self, weights: Any, of: Any) -> Any:
+        """The parameters to compute with, so that the gradient is taken with respect to `of`."""
+        return _with_slices(weights, of) if self.layout.zero == 2 else of
+
+    def _graphdef(self) -> Any:
+        return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
+
+    def eval_step(self, state: TrainState, batch: Batch, total: Sums) -> Sums:
+        """`total` plus a held-out batch's sums and counts, as the objective names them.
+
+        The total passes through every batch, so that one batch runs after the other: programs
+        that do not depend on each other starve simulated devices of threads while they wait in
+        reductions.
+        """
+        weights = to_compute(state.params, self.precision.compute)
+        sums = self._heldout_sums(weights, state.statistics, batch)
+        return jax.tree.map(jnp.add, total, sums)
+
+    def _heldout_sums(self, params: nnx.State, statistics: nnx.State, batch: Batch) -> Sums:
+        sums, _ = self.sums(params, statistics, batch, train=False)
+        return {**sums, **self.objective.counts(batch)}
+
+    def no_sums(self, state: TrainState, batch: Batch) -> Sums:
+        """Zeros in the form of `eval_step`'s sums, on every device."""
+        with self.layout.active():
+            shapes = jax.eval_shape(self._heldout_sums, state.params, state.statistics, batch)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.device_put(zeros, self.layout.named(P()))
+
+    def model(self, state: TrainState) -> Any:
+        """The module with the state's parameters in the compute dtype, on every stage."""
+        weights = to_compute(state.params, self.precision.compute)
+        if self.stages is not None:
+            whole = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
+            weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
+        return nnx.merge(self._graphdef(), weights, state.statistics)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _as_parameters(moments: nnx.State, layout: Layout) -> nnx.State:
+    """Moved in one program: of several that gather, each simulated device may begin another."""
+    return reshard(moments, layout.parameter, layout)
+
+
+def parameter_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
+    """The parameters that a model would have; no array is made."""
+    return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with these shardings."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def split_microbatches(batch: Batch, count: int) -> Batch:
+    """A leading microbatch dimension; row r goes to microbatch r mod count.
+
+    Rows that lie on one device stay there: splitting into runs of rows would move them.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(one, batch)
+
+
+def _with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
+    return jax.tree.map(
+        lambda w, s: w.replace(GradientSlice(w.get_value(), s.get_value())),
+        weights,
+        slices,
+        is_leaf=is_variable,
+    )
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)

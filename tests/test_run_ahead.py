@@ -1,0 +1,147 @@
+"""The host stays a few programs ahead of the devices: simulated ones wait for each other else."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.data.pipeline import batches
+from jaxtrain.parallel.devices import RUN_AHEAD_PROGRAMS, RunAhead
+
+# Of a device that XLA's CPU client lets be unfinished before it waits, holding a thread.
+XLA_S_LIMIT = 32
+
+
+@jax.jit
+def slow(numbers):
+    """Other numbers, after some milliseconds; no collectives."""
+
+    def later(x):
+        return jax.lax.fori_loop(0, 100_000, lambda _, y: jnp.sin(y) + 1.0, x)
+
+    return jax.tree.map(later, numbers)
+
+
+class Unfinished:
+    """`slow`, noting how many of its results were unfinished whenever it was called."""
+
+    def __init__(self):
+        self.results, self.counts = [], []
+
+    def __call__(self, numbers):
+        result = slow(numbers)
+        self.results.append(jax.tree.leaves(result)[0])
+        self.counts.append(sum(not one.is_ready() for one in self.results))
+        return result
+
+
+def one(mesh):
+    """A number on each of a mesh's devices: programs on one device alone may be run at once."""
+    return jax.device_put(jnp.ones(()), jax.NamedSharding(mesh, jax.P()))
+
+
+def test_the_host_waits_for_the_program_a_few_before(devices):
+    ahead, program, number = RunAhead(), Unfinished(), one(jax.sharding.Mesh(devices, "x"))
+    for _ in range(3 * RUN_AHEAD_PROGRAMS):
+        number = program(number)
+        ahead.add(number)
+    # It waits no more than it has to: the devices always have some.
+    assert max(program.counts) == RUN_AHEAD_PROGRAMS + 1 < XLA_S_LIMIT // 2
+
+
+def test_evaluations_and_steps_in_a_row_do_not_run_away_from_the_devices(tiny_config):
+    bindings = ["Train.eval_batches = 40", "TextData.source = 'embedded'"]
+    trainer = Trainer(load_config(tiny_config, bindings))
+    program = Unfinished()
+    trainer._eval_step = lambda state, batch, sums: program(sums)
+    trainer.evaluate()
+    assert len(program.counts) > XLA_S_LIMIT
+    assert 2 < max(program.counts) <= RUN_AHEAD_PROGRAMS + 1
+
+    program, losses = Unfinished(), [one(trainer.mesh)]
+
+    def step(arrays, batch):
+        losses.append(program(losses[-1]))
+        return arrays, {"loss": losses[-1]}
+
+    trainer._stepper.train_step = step
+    batch = next(batches(trainer.dataset.train, global_batch_size=8, seed=0, threads=0))
+    for _ in range(XLA_S_LIMIT + 1):
+        trainer.step(batch)
+    assert 2 < max(program.counts) <= RUN_AHEAD_PROGRAMS + 1
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_averaged_parameters_lie_as_the_parameters_do(tiny_config, zero):
+    bindings = ["Optimizer.average_decay = 0.9", f"Sharding.zero = {zero}", "Train.eval_batches=1"]
+    trainer = Trainer(load_config(tiny_config, bindings))
+    trainer.train(steps=2)
+    params = trainer.program.consensus(trainer.state).params
+    wanted = trainer.program.abstract_state().params
+    assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, wanted)
+    differ = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, trainer.state.params)
+    assert max(jax.tree.leaves(differ)) > 0  # not the parameters themselves
+
+
+# Steps and evaluations of many batches, none waited for by hand. XLA ends the process after 40 s
+# in which a collective waits for a device.
+RUN = """
+import sys
+import jax
+from jaxtrain.parallel.devices import simulate_devices
+mesh, file = sys.argv[1:]
+sizes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split())}
+count = 1
+for size in sizes.values():
+    count *= size
+simulate_devices(count)
+from jaxtrain import Trainer, load_config
+from jaxtrain.data.pipeline import batches
+axes = {axis: 1 for axis in ("data", "fsdp", "tensor")} | sizes
+bindings = [f"Mesh.{axis} = {size}" for axis, size in axes.items()]
+trainer = Trainer(load_config(file, bindings))
+batch = next(batches(trainer.dataset.train, global_batch_size=8, seed=0, threads=0))
+for _ in range(3):
+    for _ in range(150):
+        trainer.step(batch)
+    trainer.evaluate()
+"""
+MESHES = ["data=2 fsdp=2", "fsdp=2 tensor=2", "data=2 fsdp=2 tensor=2", "data=2 pipe=2"]
+
+
+@contextlib.contextmanager
+def busy_processors():
+    """A process beside, for each processor, that never rests."""
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_device_waits_for_ever_on_busy_processors(mesh, tiny_config):
+    """Five processes on each mesh; without a limit to how far the host runs ahead, most of them
+    end in an evaluation."""
+    extra = "Optimizer.average_decay = 0.9\nTextData.source = 'embedded'\nTrain.eval_batches = 60\n"
+    file = tiny_config.with_name("ahead.gin")
+    file.write_text(f"include {str(tiny_config)!r}\n{extra}")
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    with busy_processors():
+        for number in range(5):
+            done = subprocess.run(
+                [sys.executable, "-c", RUN, mesh, str(file)], env=kept, capture_output=True
+            )
+            assert done.returncode == 0, (number, done.stderr.decode()[-2000:])
