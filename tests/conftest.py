@@ -43,11 +43,12 @@ from jaxtrain.nn.execution import Execution  # noqa: E402
 from jaxtrain.nn.precision import Precision  # noqa: E402
 from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
 from jaxtrain.parallel.sharding import Layout  # noqa: E402
+from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
 from jaxtrain.training.objectives.losses import Loss  # noqa: E402
 from jaxtrain.training.objectives.objective import objective_named  # noqa: E402
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer  # noqa: E402
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule  # noqa: E402
-from jaxtrain.training.step import Program, with_shardings  # noqa: E402
+from jaxtrain.training.step import Program  # noqa: E402
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -127,9 +128,16 @@ def make_program(model, layout: Layout, **changes) -> Program:
 
 def lower_step(program: Program, batch: Batch) -> jax.stages.Lowered:
     """The train step for batches like this one, lowered from shapes alone: no array is made."""
-    shapes = with_shardings(batch, program.batch_shardings(batch))
     with program.layout.active():
-        return program.jit_train_step().lower(program.abstract_state(), shapes)
+        return CompiledStep(program).lower(batch)
+
+
+def compile_step(program: Program, batch: Batch) -> CompiledStep:
+    """The train step compiled for batches like this one; another program would be refused."""
+    step = CompiledStep(program)
+    with program.layout.active():
+        step.compile(batch)
+    return step
 
 
 @pytest.fixture(scope="session")

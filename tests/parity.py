@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxtrain.training.compiled_step import CompiledStep
+
 # Sums of at most a few thousand float32 products in another order.
 TOLERANCE = 2e-6
 
@@ -33,7 +35,7 @@ def evaluate(program, batch):
     batch = jax.device_put(batch, program.batch_shardings(batch))
     with program.layout.active():
         before = jax.tree.map(lambda x: x.sharding, state)
-        step = program.jit_train_step()
+        step = CompiledStep(program)
         state, metrics = step(state, batch)
         gradients = jax.tree.map(np.asarray, order(jax.device_get(state.opt_state[0])))
         state, step_metrics = step(state, batch)
@@ -44,7 +46,7 @@ def evaluate(program, batch):
         "gradients": gradients,
         "metrics": {name: float(value) for name, value in step_metrics.items()},
         "shardings": (before, after),
-        "compilations": step._cache_size(),
+        "compilations": step.on_arrays._cache_size(),
     }
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.parallel.chips import CHIPS
-from jaxtrain.parallel.compilation import known_options, options_of_run, xla_options
+from jaxtrain.parallel.compilation import options_of_run, with_known_options, xla_options
 
 START = """
 import collections, json, sys
@@ -138,14 +138,22 @@ def test_sparse_cores_move_what_is_sharded_where_they_do_not_by_themselves(chip)
 def test_options_that_the_compiler_does_not_have_are_named_and_left_out():
     told, ours = [], xla_options("cpu", 1000)
     assert len(ours) == 2
-    assert known_options({"xla_gone": "1", **ours, "xla_also_gone": "x"}, told.append) == ours
+
+    def compiled(options):
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        return dict(options)
+
+    given = {"xla_gone": "1", **ours, "xla_also_gone": "x"}
+    assert with_known_options(given, compiled, told.append) == ours
     assert told == [
         f"this version's compiler has no option {name}: compiled without it "
         "(docs/performance.md, XLA flags)"
         for name in ("xla_gone", "xla_also_gone")
     ]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_multiheap"):  # a value of no sense
-        known_options({"xla_multiheap_size_constraint_per_heap": "many"}, told.append)
+        with_known_options(
+            {"xla_multiheap_size_constraint_per_heap": "many"}, compiled, told.append
+        )
     assert options_of_run("cpu", "cpu", 1000, told.append) == (ours, xla_options("cpu"))
     assert len(told) == 2
 

@@ -13,6 +13,7 @@ from conftest import make_layout, make_program, text_batch
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.corruption import (
     Corruption,
     CorruptionError,
@@ -46,7 +47,7 @@ def trained():
             layout = make_layout(**LAYOUTS[name])
             pipeline = Pipeline(microbatches=2) if name == "pipe" else Pipeline()
             program = make_program(MODEL, layout, pipeline=pipeline)
-            step, state = program.jit_train_step(), program.create(seed=0)
+            step, state = CompiledStep(program), program.create(seed=0)
             batches = [jax.device_put(b, program.batch_shardings(b)) for b in BATCHES]
             with layout.active():
                 for batch in batches[:2]:
@@ -92,7 +93,7 @@ def placed_copy(state):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trained_replicas_are_equal_and_a_replayed_step_too(name, trained):
     program, step, state, batch = trained(name)
-    before = step._cache_size()
+    before = step.on_arrays._cache_size()
     # What the loop's guard forbids there, it forbids here.
     with program.layout.active(), jax.transfer_guard("disallow"):
         assert differing_replicas(state) == []
@@ -102,7 +103,7 @@ def test_trained_replicas_are_equal_and_a_replayed_step_too(name, trained):
     jax.tree.map(np.testing.assert_array_equal, after, expected)
     jax.tree.map(np.testing.assert_array_equal, metrics, expected_metrics)
     assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
-    assert step._cache_size() == before  # the run's own program, no other
+    assert step.on_arrays._cache_size() == before  # the run's own program, no other
 
 
 def test_a_flipped_bit_of_one_replica_is_named(trained):

@@ -20,6 +20,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.run.metrics import MetricsLog
 from jaxtrain.run.metrics_file import read_lines
 from jaxtrain.training import preflight
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.rules import mix_with_neighbours
 from jaxtrain.training.exchange.settings import Exchange
@@ -52,7 +53,7 @@ def program_on(sizes: dict[str, int], settings: Exchange, **changes):
 
 @functools.cache
 def compiled(program):
-    return program.jit_train_step()
+    return CompiledStep(program)
 
 
 def run(program, batches, state=None):
@@ -66,7 +67,7 @@ def run(program, batches, state=None):
             state, found = step(state, placed)
             found = means(found) if "weight" in found else found
             metrics.append({name: float(value) for name, value in found.items()})
-        assert step._cache_size() <= 1
+        assert step.on_arrays._cache_size() <= 1
     return state, metrics
 
 

@@ -186,4 +186,4 @@ def test_a_gradient_that_overflows_is_skipped_and_not_kept():
     for a, b in zip(values((state.params, state.exchange)), before, strict=True):
         np.testing.assert_array_equal(a, b)
     assert float(state.loss_scale[0]) == 2.0**39
-    assert compiled(program)._cache_size() == 1
+    assert compiled(program).on_arrays._cache_size() == 1

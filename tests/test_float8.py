@@ -26,7 +26,7 @@ from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, quantize
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.compiled_step import CompiledStep
 
 # Of both formats: half a step relative to the number, and half a step where numbers are so small
 # that the steps no longer shrink with them (OCP's "8-bit Floating Point Specification").
@@ -200,10 +200,8 @@ def lower_for(target, matmul):
         precision=Precision(compute="bfloat16", matmul=matmul),
         execution=Execution(kernel="xla", einsum=EINSUMS[matmul]),
     )
-    state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
-    batch = with_shardings(batch, program.batch_shardings(batch))
     with layout.active():
-        return program.jit_train_step().lower(state, batch)
+        return CompiledStep(program).lower(text_batch(rows=16, length=128, vocab_size=128))
 
 
 @pytest.mark.cuda_compile

@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import compile_step, lower_step, make_layout, make_program, text_batch
 from rich.console import Console
 
 from jaxtrain.data.batch import Batch
@@ -54,7 +54,7 @@ def program_on(layout: str, guard: Guard):
 def compiled(layout: str, guard: Guard = SKIP):
     """The program and its step, compiled: another program would be refused, not made."""
     program = program_on(layout, guard)
-    return program, lower_step(program, FIRST).compile()
+    return program, compile_step(program, FIRST)
 
 
 @functools.cache
@@ -119,7 +119,7 @@ def test_running_statistics_too_stay_as_they_were():
         loss_mask=np.ones(4, np.float32),
     )
     program = make_program(model, make_layout(), guard=Guard(policy="rewind"))
-    step = lower_step(program, images).compile()
+    step = compile_step(program, images)
     images.inputs[0, 0, 0, 0] = np.inf
     state = program.create(seed=0)
     before = jax.tree.map(np.copy, jax.device_get(state))
@@ -161,7 +161,7 @@ def test_a_step_above_the_threshold_is_left_out(name, other):
 
 def test_the_verdict_moves_nothing_between_devices():
     def collectives(guard: Guard) -> dict[str, int]:
-        text = compiled("zero3_tensor", guard)[1].as_text()
+        text = compiled("zero3_tensor", guard)[1].on_arrays.as_text()
         kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
         return {kind: len(re.findall(rf"= \S+ {kind}(?:-start)?\(", text)) for kind in kinds}
 

@@ -25,6 +25,7 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer import hidden, logits
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -236,7 +237,7 @@ def test_replicas_that_tell_each_other_everything_are_one_device_too():
     state = program.create(0)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with program.layout.active():
-        step = program.jit_train_step()
+        step = CompiledStep(program)
         state, _ = step(state, batch)
         _, metrics = step(state, batch)
     for name, value in one_device("capacity")["metrics"].items():

@@ -17,6 +17,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training import preflight
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.optimizers.adamw import AdamW
@@ -298,7 +299,7 @@ def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(sizes, tmp_path):
     if "pipe" in sizes:
         pipeline = dataclasses.replace(program.pipeline, microbatches=2)
         program = dataclasses.replace(program, pipeline=pipeline)
-    step = program.jit_train_step()
+    step = CompiledStep(program)
     placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
 
     def go_on(state):
@@ -318,7 +319,7 @@ def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(sizes, tmp_path):
     resumed = jax.device_get(go_on(checkpoints.restore(2, program.abstract_state())))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, resumed, straight)
-    assert step._cache_size() == 1
+    assert step.on_arrays._cache_size() == 1
     kept = straight.opt_state[1]
     assert isinstance(kept, Rounded)
     assert kept.count == 4

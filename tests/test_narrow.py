@@ -18,6 +18,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.products.eight_bit import EINSUMS, refuse
 from jaxtrain.training import preflight
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.settings import load_config
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)
@@ -56,7 +57,7 @@ def losses(matmul) -> np.ndarray:
     settings = Precision(compute="bfloat16", matmul=matmul)
     execution = dataclasses.replace(PLAIN, einsum=EINSUMS[matmul])
     program = make_program(MODEL, layout, precision=settings, execution=execution)
-    step = program.jit_train_step()
+    step = CompiledStep(program)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     found = []
     with layout.active():

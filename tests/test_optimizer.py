@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.average import averaged
 from jaxtrain.training.optimizers.lion import Lion
@@ -261,7 +262,7 @@ def trained():
         program = make_program(model, make_layout(**sizes), optimizer=optimizer)
         state = program.create(seed=0)
         placed = jax.device_put(batch, program.batch_shardings(batch))
-        step = program.jit_train_step()
+        step = CompiledStep(program)
         with program.layout.active():
             for _ in range(3):
                 state, _ = step(state, placed)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import compile_step, make_layout, make_program, text_batch
 from flax import nnx
 
 from jaxtrain.analysis.planning.textbook.memory import argument_bytes
@@ -20,6 +20,7 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training import preflight
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.adagrad import Adagrad
 from jaxtrain.training.optimizers.adam import Adam
@@ -468,7 +469,7 @@ def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     layout = make_layout(fsdp=4, tensor=2)
     optimizer = make_optimizer(settings, optax.constant_schedule(1e-3))
     program = make_program(MODEL, layout, optimizer=optimizer)
-    compiled = lower_step(program, BATCH).compile()
+    compiled = compile_step(program, BATCH)
     placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
 
     def go_on(state):
@@ -490,7 +491,7 @@ def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     scalars = [x for x in jax.tree.leaves(program.shapes().opt_state) if x.ndim == 0]
     kept += 4 * len(scalars)
     batch = 5 * 4 * BATCH.inputs.size // 4
-    arguments = compiled.memory_analysis().argument_size_in_bytes
+    arguments = compiled.on_arrays.memory_analysis().argument_size_in_bytes
     assert arguments == params_bytes + kept + batch + 4 * 3  # step and loss_scale's two
     config = load_config("gpt_quickstart")
     train = dataclasses.replace(
@@ -527,7 +528,7 @@ def test_losses_and_evaluation_on_a_mesh_are_those_of_one_device(name, zero):
         program = make_program(MODEL, make_layout(**sizes), optimizer=optimizer)
         placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
         state, found = program.create(seed=0), []
-        step = program.jit_train_step()
+        step = CompiledStep(program)
         with program.layout.active():
             for _ in range(3):
                 state, metrics = step(state, placed)

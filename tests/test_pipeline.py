@@ -16,6 +16,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 64
@@ -219,7 +220,7 @@ def test_gradients_of_padding_stay_zero():
     state = program.create(seed=0)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with program.layout.active():
-        state, _ = program.jit_train_step()(state, batch)
+        state, _ = CompiledStep(program)(state, batch)
     padding = np.flatnonzero(~program.stages.valid)
     assert len(padding) == 1
     for value in jax.tree.leaves(state.params["layers"]):

@@ -17,6 +17,7 @@ from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.parallel.sharding import Sharding, shard
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.layouts import abstract_layout, layout
 from jaxtrain.training.preflight import check
 from jaxtrain.training.program import make_program
@@ -191,7 +192,7 @@ def tiny(out: bool):
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     batch = with_shardings(batch, program.batch_shardings(batch))
     state = program.abstract_state()
-    step = program.jit_train_step() if out else jax.jit(_gathered(program))
+    step = CompiledStep(program) if out else jax.jit(_gathered(program))
     with over.active():
         return program, step.lower(state, batch).compile()
 

@@ -30,6 +30,7 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.chips import CHIPS
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.step import with_shardings
 
 
@@ -293,7 +294,7 @@ def test_the_cuda_compiler_compiles_a_train_step_where_no_gpu_is(target, capfd):
     state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
     batch = with_shardings(batch, program.batch_shardings(batch))
     with layout.active():
-        compiled = program.jit_train_step().lower(state, batch).compile(compiler_options(found))
+        compiled = CompiledStep(program).lower(batch).compile(compiler_options(found))
     arguments = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((state, batch))

@@ -20,6 +20,7 @@ from jaxtrain.data.pipeline import batches, to_device
 from jaxtrain.data.source import Dataset
 from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.average import averaged
 from jaxtrain.training.program import make_program
 from jaxtrain.training.settings import Checkpoint, Config, load_config
@@ -127,7 +128,7 @@ def run(tiny_config, tmp_path_factory):
             config = load_config(llama, [*BINDINGS, *bindings])
             dataset = config.train.data.open(seed=config.train.seed)
             program = make_program(config, make_layout(**sizes))
-            step = program.jit_train_step()
+            step = CompiledStep(program)
             parts = (config, dataset, program, step)
             state, losses = go_on(*parts, program.create(config.train.seed), 0, SAVED)
             folder = tmp_path_factory.mktemp(name)
@@ -139,7 +140,7 @@ def run(tiny_config, tmp_path_factory):
             state, more = go_on(*parts, state, SAVED, LAST)
             last = in_model_order(program, state)
             found[name] = Run(*parts, folder, losses + more, saved, last)
-            assert step._cache_size() == 1
+            assert step.on_arrays._cache_size() == 1
         return found[name]
 
     return get
@@ -175,7 +176,7 @@ def test_every_layout_goes_on_from_every_other(writer, reader, run):
     if writer == reader:
         assert losses == new.losses[SAVED:]
         assert_equal(in_model_order(new.program, state), new.last)
-    assert new.step._cache_size() == 1
+    assert new.step.on_arrays._cache_size() == 1
 
 
 def opened(letter: str) -> Dataset:

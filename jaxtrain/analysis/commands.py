@@ -79,7 +79,12 @@ def plan(arguments: argparse.Namespace) -> int:
         return console.status(words) if console.is_terminal else contextlib.nullcontext()
 
     found = make_plan(
-        config, target.name, compile=arguments.compile, search=arguments.search, progress=progress
+        config,
+        target.name,
+        compile=arguments.compile,
+        thorough=arguments.thorough,
+        search=arguments.search,
+        progress=progress,
     )
     show_plan(console, found)
     if picture is not None:

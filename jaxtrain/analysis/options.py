@@ -27,6 +27,11 @@ def add_analysis_commands(add: Add) -> None:
         help="closed forms alone: an estimate that needs no compiler",
     )
     command.add_argument(
+        "--thorough",
+        action="store_true",
+        help="compile for a TPU as long as for the run itself, about ten times as long",
+    )
+    command.add_argument(
         "--budget", type=float, metavar="FLOPS", help="the compute-optimal model and its tokens"
     )
     command.add_argument("--json", metavar="FILE", help="write everything into this file too")

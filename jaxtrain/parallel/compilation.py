@@ -11,12 +11,14 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxlib import utils as jaxlib_utils
 
 from jaxtrain.config.files import cache_folder
+
+_Compiled = TypeVar("_Compiled")
 
 # Of a block of temporaries that holds more than one array. Programs of one block stay in the cache
 # of compiled programs, those of several XLA cannot write down.
@@ -124,24 +126,35 @@ def options_of_run(
     platform: str, kind: str, steps: int, say: Callable[[str], object]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """`xla_options` of the train step and of evaluation that this version's compiler has."""
-    of_steps = known_options(xla_options(platform, steps, kind), say)
+
+    def tried(options: dict[str, str]) -> dict[str, str]:
+        if options:
+            jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        return options
+
+    of_steps = with_known_options(xla_options(platform, steps, kind), tried, say)
     options = xla_options(platform, kind=kind)
     return of_steps, {name: value for name, value in options.items() if name in of_steps}
 
 
-def known_options(options: Mapping[str, str], say: Callable[[str], object]) -> dict[str, str]:
-    """Those of the options that this version's compiler has.
+def with_known_options(
+    options: Mapping[str, str],
+    compiled: Callable[[dict[str, str]], _Compiled],
+    say: Callable[[str], object],
+) -> _Compiled:
+    """What is compiled with those of the options that this version's compiler has.
 
     Compilers drop options without notice, and refuse a program over one that they do not know.
 
     Args:
       options: as of `xla_options`.
+      compiled: compiles with options.
       say: is told of each one that is missing.
     """
     left = dict(options)
-    while left:
+    while True:
         try:
-            jax.jit(lambda: 0, compiler_options=left).lower().compile()
+            return compiled(left)
         except jax.errors.JaxRuntimeError as error:
             missing = re.search(r"No such compile option: '(\w+)'", str(error))
             if missing is None or left.pop(missing.group(1), None) is None:
@@ -150,9 +163,6 @@ def known_options(options: Mapping[str, str], say: Callable[[str], object]) -> d
                 f"this version's compiler has no option {missing.group(1)}: compiled without it "
                 "(docs/performance.md, XLA flags)"
             )
-        else:
-            break
-    return left
 
 
 def keep_compiled_programs() -> Path | None:

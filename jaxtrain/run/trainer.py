@@ -30,6 +30,7 @@ from jaxtrain.run.show import notebook, report
 from jaxtrain.run.show.plot import Picture, loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
 from jaxtrain.training import layouts, preflight
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.program import make_program, resolve_kernel
@@ -129,6 +130,7 @@ class Trainer:
         self.program = make_program(config, self.layout)
         keep_memory(platform)
         of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
+        self._step = CompiledStep(self.program, of_steps)
         self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=of_evaluation)
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
@@ -152,7 +154,7 @@ class Trainer:
             state, self._next_batch = self._saved.newest(lambda: self.dataset)
         else:
             state, self._next_batch = self._saved.of_step(step)
-        self._stepper = Stepper(self.program, state, config.corruption, of_steps)
+        self._stepper = Stepper(self._step, state, config.corruption)
         self.steps_done = self._attempt.step = int(state.step)
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
@@ -202,7 +204,7 @@ class Trainer:
     def lower(self) -> jax.stages.Lowered:
         """The train step lowered from shapes alone, for people who look inside."""
         with self.layout.active():
-            return self._stepper.lower(self.abstract_batch())
+            return self._step.lower(self.abstract_batch())
 
     def abstract_batch(self) -> Batch:
         """The shapes, dtypes and shardings of a batch."""

@@ -194,15 +194,6 @@ class Program:
 
     # -- the step --------------------------------------------------------------------------------
 
-    def jit_train_step(self) -> jax.stages.Wrapped:
-        """train_step compiled, the state donated; call it with the layout active.
-
-        The state goes out exactly as it came in, so one compilation serves the whole run.
-        """
-        shapes = self.shapes()
-        out = (self.state_shardings(shapes), None)
-        return jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One optimizer step.
 

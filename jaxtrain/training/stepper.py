@@ -8,68 +8,42 @@ import jax
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.corruption import Corruption, compare_replicas, replayed
-from jaxtrain.training.exchange.program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState
-
-Arrays = list[jax.Array]
+from jaxtrain.training.step import TrainState
 
 
 class Stepper:
-    """The compiled train step of a program, and the state it steps on.
-
-    The parameters and moments of a TrainState are objects, which Python takes apart before a step
-    and makes anew after it, and whose metadata it compares: longer than all the rest of giving a
-    step to the devices (benchmarks/overhead.py). So the arrays alone go in and out, and a
-    TrainState is made when somebody asks for it.
+    """A compiled train step, and the arrays of the state it steps on.
 
     Attributes:
       train_step: arrays, batch -> arrays, metrics; takes the arrays away from its caller. To be
         called with the layout active.
     """
 
-    def __init__(
-        self,
-        program: Program | ExchangeProgram,
-        state: TrainState,
-        corruption: Corruption,
-        compiler_options: dict[str, str],
-    ) -> None:
+    def __init__(self, step: CompiledStep, state: TrainState, corruption: Corruption) -> None:
         """Compiles nothing yet.
 
         Args:
-          program: what a step is.
+          step: what it takes.
           state: the state before the first step; the stepper's from now on.
           corruption: how often `checked_step` looks for it.
-          compiler_options: of XLA, by name.
         """
-        self._program, self._corruption = program, corruption
-        self._arrays, self._structure = jax.tree.flatten(state)
-        out = (jax.tree.leaves(program.state_shardings(state)), None)
-
-        def train_step(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
-            after, metrics = program.train_step(self._tree(arrays), batch)
-            return jax.tree.leaves(after), metrics
-
+        self._step, self._corruption = step, corruption
+        self._arrays = jax.tree.leaves(state)
         self._ahead = RunAhead()
-        self._jitted = jax.jit(
-            train_step,
-            donate_argnums=0,
-            out_shardings=out,
-            compiler_options=compiler_options,
-        )
-        self.train_step: Callable[..., Any] = self._jitted
+        self.train_step: Callable[..., Any] = step.on_arrays
 
     @property
     def state(self) -> TrainState:
         """The current state; the next step takes its arrays away."""
-        return self._tree(self._arrays)
+        return self._step.state_of(self._arrays)
 
     @state.setter
     def state(self, state: TrainState) -> None:
         arrays, structure = jax.tree.flatten(state)
-        if structure != self._structure:
+        if structure != self._step.structure:
             raise UserError(
                 "Trainer.state is set to a state of another structure than this run's; use one "
                 "that this trainer gave, with other values in its arrays"
@@ -101,16 +75,8 @@ class Stepper:
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
             arrays, metrics = self.train_step(jax.tree.leaves(state), batch)
-            return self._tree(arrays), metrics
+            return self._step.state_of(arrays), metrics
 
         after, metrics = replayed(train_step, self.state, batch, step)
         self._arrays = jax.tree.leaves(after)
         return metrics
-
-    def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """The train step lowered from shapes alone; `batch` holds shapes and shardings."""
-        arrays = jax.tree.leaves(self._program.abstract_state())
-        return self._jitted.lower(arrays, batch)
-
-    def _tree(self, arrays: Arrays) -> TrainState:
-        return jax.tree.unflatten(self._structure, arrays)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jaxtrain.analysis.planning.advice import fixes_for
 from jaxtrain.analysis.planning.compiled.audit import Row, audit
@@ -23,6 +23,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.training import layouts
 from jaxtrain.training.settings import Config
 
+# How hard the target's compiler tries; "none" leaves everything to closed forms.
+Effort = Literal["none", "quick", "thorough"]
 Progress = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
@@ -31,6 +33,7 @@ def plan(
     target: str,
     *,
     compile: bool = True,  # noqa: A002 - what the option is called
+    thorough: bool = False,
     search: bool = False,
     progress: Progress = lambda words: contextlib.nullcontext(),
 ) -> Plan:
@@ -40,6 +43,8 @@ def plan(
       config: from `load_config`.
       target: "v5p:4x4x4", "h100:2x8", "cpu:8"; with `Mesh.dcn`, one of the slices.
       compile: whether to run the target's compiler; otherwise everything is a closed-form estimate.
+      thorough: whether a TPU's compiler takes as long as for the run itself, about ten times as
+        long as for a plan.
       search: whether to look for the best mesh, ZeRO stage, remat policy, accumulation and schedule
         for this target and global batch; the plan is then the winner's.
       progress: called with what is going to be done, for the time that takes.
@@ -48,28 +53,32 @@ def plan(
       UserError: the target is unknown, its compiler is missing, or the configuration cannot run.
     """
     machine = parse_target(target)
-    found = None
+    if thorough and not compile:
+        raise UserError(
+            "--thorough with --no-compile: closed forms alone compile nothing; leave out one"
+        )
+    effort: Effort = "none" if not compile else "thorough" if thorough else "quick"
     if search:
         with progress("pricing layouts by closed forms"):
             found = search_layouts(config, machine)
-        return _best_compiled(found, machine, compile=compile, progress=progress)
-    return _plan(config, machine, compile=compile, progress=progress)
+        return _best_compiled(found, machine, effort, progress=progress)
+    return _plan(config, machine, effort, progress=progress)
 
 
-def _best_compiled(found: Found, machine: Target, *, compile: bool, progress: Progress) -> Plan:  # noqa: A002
-    """The plan of the best candidate, which with `compile` is the best of those that compile.
+def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: Progress) -> Plan:
+    """The plan of the best candidate: of those that compile, where any is compiled.
 
     As many are compiled as it takes until `COMPILED` of them fit; their own traffic then ranks
     them.
     """
-    if not compile:
-        best = _plan(found.candidates[0].config, machine, compile=False, progress=progress)
+    if effort == "none":
+        best = _plan(found.candidates[0].config, machine, effort, progress=progress)
         return dataclasses.replace(best, found=found)
     plans: list[tuple[Candidate, Plan]] = []
     rest = list(found.candidates)
     while rest and sum(made.fits for _, made in plans) < COMPILED and len(plans) < 2 * COMPILED:
         one = rest.pop(0)
-        made = _plan(one.config, machine, compile=True, progress=progress, advise=False)
+        made = _plan(one.config, machine, effort, progress=progress, advise=False)
         done = dataclasses.replace(one, compiled_bytes=made.total, fits=made.fits)
         plans.append(
             (dataclasses.replace(done, price=dataclasses.replace(one.price, time=made.time)), made)
@@ -84,8 +93,8 @@ def _best_compiled(found: Found, machine: Target, *, compile: bool, progress: Pr
 def _plan(
     config: Config,
     machine: Target,
+    effort: Effort,
     *,
-    compile: bool,  # noqa: A002
     progress: Progress,
     advise: bool = True,
 ) -> Plan:
@@ -98,10 +107,10 @@ def _plan(
         textbook = expected(config, abstract)
     compiled = None
     layout = abstract
-    if compile:
+    if effort != "none":
         with progress(f"compiling the train step for {machine.name}"):
             layout = planned_layout(config, machine)
-            compiled = compile_step(config, layout, machine)
+            compiled = compile_step(config, layout, machine, thorough=effort == "thorough")
     moved = moved_by(config, layout, compiled) if compiled and compiled.text else None
     beyond = slow_axes(config, layout, machine)
     if moved is None:

@@ -16,14 +16,16 @@ from jaxtrain.analysis.verify.meshes import MeshSizes
 from jaxtrain.analysis.verify.shrink import Small
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
+from jaxtrain.parallel.compilation import options_of_run
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout, is_variable
 from jaxtrain.training import layouts, preflight
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.program import ExchangeProgram
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState, with_shardings
+from jaxtrain.training.step import Program, TrainState
 
 
 class Mesh:
@@ -57,11 +59,14 @@ class Mesh:
         )
 
     @functools.cached_property
-    def train_step(self) -> Callable[..., Any]:
-        """The compiled step of `training`; it takes the state away from its caller."""
-        return self.compiled(
-            self.training.jit_train_step(), self.training.abstract_state(), self._abstract_batch()
-        )
+    def train_step(self) -> CompiledStep:
+        """The step of `training`, compiled as a run's; it takes the state away from its caller."""
+        train = self.config.train
+        options, _ = options_of_run("cpu", "cpu", train.steps, lambda missing: None)
+        step = CompiledStep(self.training, options)
+        with self.layout.active():
+            step.compile(train.data.abstract_batch(train.global_batch_size))
+        return step
 
     @functools.cached_property
     def created(self) -> TrainState:
@@ -128,10 +133,6 @@ class Mesh:
             )
             for path, leaf in leaves
         }
-
-    def _abstract_batch(self) -> Batch:
-        batch = self.config.train.data.abstract_batch(self.config.train.global_batch_size)
-        return with_shardings(batch, self.program.batch_shardings(batch))
 
 
 class Bench:

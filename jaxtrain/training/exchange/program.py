@@ -86,13 +86,6 @@ class ExchangeProgram(abc.ABC):
         return self.plain.batch_shardings(batch)
 
     @final
-    def jit_train_step(self) -> jax.stages.Wrapped:
-        """train_step compiled, the state donated; call it with the layout active."""
-        shapes = self.shapes()
-        out = (self.state_shardings(shapes), None)
-        return jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-
-    @final
     def rows_of_replicas(self, batch: Batch) -> Batch:
         """The batch with a leading "replica" dimension: each replica's rows, on their devices.
 

@@ -26,15 +26,15 @@ from jaxtrain.analysis.planning.machines.targets import (
 )
 from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.config import files
+from jaxtrain.parallel.compilation import with_known_options, xla_options
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training import layouts
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import with_shardings
 
-# Quick compiles: a step takes a fifth of the time; what it keeps alive differs by a few per cent
-# (docs/planning.md has the figures).
-_TPU_OPTIONS: dict[str, Any] = {"exec_time_optimization_effort": -1.0}
+# What libtpu is told beside a run's own options (docs/planning.md has the figures).
+_QUICK = {"exec_time_optimization_effort": -1.0}
 _FORMAT = 1
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -89,28 +89,44 @@ def planned_layout(config: Config, target: Target) -> Layout:
     return layouts.layout(config, target_devices(target, slices=slices))
 
 
-def lower(config: Config, layout: Layout) -> jax.stages.Lowered:
+def lower(
+    config: Config, layout: Layout, options: Mapping[str, str] | None = None
+) -> jax.stages.Lowered:
     """The very step that `jaxtrain train` runs, lowered from shapes: no array is made."""
-    program = make_program(config, layout)
-    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    step = CompiledStep(make_program(config, layout), options)
     with layout.active():
-        return program.jit_train_step().lower(
-            program.abstract_state(), with_shardings(batch, program.batch_shardings(batch))
-        )
+        return step.lower(config.train.data.abstract_batch(config.train.global_batch_size))
 
 
-def compile_step(config: Config, layout: Layout, target: Target) -> Compiled:
-    """The compiled step of a layout from `planned_layout`, from the cache where it has it."""
-    options: Any = compiler_options(target)
-    options |= _TPU_OPTIONS if target.chip.kind == "tpu" else {}
+def compile_step(
+    config: Config, layout: Layout, target: Target, *, thorough: bool = False
+) -> Compiled:
+    """The compiled step of a layout from `planned_layout`, from the cache where it has it.
+
+    Args:
+      config: what is to be run.
+      layout: from `planned_layout`.
+      target: what it is for.
+      thorough: whether a TPU's compiler takes as long as it does for the run; otherwise it
+        compiles quickly: about ten times as fast, and memory differs by a few per cent.
+    """
+    options = options_of(config, layout)
+    more: Any = compiler_options(target)
+    if target.chip.kind == "tpu" and not thorough:
+        more |= _QUICK
+
+    def compiled_with(known: dict[str, str]) -> jax.stages.Compiled:
+        whole = known == options
+        return (lowered if whole else lower(config, layout, known)).compile(more)
+
     with native_stderr_kept() as noise:
-        lowered = lower(config, layout)
-        key = _key(lowered, target, layout, options)
+        lowered = lower(config, layout, options)
+        key = _key(lowered, target, layout, {**options, **more})
         found = _read(key)
         if found is None:
             started = time.perf_counter()
             try:
-                compiled = lowered.compile(options)
+                compiled = with_known_options(options, compiled_with, lambda missing: None)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
@@ -122,6 +138,13 @@ def compile_step(config: Config, layout: Layout, target: Target) -> Compiled:
                 found = _facts(config, layout, target, compiled, noise(), seconds)
             _write(key, found, noise())
     return found
+
+
+def options_of(config: Config, layout: Layout) -> dict[str, str]:
+    """XLA's options of the step of a run on the devices of a layout from `planned_layout`."""
+    assert isinstance(layout.mesh, jax.sharding.Mesh), "devices, which have their options"
+    device = layout.mesh.devices.flat[0]
+    return xla_options(device.platform, config.train.steps, device.device_kind)
 
 
 def _facts(

@@ -1,0 +1,85 @@
+"""The one function of a program that is compiled for its steps, whoever runs it or reads it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.step import Program, TrainState, with_shardings
+
+Arrays = list[jax.Array]
+
+
+class CompiledStep:
+    """A program's train step for `jax.jit`: compiled when it is first called, or `lower`ed.
+
+    A run calls it, a plan compiles it for devices that are not there, a profile names its
+    operations, and `verify` proves it. The parameters and moments of a TrainState are objects,
+    which Python takes apart before a step and makes anew after it, and whose metadata it compares:
+    longer than all the rest of giving a step to the devices (benchmarks/overhead.py). So what is
+    compiled takes the arrays alone.
+
+    All its methods are to be called with the program's layout active.
+
+    Attributes:
+      structure: of a TrainState of the program, whose arrays these are.
+      options: of XLA, by name.
+      on_arrays: arrays, batch -> arrays, metrics; takes the arrays away from its caller. They go
+        out exactly as they came in, so that one compilation serves the whole run.
+    """
+
+    def __init__(
+        self, program: Program | ExchangeProgram, options: Mapping[str, str] | None = None
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          program: what a step is.
+          options: of XLA, by name: `compilation.options_of_run`. None: XLA's own.
+        """
+        shapes = program.shapes()
+        shardings = jax.tree.leaves(program.state_shardings(shapes))
+        self._program = program
+        self.structure, self.options = jax.tree.structure(shapes), dict(options or {})
+
+        def train_step(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
+            after, metrics = program.train_step(self.state_of(arrays), batch)
+            return jax.tree.leaves(after), metrics
+
+        self._jitted = jax.jit(
+            train_step,
+            donate_argnums=0,
+            out_shardings=(shardings, None),
+            compiler_options=self.options,
+        )
+        self.on_arrays: Callable[..., Any] = self._jitted
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        """One optimizer step, as `Program.train_step`; takes the state away from its caller."""
+        arrays, metrics = self.on_arrays(jax.tree.leaves(state), batch)
+        return self.state_of(arrays), metrics
+
+    def state_of(self, arrays: Arrays) -> TrainState:
+        """The state whose arrays these are."""
+        return jax.tree.unflatten(self.structure, arrays)
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """What will be compiled, lowered from shapes: no array is made.
+
+        Args:
+          batch: a global batch, or its shapes.
+        """
+        batch = with_shardings(batch, self._program.batch_shardings(batch))
+        return self._jitted.lower(jax.tree.leaves(self._program.abstract_state()), batch)
+
+    def compile(self, batch: Batch) -> jax.stages.Compiled:
+        """Compiles it now; from then on a call that would need another program is refused.
+
+        Args:
+          batch: a global batch, or its shapes.
+        """
+        self.on_arrays = compiled = self.lower(batch).compile()
+        return compiled
