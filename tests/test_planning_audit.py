@@ -190,11 +190,11 @@ def tiny(out: bool):
     over = layout(config, jax.devices()[:4])
     program = make_program(config, over)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    batch = with_shardings(batch, program.batch_shardings(batch))
-    state = program.abstract_state()
-    step = CompiledStep(program) if out else jax.jit(_gathered(program))
     with over.active():
-        return program, step.lower(state, batch).compile()
+        if out:
+            return program, CompiledStep(program).lower(batch).compile()
+        batch = with_shardings(batch, program.batch_shardings(batch))
+        return program, jax.jit(_gathered(program)).lower(program.abstract_state(), batch).compile()
 
 
 def _gathered(program):
