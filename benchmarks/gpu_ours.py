@@ -28,7 +28,8 @@ from benchmarks.gpu_rows import (
 )
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.attention import attention
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.chips import peak_flops
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.objectives.chunks import over_chunks

@@ -23,8 +23,8 @@ from rich.console import Console
 from benchmarks import side_by_side
 from benchmarks.cpu_vs_torch import COMMON
 from jaxtrain.data.pipeline import batches
-from jaxtrain.nn.attention.attention import Mask
 from jaxtrain.nn.attention.blocked import blocked_attention
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

@@ -11,9 +11,11 @@ from conftest import make_layout
 
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.attention import attention as attention_module
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention import flash
+from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
+from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout
 
@@ -127,9 +129,7 @@ def test_tpu_kernel_equals_reference(name: str) -> None:
     causal, window, packed, N, K = CASES[name]
     mask, arrays = make_mask(name, T), inputs(T, N // 2, max(K // 2, 1))
     mask = dataclasses.replace(mask, window=window and 20 * window)
-    found = value_and_grads(
-        lambda q, k, v: attention_module._tpu(q, k, v, mask, interpret=True), *arrays
-    )
+    found = value_and_grads(lambda q, k, v: flash.tpu(q, k, v, mask, interpret=True), *arrays)
     expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
     assert_equal(found, expected)
 
@@ -140,9 +140,7 @@ def test_triton_kernel_equals_reference(name: str) -> None:
     T = 256
     *_, N, K = CASES[name]
     mask, arrays = make_mask(name, T), inputs(T, N // 2, max(K // 2, 1))
-    found = value_and_grads(
-        lambda q, k, v: attention_module._triton(q, k, v, mask, interpret=True), *arrays
-    )
+    found = value_and_grads(lambda q, k, v: flash.triton(q, k, v, mask, interpret=True), *arrays)
     expected = value_and_grads(lambda q, k, v: attention(q, k, v, mask), *arrays)
     assert_equal(found, expected)
 
@@ -157,7 +155,7 @@ def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str, sizes: dict)
     layout = make_layout(**sizes)
     run = functools.partial(attention, kernel=kernel)
     if kernel in ("triton", "tpu"):
-        run = functools.partial(getattr(attention_module, f"_{kernel}"), interpret=True)
+        run = functools.partial(by_device, KERNELS[kernel].interpreted, of_one_too=True)
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
         return jax.device_put(x, layout.named(layout.activation(axes)))
@@ -190,7 +188,7 @@ def test_cudnn_is_asked_for_the_same_mathematics(
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     if not meshed:
         found = value_and_grads(
-            lambda q, k, v: attention_module._cudnn(q, k, v, mask), q, k, v, weights
+            lambda q, k, v: by_device(flash.cudnn, q, k, v, mask), q, k, v, weights
         )
     else:
         layout = make_layout(fsdp=2, tensor=2)
@@ -200,7 +198,7 @@ def test_cudnn_is_asked_for_the_same_mathematics(
                 for x, axes in ((q, QUERIES), (k, KEYS), (v, KEYS))
             )
             found = value_and_grads(
-                lambda q, k, v: attention_module._cudnn(q, k, v, mask), q, k, v, weights
+                lambda q, k, v: by_device(flash.cudnn, q, k, v, mask), q, k, v, weights
             )
     assert_equal(found, reference(name, T))
     parts = 2 if meshed else 1

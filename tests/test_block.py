@@ -10,7 +10,7 @@ from parity import assert_equal, evaluate
 from tiny_models import name_of, places, some_tokens
 
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.decoder import Decoder

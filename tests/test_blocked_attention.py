@@ -13,9 +13,10 @@ from test_attention import CASES, H, assert_equal, documents, inputs, make_mask,
 
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.nn.attention import blocked as blocked_module
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
 from jaxtrain.nn.attention.kernels import Request, refuse
+from jaxtrain.nn.attention.mask import Mask
 
 blocked = functools.partial(attention, kernel="blocked")
 

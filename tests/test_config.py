@@ -15,7 +15,7 @@ from jaxtrain.config.errors import ConfigError, UserError
 from jaxtrain.config.partial import NotRead
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.shipped import configs_folder
-from jaxtrain.config.values import ByName
+from jaxtrain.config.values import ByName, OneOf
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.optimizers.sgd import SGD
@@ -351,6 +351,7 @@ class Rain:
     """One way to water."""
 
     hours: float = 1.0
+    wind: Annotated[str, OneOf(("west", "north"))] = "west"
 
 
 @configurable
@@ -388,6 +389,7 @@ def watering(*bindings: str) -> Watering:
     [
         ((), Rain()),
         (("Rain.hours = 3",), Rain(hours=3.0)),
+        (("Rain.wind = 'north'",), Rain(wind="north")),
         (("Water.name = 'can'",), Can()),
         (("Water.name = %WAY", "WAY = 'can'", "Can.litres = 5"), Can(litres=5)),
     ],
@@ -412,6 +414,11 @@ def test_what_is_chosen_by_name_takes_its_own_section_and_reads_back(bindings, w
         ("Can.litres = 5", "Can.litres is set, but nothing in this configuration uses Can; "
          "Water.name = 'can' does"),
         ("Garden.size = 5", "nothing in this configuration uses Garden"),
+        ("Rain.wind = 'wets'", "Rain.wind = 'wets' is a str; it takes one of 'west', 'north'; "
+         "did you mean 'west'?"),
+        ("Rain.wind = 3", "Rain.wind = 3 is an int; it takes one of 'west', 'north'"),
+        ("Rain.wind = nroth", "Rain.wind = 'nroth' is a str; it takes one of 'west', 'north'; "
+         "did you mean 'north'?"),
     ],
 )  # fmt: skip
 def test_what_is_not_chosen_by_name_is_refused(binding, sentence):

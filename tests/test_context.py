@@ -13,8 +13,9 @@ from conftest import make_layout
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention import ring as ring_module
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, along_context, run_of, work
+from jaxtrain.nn.attention.mask import Mask
 
 B, T, N, H = 2, 32, 8, 16
 # name: causal, window, documents, kv heads

@@ -13,8 +13,9 @@ from parity import assert_equal, evaluate
 from test_context import B, H, T, abstract, collectives, value_and_grads
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import along_context, refuse
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generate import Sampling, generate

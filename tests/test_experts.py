@@ -10,7 +10,7 @@ from conftest import make_layout
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.experts import Experts, router_statistics, slots_per_expert
 

@@ -13,7 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.transformer import hidden, logits

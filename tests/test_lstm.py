@@ -25,7 +25,7 @@ from jaxtrain.analysis.planning.textbook.profile import layer_profile
 from jaxtrain.analysis.planning.textbook.sizes import lstm_parameters
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.lstm import LSTM
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES

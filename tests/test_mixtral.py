@@ -18,7 +18,7 @@ from tiny_models import C, D, F, K, N, V, name_of, parameters, places, some_toke
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.mixtral import Mixtral
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.experts import slots_per_expert
 from jaxtrain.nn.remat import POLICIES

@@ -17,7 +17,7 @@ from jaxtrain.analysis.bindings import models
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import ImageModel, Model, TokenModel, reads_tokens
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import normal, param, role_of, stack

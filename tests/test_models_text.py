@@ -11,7 +11,7 @@ from flax import nnx
 from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, some_tokens, split
 
 from jaxtrain.nn import mlp, transformer
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import to_compute

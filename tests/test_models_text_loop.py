@@ -13,7 +13,7 @@ from tiny_models import LLAMA, MODELS, C, D, V, name_of, parameters, split
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import logical_axes

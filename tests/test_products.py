@@ -10,8 +10,8 @@ from conftest import make_layout
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.attention.attention import Mask
 from jaxtrain.nn.attention.blocked import blocked_attention
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import einsum
 from jaxtrain.nn.remat import POLICIES, remat

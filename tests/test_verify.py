@@ -15,8 +15,8 @@ from jaxtrain.analysis.verify.meshes import choose_meshes
 from jaxtrain.analysis.verify.proofs import claims
 from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.config.shipped import configs_folder
-from jaxtrain.nn.attention import attention
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run import resume
 from jaxtrain.training import preflight
@@ -195,8 +195,9 @@ def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatc
 
 
 def test_a_kernel_that_is_off_fails_the_kernel_and_the_execution(prove, tiny_config, monkeypatch):
-    right = attention._KERNELS["blocked"]  # what 'auto' means here
-    monkeypatch.setitem(attention._KERNELS, "blocked", lambda *of: right(*of) + 1e-2)
+    right = KERNELS["blocked"]  # what 'auto' means here
+    off = dataclasses.replace(right, run=lambda *of: right.run(*of) + 1e-2)
+    monkeypatch.setitem(KERNELS, "blocked", off)
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["kernel", "execution"])
     assert (status, verdicts) == (1, {"kernel": "FAILED", "execution": "FAILED"})
 

@@ -15,7 +15,7 @@ from typing import Any
 import jaxtrain.data
 import jaxtrain.models
 from jaxtrain.config import reader
-from jaxtrain.config.values import by_name, settings_of
+from jaxtrain.config.values import by_name, hints, settings_of, unmarked
 from jaxtrain.models.model import Model
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.settings import Config, Data
@@ -89,10 +89,10 @@ def _settings_in(package: types.ModuleType, member: str) -> Iterator[type]:
 
 def _section(cls: type) -> str:
     purpose = " ".join(_docstring(cls).partition("\nAttributes:\n")[0].split())
-    hints, said = typing.get_type_hints(cls, include_extras=True), meanings(cls)
+    takes, said = hints(cls), meanings(cls)
     rows = [
-        f"| `{cls.__name__}.{bound}` | {_takes(hints[field.name])} | "
-        f"{_default(field, hints[field.name])} | {said[field.name].replace('|', chr(92) + '|')} |"
+        f"| `{cls.__name__}.{bound}` | {_takes(takes[field.name])} | "
+        f"{_default(field, takes[field.name])} | {said[field.name].replace('|', chr(92) + '|')} |"
         for bound, field in settings_of(cls).items()
     ]
     head = ["| binding | takes | default | meaning |", "|---|---|---|---|"]
@@ -112,8 +112,7 @@ def _takes(annotation: Any) -> str:
     mark = by_name(annotation)
     if mark is not None:
         return ", ".join(f"`{name!r}`" for name in mark.choices())
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _takes(typing.get_args(annotation)[0])
+    annotation = unmarked(annotation)
     if annotation in (Model, Data):
         classes = models() if annotation is Model else sources()
         return ", ".join(f"`@{cls.__name__}()`" for cls in classes)

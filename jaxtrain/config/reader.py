@@ -28,11 +28,14 @@ from jaxtrain.config.values import (
     by_name,
     check_value,
     choices,
+    hints,
+    literal,
     located,
     missing,
     settings_of,
     takes_plain_values,
     takes_text,
+    unmarked,
 )
 
 _CONFIGURABLES: dict[str, type] = {}
@@ -219,21 +222,21 @@ class _Bindings:
         """
         name, values, unread = cls.__name__, {}, set()
         self._being_built.append(name)
-        hints, plain = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
+        takes = hints(cls)
         for bound, field in settings_of(cls).items():
-            binding, mark = self.fields.get((name, bound)), by_name(hints[field.name])
-            written = f"{name}.{bound}"
+            binding, mark = self.fields.get((name, bound)), by_name(takes[field.name])
+            written, annotation = f"{name}.{bound}", unmarked(takes[field.name])
             try:
                 if mark is not None:
                     values[field.name] = self._chosen(name, field, mark)
                 elif binding is not None:
                     self.used_fields.add((name, bound))
-                    values[field.name] = self._value(written, binding, plain[field.name])
+                    values[field.name] = self._value(written, binding, annotation)
                 elif is_required(field):
                     unread.add(field.name)
                     if not self.lacks_bindings:
                         known = _CONFIGURABLES.values()
-                        self.mistakes.append(missing(written, plain[field.name], known))
+                        self.mistakes.append(missing(written, annotation, known))
             except NotRead:
                 unread.add(field.name)
         self._being_built.pop()
@@ -267,7 +270,7 @@ class _Bindings:
             return self.build(type(field.default))
         self.used_fields.add((section, mark.binding))
         try:
-            name = self._value(f"{section}.{mark.binding}", binding, _one_of(mark))
+            name = self._value(f"{section}.{mark.binding}", binding, literal(mark.choices()))
             return self.build(mark.choices()[name])
         except NotRead:
             self.lacks_bindings = True  # what it names might have read some
@@ -391,9 +394,9 @@ def load(
 
 def sections(root: type) -> dict[str, type]:
     """The registered dataclasses that a root consists of, by field."""
-    hints = typing.get_type_hints(root)
+    classes = hints(root)
     return {
-        f.name: hints[f.name]
+        f.name: classes[f.name]
         for f in dataclasses.fields(root)
         if f.name not in ("imports", "notes")
     }
@@ -416,11 +419,11 @@ def to_gin(root: Any, *, absolute: bool = False) -> str:
 def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
     name = type(section).__name__
     lines = blocks.setdefault(name, [])
-    hints = typing.get_type_hints(type(section), include_extras=True)
+    takes = hints(type(section))
     for bound, field in settings_of(type(section)).items():
-        value, mark = getattr(section, field.name), by_name(hints[field.name])
+        value, mark = getattr(section, field.name), by_name(takes[field.name])
         if absolute:
-            value = located(value, hints[field.name])
+            value = located(value, takes[field.name])
         if mark is None:
             written = _format_value(value, blocks, absolute)
         else:
@@ -440,14 +443,7 @@ def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> s
 
 
 def _marks(cls: type) -> list[ByName]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return [mark for mark in map(by_name, hints.values()) if mark is not None]
-
-
-def _one_of(mark: ByName) -> Any:
-    """What a binding takes that names one of several classes."""
-    literal: Any = typing.Literal
-    return literal[tuple(mark.choices())]
+    return [mark for mark in map(by_name, hints(cls).values()) if mark is not None]
 
 
 def _of_a_choice(cls: type, setting: str) -> str:
@@ -463,7 +459,7 @@ def _of_a_choice(cls: type, setting: str) -> str:
 
 def _how_to_choose(unused: str) -> str:
     """The binding that makes a configuration use a class, where one names it."""
-    for cls in _CONFIGURABLES.values():
+    for cls in list(_CONFIGURABLES.values()):  # choices may import modules that register more
         for mark in _marks(cls):
             for name, choice in mark.choices().items():
                 if choice is _CONFIGURABLES[unused]:
@@ -521,11 +517,9 @@ def _quoted(text: str) -> str | None:
     known = settings_of(_CONFIGURABLES[section]) if section in _CONFIGURABLES else {}
     if field not in known:
         return None
-    hints = typing.get_type_hints(_CONFIGURABLES[section], include_extras=True)
-    mark = by_name(hints[known[field].name])
-    annotation: Any = typing.get_type_hints(_CONFIGURABLES[section])[known[field].name]
-    if mark is not None:
-        annotation = _one_of(mark)
+    takes = hints(_CONFIGURABLES[section])[known[field].name]
+    mark = by_name(takes)
+    annotation = unmarked(takes) if mark is None else literal(mark.choices())
     # Quotes, brackets, references and comments began something else; so did true, none and classes,
     # but for a choice of that name.
     other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _meant(value)

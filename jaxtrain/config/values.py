@@ -50,6 +50,41 @@ class ByName:
         return next(name for name, choice in self.choices().items() if choice is cls)
 
 
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Marks a setting that is a word of a table: `policy: Annotated[str, OneOf(tuple(POLICIES))]`.
+
+    Attributes:
+      words: those of the table.
+    """
+
+    words: tuple[str, ...]
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """What each field of a settings class takes: its annotation with its mark, and what is marked
+    `OneOf` as a Literal of the words."""
+    found = typing.get_type_hints(cls, include_extras=True)
+    return {name: _spelled_out(annotation) for name, annotation in found.items()}
+
+
+def unmarked(annotation: Any) -> Any:
+    """An annotation without its mark."""
+    marked = typing.get_origin(annotation) is typing.Annotated
+    return typing.get_args(annotation)[0] if marked else annotation
+
+
+def literal(words: Iterable[str]) -> Any:
+    """The annotation of what is one of these words."""
+    of_words: Any = typing.Literal
+    return of_words[tuple(words)]
+
+
+def _spelled_out(annotation: Any) -> Any:
+    marks = getattr(annotation, "__metadata__", ())
+    return next((literal(mark.words) for mark in marks if isinstance(mark, OneOf)), annotation)
+
+
 def by_name(annotation: Any) -> ByName | None:
     """The mark of an annotation that is marked `ByName`."""
     marks = getattr(annotation, "__metadata__", ())
@@ -58,8 +93,8 @@ def by_name(annotation: Any) -> ByName | None:
 
 def settings_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """The fields of a settings class by what they are called in a gin file."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    marks = {field: by_name(hints[field.name]) for field in dataclasses.fields(cls)}
+    takes = hints(cls)
+    marks = {field: by_name(takes[field.name]) for field in dataclasses.fields(cls)}
     return {mark.binding if mark else field.name: field for field, mark in marks.items()}
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 from flax import nnx
 
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import HIDDEN, RESIDUAL
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import embed

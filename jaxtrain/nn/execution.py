@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.errors import UserError, nearest_divisor, refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.attention import attention
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.remat import RESIDUAL, Policy, all_but_gathered_weights, remat

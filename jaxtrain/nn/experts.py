@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.attention.attention import Mask
 from jaxtrain.nn.attention.context import split
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.products.contract import contract

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import contract

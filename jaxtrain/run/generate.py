@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import TokenModel, token_model
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import all_but_gathered_weights

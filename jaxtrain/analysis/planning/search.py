@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import StepTime, least_seconds, step_time
 from jaxtrain.analysis.planning.variants import bindings_of, changed, essential, refusal, slices_of
 from jaxtrain.config.errors import UserError, nearest_divisor
-from jaxtrain.nn.attention.context import NOT_IN_A_RING
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training import layouts
@@ -253,12 +253,12 @@ def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate 
 
 def _meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
     whole = changed(config, {"Attention.context_parallel": "ulysses"})
-    flash = resolved(whole, target.chip.kind).attention.kernel in NOT_IN_A_RING
+    in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
         if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
-        if sizes["context"] > 1 and flash:
+        if sizes["context"] > 1 and not in_ring:
             mesh["Attention.context_parallel"] = "ulysses"
         if sizes["pipe"] == 1:
             yield mesh

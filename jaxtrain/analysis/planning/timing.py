@@ -28,6 +28,7 @@ from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.layouts import abstract_layout
@@ -81,8 +82,6 @@ ERROR_BAR = 0.15
 _SCORES_BACKWARD = 2.5
 # What an axis moves of weights and gradients: computation hides some of it.
 _OF_WEIGHTS = frozenset({"data", "fsdp", "pipe"})
-# Kernels that skip what a causal mask hides.
-_SKIPPING = ("tpu", "cudnn", "triton", "blocked")
 
 
 class Moved(Protocol):
@@ -205,7 +204,7 @@ def executed_flops(config: Config, layout: Layout) -> float:
     """FLOPs of products that one device executes in a step, with a kernel that is named."""
     row = row_flops(config)
     flops = float(row.executed)
-    if config.attention.kernel in _SKIPPING:
+    if KERNELS[config.attention.kernel].skips_hidden:
         flops -= row.scores / 2
     if layout.mesh.shape["pipe"] > 1:
         flops += _again(config) * flops
@@ -224,7 +223,7 @@ def _work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, floa
     if pipelined:
         products += _again(config) * products
         again += config.pipeline.backward == "recompute"
-    kept = 0.5 if config.attention.kernel in _SKIPPING else 1.0
+    kept = 0.5 if KERNELS[config.attention.kernel].skips_hidden else 1.0
     return products * rows, kept * forward * (1 + again + _SCORES_BACKWARD) * rows
 
 
@@ -478,7 +477,8 @@ def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]
     if chip.dcn_bandwidth is not None:
         network = f"{chip.dcn_bandwidth / 1e9:.1f} GB/s a device between hosts or slices"
     causal = "halved (the kernel skips what is masked)"
-    skipped = causal if config.attention.kernel in _SKIPPING else "in full (the kernel masks them)"
+    skips = KERNELS[config.attention.kernel].skips_hidden
+    skipped = causal if skips else "in full (the kernel masks them)"
     peaks = f"{peak / 1e12:.0f} TFLOP/s ({config.precision.compute})"
     narrow = _narrow_peak(config, target)
     if narrow is not None:

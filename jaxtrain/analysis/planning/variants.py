@@ -7,6 +7,7 @@ from typing import Any
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.training import preflight
 from jaxtrain.training.program import resolve_kernel
 from jaxtrain.training.settings import Config
@@ -19,8 +20,6 @@ _SECTIONS = {
 }  # fmt: skip
 # From what keeps most to what keeps least.
 REMAT = ("none", "elementwise", "dots", "full", "offload")
-# Kernels whose scores of every pair of tokens wait for the backward pass.
-KEEPING_SCORES = ("xla", "reference")
 
 Changes = Mapping[str, Any]
 
@@ -72,10 +71,11 @@ def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
 
 def lighter_kernel(config: Config, target: Target) -> str | None:
     """The kernel that keeps no scores where the configuration names one that does; else None."""
-    if config.attention.kernel not in KEEPING_SCORES:
+    named = KERNELS.get(config.attention.kernel)
+    if named is None or not named.plain:
         return None
     best = resolve_kernel(changed(config, {"Attention.kernel": "auto"}), target.chip.kind)
-    return None if best is None or best.kernel in KEEPING_SCORES else best.kernel
+    return None if best is None or KERNELS[best.kernel].plain else best.kernel
 
 
 def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:

@@ -16,14 +16,11 @@ from jaxtrain.analysis.verify.figures import EQUAL, Arrays, Finding, NotChecked,
 from jaxtrain.analysis.verify.runs import Bench
 from jaxtrain.analysis.verify.sample import SEED
 from jaxtrain.models.model import AttentionFacts
-from jaxtrain.nn.attention import attention as kernels
-from jaxtrain.nn.attention.attention import Mask, attention
+from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, along_context
-from jaxtrain.nn.attention.kernels import TILE
+from jaxtrain.nn.attention.kernels import KERNELS, TILE
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.training.program import resolved
-
-# Pallas kernels run without their chip, slowly.
-_INTERPRETED = {"tpu": kernels._tpu, "triton": kernels._triton}
 
 RESULTS = ("output", "query gradient", "key gradient", "value gradient")
 
@@ -44,10 +41,11 @@ def written(bench: Bench) -> str:
 def compare(bench: Bench) -> Finding | NotChecked:
     """The user's kernel on the mesh, within a pipeline's stage, and the reference on one device."""
     own = kernel_of(bench)
-    if own == "cudnn":
-        return NotChecked("'cudnn' needs a GPU; the other lines are proved with 'xla'")
+    kernel = KERNELS[own]
+    chip, interpreted = (kernel.only_on or "").upper(), kernel.interpreted
+    if kernel.only_on is not None and interpreted is None:
+        return NotChecked(f"{own!r} needs a {chip}; the other lines are proved with 'xla'")
     mesh, model = bench.within_stages, bench.small.config.train.model
-    interpreted = _INTERPRETED.get(own)
     length = bench.batch.inputs.shape[1] if interpreted is None else TILE
     facts = model.attention
     assert facts is not None, "a kernel of a model without attention"
@@ -55,9 +53,8 @@ def compare(bench: Bench) -> Finding | NotChecked:
     plain = Mask(causal=facts.causal, window=facts.window)
     where = ""
     if interpreted is not None:
-        chip = "TPU" if own == "tpu" else "GPU"
         where = f" (interpreted: no {chip} is here; the other lines are proved with 'xla')"
-        run = functools.partial(interpreted, interpret=True)
+        run = functools.partial(by_device, interpreted, of_one_too=True)
         found = _run(bench.one_device.layout, run, inputs, plain, "ring")
     else:
         method = mesh.config.attention.context_parallel

@@ -15,6 +15,7 @@ from jaxtrain.models.model import (
     reads_images,
     reads_tokens,
 )
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training import layouts
@@ -29,8 +30,6 @@ VOCABULARY, HEAD_DIM, SEQUENCE, MAX_CHUNKS, MAX_GROUP, MAX_EXPERTS = 64, 8, 32, 
 CLASSES = 16
 # The smallest published depth of the same form: stem, blocks and number of stages stay.
 DEPTHS = {34: 18, 56: 20, 32: 20}
-# Kernels that cannot run on a CPU; the kernel's own proof says what that means.
-NOT_ON_CPU = ("cudnn", "triton", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +214,10 @@ def _text(
             sequence_length=SEQUENCE,
             heldout_split=None,
         )
-    kernel = "xla" if own.attention.kernel in NOT_ON_CPU else own.attention.kernel
+    named = KERNELS.get(own.attention.kernel)
+    # The kernel's own proof says what it means that it does not run here.
+    elsewhere = named is not None and named.only_on is not None
+    kernel = "xla" if elsewhere else own.attention.kernel
     return dataclasses.replace(
         config,
         train=dataclasses.replace(

@@ -15,6 +15,7 @@ from jaxtrain.analysis.verify.shrink import Small, shrink
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import reads_tokens
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.devices import simulate_devices
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training import preflight
@@ -90,7 +91,8 @@ def refuse(config: Config) -> None:
     fixed = math.prod(size for size in sizes if size != -1)
     counts = (2 * fixed, fixed) if -1 in sizes else (fixed,)
     # Where kernels run is not what is asked here: each is looked at on the platform it is made for.
-    platform = "tpu" if config.attention.kernel == "tpu" else "gpu"
+    named = KERNELS.get(config.attention.kernel)
+    platform = (None if named is None else named.only_on) or "gpu"
     refusals = []
     for count in counts:
         try:

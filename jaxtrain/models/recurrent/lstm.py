@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
-from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder

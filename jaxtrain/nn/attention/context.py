@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError, nearest_multiple
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_device, shard
 
 ContextParallel = Literal["ring", "ulysses"]
@@ -21,9 +22,6 @@ AXIS = "context"
 QUERIES = ("inner_batch", "length", "heads", "head_dim")
 KEYS = ("inner_batch", "length", "kv_heads", "head_dim")
 SEGMENTS = ("inner_batch", "length")
-
-# Kernels that give no log-sum-exp, without which the blocks of a ring cannot be merged.
-NOT_IN_A_RING = ("blocked", "cudnn", "triton", "tpu")
 
 # Late queries and early keys first: under a causal mask every rank needs that block at every step.
 _SLOT_PAIRS = ((1, 0), (0, 0), (1, 1), (0, 1))
@@ -193,7 +191,7 @@ def refuse(
             f"Attention.context_parallel={method!r} on Mesh.context={c}; the nearest is "
             f"{nearest_multiple(length, runs)}"
         )
-    if method == "ring" and kernel in NOT_IN_A_RING:
+    if method == "ring" and kernel in KERNELS and not KERNELS[kernel].plain:
         other = f", or Attention.context_parallel='ulysses' with {kernel!r}"
         yield (
             f"Attention.kernel={kernel!r} gives no log-sum-exp, so Attention.context_parallel="

@@ -1,16 +1,18 @@
-"""What each attention kernel can do, and which one 'auto' means on a platform."""
+"""The attention kernels: what each computes with and cannot do, and which one 'auto' means."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Literal
 
-from jaxtrain.nn.attention.context import NOT_IN_A_RING
+import jax
+
+from jaxtrain.nn.attention import flash, plain
+from jaxtrain.nn.attention.blocked import blocked_attention
+from jaxtrain.nn.attention.flash import TILE
 from jaxtrain.parallel.devices import OLD_GPU
 
-Kernel = Literal["auto", "reference", "xla", "blocked", "cudnn", "triton", "tpu"]
-
-# The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
-TILE = 128
+# (q_BTNH, k_BSKH, v_BSKH, mask) -> what the values come to, [B, T, N, H]; mask is a Mask.
+Run = Callable[..., jax.Array]
 
 # What 'auto' takes of the kernels that can do what is asked, the fastest first: on CPUs as measured
 # (benchmarks/RESULTS.md), elsewhere as published, not by us. 'reference' can do everything.
@@ -53,6 +55,29 @@ class Request:
     in_ring: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One way to compute attention.
+
+    Attributes:
+      run: the computation, on one device.
+      cannot: why it cannot do what is asked, a clause for each reason.
+      plain: whether it is made of products over all pairs of tokens: XLA then splits it over
+        devices, a ring over Mesh.context does it block by block, and the scores wait for the
+        backward pass. Any other runs on each device's rows and heads, and keeps no scores.
+      skips_hidden: whether it leaves out what a causal mask hides.
+      only_on: "gpu" or "tpu", where it runs nowhere else.
+      interpreted: `run` without that chip, slowly, for proofs; None where there is no such thing.
+    """
+
+    run: Run
+    cannot: Callable[[Request], list[str]]
+    plain: bool = False
+    skips_hidden: bool = False
+    only_on: str | None = None
+    interpreted: Run | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The kernel that runs.
@@ -68,7 +93,7 @@ class Choice:
 
 def refuse(kernel: str, request: Request) -> Iterator[str]:
     """A sentence for each reason why `kernel` cannot do this; a ring is `context`'s to refuse."""
-    for reason in _REASONS[kernel](request):
+    for reason in KERNELS[kernel].cannot(request):
         able = choose(request).kernel
         yield f"Attention.kernel={kernel!r} {reason}; the nearest kernel that can is {able!r}"
 
@@ -77,8 +102,8 @@ def choose(request: Request) -> Choice:
     """The fastest kernel that can do this on its platform, and why it is that one."""
     passed_over = []
     for kernel in _FASTEST_FIRST.get(request.platform, _OTHERWISE):
-        reasons = _REASONS[kernel](request)
-        if request.in_ring and kernel in NOT_IN_A_RING:
+        reasons = KERNELS[kernel].cannot(request)
+        if request.in_ring and not KERNELS[kernel].plain:
             reasons.append("gives no log-sum-exp, which a ring over Mesh.context merges by")
         if not reasons:
             why = "; ".join(passed_over) or f"the first choice on a {request.platform}"
@@ -87,13 +112,16 @@ def choose(request: Request) -> Choice:
     raise AssertionError("'reference' can do everything")
 
 
-# -- what a kernel cannot do ----------------------------------------------------------------------
-
-_NO_CACHE = "cannot start queries in the middle of a key-value cache"
+# -- the kernels, and what each cannot do ----------------------------------------------------------
 
 
 def _anything(_: Request) -> list[str]:
     return []
+
+
+def _not_in_a_cache(request: Request) -> list[str]:
+    no = "cannot start queries in the middle of a key-value cache"
+    return [no] if request.cached else []
 
 
 def _not_by_xla(request: Request) -> list[str]:
@@ -146,9 +174,7 @@ def _not_of_form(request: Request, *dtypes: str) -> list[str]:
     reasons = []
     if request.dtype not in dtypes:
         reasons.append(f"computes in {' or '.join(dtypes)}, not in {request.dtype}")
-    if request.cached:
-        reasons.append(_NO_CACHE)
-    return reasons
+    return reasons + _not_in_a_cache(request)
 
 
 def _not_whole_tiles(request: Request, tile: int) -> list[str]:
@@ -159,11 +185,24 @@ def _not_whole_tiles(request: Request, tile: int) -> list[str]:
     ]
 
 
-_REASONS: dict[str, Callable[[Request], list[str]]] = {
-    "reference": _anything,
-    "xla": _not_by_xla,
-    "blocked": lambda request: [_NO_CACHE] if request.cached else [],
-    "cudnn": _not_by_cudnn,
-    "triton": _not_by_triton,
-    "tpu": _not_by_tpu,
+# Every kernel by the name that Attention.kernel gives it.
+KERNELS = {
+    "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
+    "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),
+    "blocked": Kernel(run=blocked_attention, cannot=_not_in_a_cache, skips_hidden=True),
+    "cudnn": Kernel(run=flash.cudnn, cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"),
+    "triton": Kernel(
+        run=flash.triton,
+        cannot=_not_by_triton,
+        skips_hidden=True,
+        only_on="gpu",
+        interpreted=functools.partial(flash.triton, interpret=True),
+    ),
+    "tpu": Kernel(
+        run=flash.tpu,
+        cannot=_not_by_tpu,
+        skips_hidden=True,
+        only_on="tpu",
+        interpreted=functools.partial(flash.tpu, interpret=True),
+    ),
 }

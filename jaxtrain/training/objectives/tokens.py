@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtrain.config.errors import nearest_multiple
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, TokenModel, token_model
-from jaxtrain.nn.attention.attention import Mask
 from jaxtrain.nn.attention.context import along_context
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import operands
 from jaxtrain.nn.transformer import LOGITS, Transformer, hidden, logits

@@ -1,0 +1,95 @@
+"""Flash attention of cuDNN, Pallas's for GPUs and splash attention for TPUs: each on one device.
+
+Pallas is imported where a kernel of it runs: it takes as long as the rest of JAX.
+
+Letters: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.attention.mask import Mask
+
+# The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
+TILE = 128
+
+
+def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
+    """cuDNN's, on NVIDIA GPUs."""
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        is_causal=mask.causal,
+        # Keys on either side besides the query's own place.
+        local_window_size=None if mask.window is None else (mask.window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+def triton(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool = False
+) -> jax.Array:
+    """Pallas's, on NVIDIA GPUs; `interpret` runs its code without one, for tests."""
+    from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
+
+    # The kernel has one key head for each query head, and one array of segment ids for both sides.
+    N, H = q_BTNH.shape[2:]
+    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))
+    return pallas_gpu.mha(
+        q_BTNH,
+        k_BSNH,
+        v_BSNH,
+        mask.segment_ids_BT,
+        sm_scale=H**-0.5,
+        causal=mask.causal,
+        interpret=interpret,
+    )
+
+
+def tpu(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool = False
+) -> jax.Array:
+    """Splash attention, on TPUs; `interpret` runs its code without one, for tests."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    T, N, H = q_BTNH.shape[1:]
+    S = k_BSKH.shape[1]
+    if mask.window is not None:
+        sides = (mask.window - 1, 0 if mask.causal else None)
+        one_head = splash.LocalMask((T, S), sides, offset=0)
+    else:
+        one_head = splash.CausalMask((T, S)) if mask.causal else splash.FullMask((T, S))
+    queries, keys = _block(T), _block(S)
+    kernel = splash.make_splash_mha(
+        splash.splash_attention_mask.MultiHeadMask([one_head] * N),
+        block_sizes=splash.BlockSizes(
+            block_q=queries,
+            block_kv=keys,
+            block_q_dkv=queries,
+            block_kv_dkv=keys,
+            block_q_dq=queries,
+            block_kv_dq=keys,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    # The kernel leaves the scale to its caller.
+    scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
+    by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BSKH, v_BSKH)]
+    batched: Any = jax.vmap(kernel)  # its type says that residuals may come out too
+    if mask.segment_ids_BT is None:
+        out_BNTH = batched(*by_head)
+    else:
+        assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
+        segments = splash.SegmentIds(q=mask.segment_ids_BT, kv=mask.segment_ids_BS)
+        out_BNTH = batched(*by_head, segments)
+    return jnp.swapaxes(out_BNTH, 1, 2)
+
+
+def _block(length: int) -> int:
+    """How much of a sequence splash attention takes at a time."""
+    return next(size for size in (512, 256, TILE) if length % size == 0)

@@ -1,0 +1,43 @@
+"""Which keys a query sees. Letters: B batch, T query length, S key length."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees; all conditions hold together.
+
+    Attributes:
+      causal: a query at place t sees keys at places <= t.
+      window: a query at place t sees keys at places > t - window; None is no limit.
+      segment_ids_BT, segment_ids_BS: documents of queries and keys: a query sees its own document.
+      query_start: the place of the first query among the keys, where these come from a key-value
+        cache; None where there is no cache and queries and keys start together.
+    """
+
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    segment_ids_BT: Int[Array, "B T"] | None = None
+    segment_ids_BS: Int[Array, "B S"] | None = None
+    query_start: Int[Array, ""] | int | None = None
+
+    def visible(self, T: int, S: int) -> jax.Array | None:
+        """Booleans [1 or B, 1, T, S]; None where every query sees every key."""
+        query = jnp.arange(T)[:, None] + (0 if self.query_start is None else self.query_start)
+        key = jnp.arange(S)[None, :]
+        seen = None
+        if self.causal:
+            seen = (key <= query)[None, None]
+        if self.window is not None:
+            near = (key > query - self.window)[None, None]
+            seen = near if seen is None else seen & near
+        if self.segment_ids_BT is not None:
+            assert self.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
+            same = self.segment_ids_BT[:, :, None] == self.segment_ids_BS[:, None, :]
+            seen = same[:, None] if seen is None else seen & same[:, None]
+        return seen
