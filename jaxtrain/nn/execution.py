@@ -15,7 +15,7 @@ from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
-from jaxtrain.nn.remat import RESIDUAL, Policy, all_but_gathered_weights, remat
+from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
 from jaxtrain.parallel.sharding import shard
 
 
@@ -65,7 +65,7 @@ class Execution:
 
     kernel: str = "xla"
     context_parallel: str = "ring"
-    remat: Policy = all_but_gathered_weights
+    remat: Policy = POLICIES["none"]
     layers_per_iteration: int = 1
     einsum: Einsum = einsum
 

@@ -16,7 +16,7 @@ from jaxtrain.models.model import TokenModel, token_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.remat import all_but_gathered_weights
+from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer import Transformer, hidden, logits
 from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.training.settings import MAX_SEED, TextSource, Train
@@ -181,9 +181,7 @@ def generate(
             f"than {name}.context_length={sizes.context_length}; use at most {max(room, 0)}"
         )
     # Cached decoding always runs the reference kernel: one query a step is no work for the others.
-    execution = dataclasses.replace(
-        program.execution, kernel="reference", remat=all_but_gathered_weights
-    )
+    execution = dataclasses.replace(program.execution, kernel="reference", remat=POLICIES["none"])
     program = dataclasses.replace(program, execution=execution)
     S = len(prompt) + max_new_tokens
     key = jax.random.key(seed)

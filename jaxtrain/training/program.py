@@ -7,7 +7,6 @@ from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.eight_bit import EINSUMS
-from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.methods import with_exchange
@@ -85,7 +84,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         execution=Execution(
             kernel=config.attention.kernel,
             context_parallel=config.attention.context_parallel,
-            remat=POLICIES[config.remat.policy],
+            remat=config.remat.kept,
             layers_per_iteration=config.scan.layers_per_iteration,
             einsum=EINSUMS[config.precision.matmul],
         ),

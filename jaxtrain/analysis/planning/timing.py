@@ -231,8 +231,7 @@ def _again(config: Config) -> float:
     """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
     if config.pipeline.backward != "recompute":
         return 0.0
-    keeps_products = config.remat.policy in ("none", "elementwise", "dots")
-    return 1 / 3 if keeps_products else 1 / 4
+    return 1 / 4 if config.remat.kept.repeats_products else 1 / 3
 
 
 def activation_bytes(config: Config, *, pipelined: bool) -> float:

@@ -8,6 +8,7 @@ from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.remat import POLICIES
 from jaxtrain.training import preflight
 from jaxtrain.training.program import resolve_kernel
 from jaxtrain.training.settings import Config
@@ -18,8 +19,6 @@ _SECTIONS = {
     "Precision": "precision", "Remat": "remat", "Attention": "attention", "Loss": "loss",
     "Optimizer": "optimizer",
 }  # fmt: skip
-# From what keeps most to what keeps least.
-REMAT = ("none", "elementwise", "dots", "full", "offload")
 
 Changes = Mapping[str, Any]
 
@@ -91,7 +90,8 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
     if kernel is not None:
         yield {"Attention.kernel": kernel}
     if train.model.layers is not None:
-        for heavier in REMAT[REMAT.index(policy) + 1 :]:
+        policies = list(POLICIES)
+        for heavier in policies[policies.index(policy) + 1 :]:
             yield {"Remat.policy": heavier}
     if reads_tokens(train.model):
         length = train.data.abstract_batch(1).inputs.shape[1]

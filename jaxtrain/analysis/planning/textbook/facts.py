@@ -252,7 +252,7 @@ class Facts:
     @functools.cached_property
     def recomputes(self) -> bool:
         """Whether a layer's forward pass, its last product aside, runs again for the backward."""
-        return self.config.remat.policy in ("full", "offload")
+        return self.config.remat.kept.repeats_products
 
     def crossings(self) -> dict[str, dict[str, int]]:
         """`crossings` of the configured pipeline."""

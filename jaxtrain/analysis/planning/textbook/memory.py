@@ -305,7 +305,7 @@ class _Step:
         layers = self._model.layers
         weights = self._sum(self.layout.weight, itemsize=self._compute, layers=True) // layers
         # Each product's gradient, and where the layer runs again its results too.
-        times = 2 if self.config.remat.policy in ("full", "offload") else 1
+        times = 2 if self.config.remat.kept.repeats_products else 1
         products = round(times * self._profile.products * self._rows)
         return {
             **self._kept,

@@ -95,12 +95,8 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     if plain.attention.kernel == "cudnn":
         plain, platform = _with_flash_kernel_that_traces(plain), "tpu"
     products = _kept(plain, platform, "dots")
-    policy = config.remat.policy
-    if policy in ("none", "elementwise", "dots"):
-        kept = _kept(plain, platform, policy).kept
-    else:
-        # The layer's input alone, and with offload that lies in the host's memory.
-        kept = ((STREAM, products.stream),) if policy == "full" else ()
+    offloads = config.remat.kept.offloads
+    kept = () if offloads else _kept(plain, platform, config.remat.policy).kept
     total = sum(size for _, size in products.kept)
     return LayerProfile(kept, total, products.stream, products.hidden)
 
