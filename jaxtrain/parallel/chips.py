@@ -12,6 +12,49 @@ GPU_MEMORY_FRACTION = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
+class Processor:
+    """What XLA's kernel and fusion decisions ask of a GPU besides its memory.
+
+    Attributes:
+      compute_capability: (major, minor).
+      accelerated: its tensor cores have instructions of their own ("sm_90a").
+      cores: streaming multiprocessors.
+      fpus_per_core: float32 units of one.
+      threads_per_core: of one, at one time.
+      shared_bytes_per_core, shared_bytes_per_block: shared memory of one, and what a block may
+        opt into.
+      l2_bytes: cache that all share.
+      clock_ghz: boost clock.
+    """
+
+    compute_capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    fpus_per_core: int
+    threads_per_core: int
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int
+    l2_bytes: int
+    clock_ghz: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """The slices of a TPU.
+
+    Attributes:
+      grids: chips along each direction.
+      most_chips: those of the largest slice, where there are all slices of whole cubes of 4x4x4
+        beside the grids: three multiples of 4 in ascending order; else None.
+      compiler_s_name: what libtpu calls the chip, where that is not its name.
+    """
+
+    grids: tuple[str, ...]
+    most_chips: int | None = None
+    compiler_s_name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """What one JAX device of a chip can do; None where it is not known or does not apply.
 
@@ -33,6 +76,10 @@ class Chip:
       links: axes of the torus of ICI links, each with two neighbours; 1 for a switch.
       dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for what
         is in no machine with a network of its own.
+      devices: JAX devices of one chip.
+      slices: of a TPU.
+      processor: of a GPU.
+      also_called: names that others give it, for the nearest choice.
     """
 
     name: str
@@ -47,6 +94,23 @@ class Chip:
     link_bandwidth: float | None
     links: int
     dcn_bandwidth: float | None
+    devices: int = 1
+    slices: Slices | None = None
+    processor: Processor | None = None
+    also_called: tuple[str, ...] = ()
+
+
+# Slices that exist, by chip: cloud.google.com/tpu/docs, page of each version.
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = (
+    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
+    "16x16x16",
+)  # fmt: skip
+# NVIDIA's CUDA programming guide, "Compute Capabilities", and the architectures' white papers; the
+# same as in xla/backends/gpu/target_config/specs of openxla/xla, which has none of GeForce and L4.
+_A100 = Processor((8, 0), False, 108, 64, 2048, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41)
+_HOPPER = Processor((9, 0), True, 132, 128, 2048, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98)
+_GEFORCE_SHARED = 100 * 1024, 99 * 1024
 
 
 # Sources of the TPUs, all "per chip":
@@ -91,6 +155,7 @@ _ALL = (
         int8_flops=None,
         hbm_bytes=int(30.75 * _GIB), hbm_bandwidth=1200e9,
         link_bandwidth=4.5e10, links=3, dcn_bandwidth=6.25e9,
+        slices=Slices(_CUBES, most_chips=4096),
     ),
     Chip(
         name="v5e", kind="tpu", device_kinds=("TPU v5 lite", "TPU v5e"),
@@ -98,6 +163,7 @@ _ALL = (
         int8_flops=393e12,
         hbm_bytes=int(15.75 * _GIB), hbm_bandwidth=819e9,
         link_bandwidth=4.5e10, links=2, dcn_bandwidth=3.125e9,
+        slices=Slices(_FLAT),
     ),
     Chip(
         name="v5p", kind="tpu", device_kinds=("TPU v5", "TPU v5p"),
@@ -105,6 +171,7 @@ _ALL = (
         int8_flops=918e12,
         hbm_bytes=int(95.74 * _GIB), hbm_bandwidth=2765e9,
         link_bandwidth=9e10, links=3, dcn_bandwidth=6.25e9,
+        slices=Slices((*_CUBES, "16x16x24"), most_chips=6144),
     ),
     Chip(
         name="v6e", kind="tpu", device_kinds=("TPU v6 lite", "TPU v6e"),
@@ -112,6 +179,7 @@ _ALL = (
         int8_flops=1836e12,
         hbm_bytes=int(31.25 * _GIB), hbm_bandwidth=1638e9,
         link_bandwidth=9e10, links=2, dcn_bandwidth=12.5e9,
+        slices=Slices(_FLAT), also_called=("trillium",),
     ),
     Chip(
         name="7x", kind="tpu", device_kinds=("TPU7x",),
@@ -119,6 +187,10 @@ _ALL = (
         int8_flops=None,
         hbm_bytes=int(94.75 * _GIB), hbm_bandwidth=7380e9 / 2,
         link_bandwidth=9e10 / 2, links=3, dcn_bandwidth=12.5e9 / 2,
+        devices=2, also_called=("tpu7x", "v7x", "ironwood"),
+        slices=Slices(
+            ("1x1x1", *_CUBES, "16x16x36"), most_chips=9216, compiler_s_name="tpu7x"
+        ),
     ),
     Chip(
         name="a100", kind="gpu", device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
@@ -126,6 +198,7 @@ _ALL = (
         int8_flops=624e12,
         hbm_bytes=int(85_100_068_864 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
+        processor=_A100, also_called=("a100-80",),
     ),
     Chip(
         name="a100-40", kind="gpu",
@@ -134,6 +207,7 @@ _ALL = (
         int8_flops=624e12,
         hbm_bytes=int(42_331_013_120 * GPU_MEMORY_FRACTION), hbm_bandwidth=1555e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
+        processor=_A100,
     ),
     Chip(
         name="h100", kind="gpu", device_kinds=("NVIDIA H100 80GB HBM3",),
@@ -141,6 +215,7 @@ _ALL = (
         int8_flops=1979e12,
         hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=3350e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
+        processor=_HOPPER,
     ),
     Chip(
         name="h200", kind="gpu", device_kinds=("NVIDIA H200",),
@@ -148,6 +223,7 @@ _ALL = (
         int8_flops=1979e12,
         hbm_bytes=int(139.80 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=4800e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
+        processor=_HOPPER,
     ),
     Chip(
         name="b200", kind="gpu", device_kinds=("NVIDIA B200",),
@@ -155,6 +231,9 @@ _ALL = (
         int8_flops=4500e12,
         hbm_bytes=int(191_514_411_008 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=50e9,
+        processor=Processor(
+            (10, 0), True, 148, 128, 2048, 228 * 1024, 227 * 1024, 132_644_864, 1.965
+        ),
     ),
     Chip(
         name="l4", kind="gpu", device_kinds=("NVIDIA L4",),
@@ -162,6 +241,7 @@ _ALL = (
         int8_flops=242.5e12,
         hbm_bytes=int(22.03 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=300e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=1.5625e9,
+        processor=Processor((8, 9), False, 58, 128, 1536, *_GEFORCE_SHARED, 48 * 2**20, 2.04),
     ),
     Chip(
         name="rtx3090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 3090",),
@@ -169,6 +249,8 @@ _ALL = (
         int8_flops=None,
         hbm_bytes=int(23.70 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=936e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None,
+        processor=Processor((8, 6), False, 82, 128, 1536, *_GEFORCE_SHARED, 6 * 2**20, 1.695),
+        also_called=("3090",),
     ),
     Chip(
         name="rtx4090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 4090",),
@@ -176,6 +258,8 @@ _ALL = (
         int8_flops=None,
         hbm_bytes=int(23.64 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1008e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None,
+        processor=Processor((8, 9), False, 128, 128, 1536, *_GEFORCE_SHARED, 72 * 2**20, 2.52),
+        also_called=("4090",),
     ),
     Chip(
         name="rtx5090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 5090",),
@@ -183,6 +267,8 @@ _ALL = (
         int8_flops=None,
         hbm_bytes=int(31.36 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1792e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None,
+        processor=Processor((12, 0), False, 170, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.407),
+        also_called=("5090",),
     ),
     Chip(
         name="cpu", kind="cpu", device_kinds=("cpu",),

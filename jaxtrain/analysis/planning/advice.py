@@ -246,4 +246,4 @@ def _this_machine() -> Target:
     count = jax.device_count()
     if chip.kind == "gpu":
         return Target(chip, (jax.process_count(), count // jax.process_count()))
-    return Target(chip, (count // 2 if chip.name == "7x" else count,))
+    return Target(chip, (count // chip.devices,))

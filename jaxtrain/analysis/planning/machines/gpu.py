@@ -1,6 +1,5 @@
 """Compile-only GPUs: the description of a GPU that XLA's compiler takes instead of a driver's."""
 
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Callable
@@ -15,58 +14,14 @@ from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, Chip
 GPUS_PER_HOST = (1, 2, 4, 8)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Processor:
-    """What XLA's kernel and fusion decisions ask of a GPU besides its memory.
-
-    Attributes:
-      compute_capability: (major, minor).
-      accelerated: its tensor cores have instructions of their own ("sm_90a").
-      cores: streaming multiprocessors.
-      fpus_per_core: float32 units of one.
-      threads_per_core: of one, at one time.
-      shared_bytes_per_core, shared_bytes_per_block: shared memory of one, and what a block may
-        opt into.
-      l2_bytes: cache that all share.
-      clock_ghz: boost clock.
-    """
-
-    compute_capability: tuple[int, int]
-    accelerated: bool
-    cores: int
-    fpus_per_core: int
-    threads_per_core: int
-    shared_bytes_per_core: int
-    shared_bytes_per_block: int
-    l2_bytes: int
-    clock_ghz: float
-
-
-# NVIDIA's CUDA programming guide, "Compute Capabilities", and the architectures' white papers; the
-# same as in xla/backends/gpu/target_config/specs of openxla/xla, which has none of GeForce and L4.
-_A100 = _Processor((8, 0), False, 108, 64, 2048, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41)
-_HOPPER = _Processor((9, 0), True, 132, 128, 2048, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98)
-_GEFORCE_SHARED = 100 * 1024, 99 * 1024
-_PROCESSORS = {
-    "a100": _A100,
-    "a100-40": _A100,
-    "h100": _HOPPER,
-    "h200": _HOPPER,
-    "b200": _Processor((10, 0), True, 148, 128, 2048, 228 * 1024, 227 * 1024, 132_644_864, 1.965),
-    "l4": _Processor((8, 9), False, 58, 128, 1536, *_GEFORCE_SHARED, 48 * 2**20, 2.04),
-    "rtx3090": _Processor((8, 6), False, 82, 128, 1536, *_GEFORCE_SHARED, 6 * 2**20, 1.695),
-    "rtx4090": _Processor((8, 9), False, 128, 128, 1536, *_GEFORCE_SHARED, 72 * 2**20, 2.52),
-    "rtx5090": _Processor((12, 0), False, 170, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.407),
-}
-
-
 def target_config(chip: Chip) -> str:
     """A GPU as XLA's `GpuTargetConfigProto` in text form.
 
     What is the same for all: 1024 threads a block, warps of 32, 65536 registers, and the versions
     of CUDA and cuDNN that the compiler is to expect.
     """
-    gpu = _PROCESSORS[chip.name]
+    gpu = chip.processor
+    assert gpu is not None, "a GPU"
     major, minor = gpu.compute_capability
     assert chip.hbm_bytes is not None
     assert chip.hbm_bandwidth is not None

@@ -13,32 +13,9 @@ from jax.experimental import topologies
 
 from jaxtrain.analysis.planning.machines.gpu import GPUS_PER_HOST, gpu_devices
 from jaxtrain.config.errors import UserError, nearest
-from jaxtrain.parallel.chips import CHIPS, Chip
+from jaxtrain.parallel.chips import CHIPS, Chip, Slices
 
-# Slices that exist, by chip (cloud.google.com/tpu/docs, page of each version).
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = (
-    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
-    "16x16x16",
-)  # fmt: skip
-TPU_GRIDS = {
-    "v4": _CUBES,
-    "v5e": _FLAT,
-    "v5p": (*_CUBES, "16x16x24"),
-    "v6e": _FLAT,
-    "7x": ("1x1x1", *_CUBES, "16x16x36"),
-}
-# Chips of the largest slice. Beside the grids above there are all of whole cubes of 4x4x4: three
-# multiples of 4 in ascending order.
-_MOST_CHIPS = {"v4": 4096, "v5p": 6144, "7x": 9216}
-# Names that others give to chips, for the nearest choice.
-_ALSO_CALLED = {
-    "tpu7x": "7x", "v7x": "7x", "ironwood": "7x", "trillium": "v6e", "a100-80": "a100",
-    "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
-}  # fmt: skip
-# What libtpu calls a chip, where it is not the chip's name.
-_LIBTPU_NAMES = {"7x": "tpu7x"}
-_EXAMPLES = {"tpu": "2x2x1", "gpu": "1x8", "cpu": "8"}
+_EXAMPLES = {"gpu": "1x8", "cpu": "8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +38,7 @@ class Target:
     @property
     def devices(self) -> int:
         """JAX devices; of one slice where several are asked for."""
-        return math.prod(self.shape) * (2 if self.chip.name == "7x" else 1)
+        return math.prod(self.shape) * self.chip.devices
 
 
 def parse_target(target: str) -> Target:
@@ -73,14 +50,15 @@ def parse_target(target: str) -> Target:
     name, _, grid = target.partition(":")
     chip = CHIPS.get(name)
     if chip is None:
-        close = nearest(name, [*CHIPS, *_ALSO_CALLED])
-        close = _ALSO_CALLED.get(close or "", close)
+        called = {other: chip.name for chip in CHIPS.values() for other in chip.also_called}
+        close = nearest(name, [*CHIPS, *called])
+        close = called.get(close or "", close)
         raise UserError(
             f"target {target!r}: no chip {name!r}{f'; did you mean {close!r}?' if close else ''} "
             f"(there are {', '.join(CHIPS)}, written as in 'v5e:2x4', 'h100:2x8' or 'cpu:8')"
         )
     if re.fullmatch(r"\d+(x\d+)*", grid) is None:
-        example = TPU_GRIDS[name][1] if chip.kind == "tpu" else _EXAMPLES[chip.kind]
+        example = chip.slices.grids[1] if chip.slices else _EXAMPLES[chip.kind]
         raise UserError(
             f"target {target!r} is not written as {name}:{_FORMS[chip.kind]}, "
             f"for example '{name}:{example}'"
@@ -167,7 +145,9 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
         extra["chip_config_name"] = "megacore"
     if slices > 1:
         extra["num_slices"] = slices
-    chip = _LIBTPU_NAMES.get(target.chip.name, target.chip.name)
+    slices_of = target.chip.slices
+    assert slices_of is not None, "a TPU"
+    chip = slices_of.compiler_s_name or target.chip.name
     # Not the metadata server of a cloud machine: it is not asked about hardware that is not there.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Nor the lock that gives a machine's chips to one process: two may compile at one time.
@@ -205,32 +185,33 @@ def _simulated(target: Target) -> list[jax.Device]:
 
 def _refused_tpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     """Why there is no such slice, and the nearest one; None where there is."""
-    if _is_slice(chip.name, shape):
+    there = chip.slices
+    assert there is not None, "a TPU"
+    if _is_slice(there, shape):
         return None
-    grids = [tuple(map(int, grid.split("x"))) for grid in TPU_GRIDS[chip.name]]
+    grids = [tuple(map(int, grid.split("x"))) for grid in there.grids]
     # The same chips in the order of the documentation, or else about as many.
     close = tuple(sorted(shape))
-    if not _is_slice(chip.name, close):
+    if not _is_slice(there, close):
         close = min(grids, key=lambda grid: (abs(math.prod(grid) - math.prod(shape)), grid))
     more = ""
-    if chip.name in _MOST_CHIPS:
-        most = _MOST_CHIPS[chip.name]
-        more = f", and ascending multiples of 4 up to {most} chips together"
+    if there.most_chips is not None:
+        more = f", and ascending multiples of 4 up to {there.most_chips} chips together"
     return (
         f"{chip.name} has no slice of {_written(shape)} chips; the nearest is "
-        f"'{chip.name}:{_written(close)}' (there are {', '.join(TPU_GRIDS[chip.name])}{more})"
+        f"'{chip.name}:{_written(close)}' (there are {', '.join(there.grids)}{more})"
     )
 
 
-def _is_slice(name: str, shape: tuple[int, ...]) -> bool:
-    if _written(shape) in TPU_GRIDS[name]:
+def _is_slice(there: Slices, shape: tuple[int, ...]) -> bool:
+    if _written(shape) in there.grids:
         return True
     return (
-        name in _MOST_CHIPS
+        there.most_chips is not None
         and len(shape) == 3
         and list(shape) == sorted(shape)
         and all(size > 0 and size % 4 == 0 for size in shape)
-        and math.prod(shape) <= _MOST_CHIPS[name]
+        and math.prod(shape) <= there.most_chips
     )
 
 
