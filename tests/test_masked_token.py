@@ -1,7 +1,6 @@
 """Masked tokens: BERT's shares, transformers' loss, and an objective known by its name alone."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +169,7 @@ def test_a_token_sees_both_sides_of_its_own_document():
 class Encoder(GPT):
     """GPT's layers, trained to tell masked tokens."""
 
-    objective: ClassVar[str] = "masked_token"
+    objective = "masked_token"
 
     @property
     def attention(self):
@@ -181,14 +180,14 @@ class Encoder(GPT):
 class OneSided(GPT):
     """GPT, which says of its attention that it is causal."""
 
-    objective: ClassVar[str] = "masked_token"
+    objective = "masked_token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfImages(ResNet):
     """A model that reads something else."""
 
-    objective: ClassVar[str] = "masked_token"
+    objective = "masked_token"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import jaxtrain.models
 from jaxtrain.analysis.bindings import models
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import ImageModel, Model, TokenModel, reads_tokens
+from jaxtrain.models.model import ImageModel, Model, TokenModel, VectorModel, reads_tokens
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
@@ -29,7 +29,7 @@ from jaxtrain.training.settings import load_config
 SMALL = {
     "vocab_size": 40, "num_layers": 3, "embed_dim": 48, "num_heads": 6, "num_kv_heads": 2,
     "mlp_dim": 20, "num_experts": 5, "experts_per_token": 2, "context_length": 12,
-    "sliding_window": 7, "depth": 20, "num_classes": 11,
+    "sliding_window": 7, "depth": 20, "num_classes": 11, "widths": (13, 24, 9),
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ def small(cls: type) -> Any:
 
 
 MODELS = {cls.__name__: small(cls) for cls in models()}
+KINDS = {"tokens": TokenModel, "images": ImageModel, "vectors": VectorModel}
 TEXT = [name for name, model in MODELS.items() if reads_tokens(model)]
 
 
@@ -60,7 +61,7 @@ def test_the_sizes_of_every_model_are_found_by_name():
     from jaxtrain.models import GPT, LSTM, Llama, Mixtral, ResNet  # noqa: PLC0415
 
     assert {GPT, Llama, LSTM, Mixtral, ResNet} <= set(models())
-    for cls in (*models(), Model, TokenModel, ImageModel):
+    for cls in (*models(), Model, TokenModel, ImageModel, VectorModel):
         assert vars(jaxtrain.models)["__getattr__"](cls.__name__) is cls
     for name in ("Block", "Convolution", "LSTMModel", "Lama", "UserError", "llama"):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
@@ -75,7 +76,7 @@ def test_modules_of_the_package_are_still_found():
 @pytest.mark.parametrize("name", MODELS)
 def test_the_facts_are_those_of_the_parameters(name):
     model, sizes = MODELS[name], sizes_of(MODELS[name])
-    assert isinstance(model, TokenModel if reads_tokens(model) else ImageModel)
+    assert isinstance(model, KINDS[model.inputs])
     assert sizes.get("layers", {None}) == {model.layers}
     facts = model.attention
     assert (facts is not None) == ("heads" in sizes)
@@ -95,12 +96,13 @@ def test_parameters_say_what_they_are_for(name):
         roles.setdefault(role_of(variable), set()).add(written)
     # By the names that these models have; elsewhere in the package no name means anything.
     everything = set().union(*roles.values())
-    normed = {n for n in everything if "norm" in n or n.split("/")[-1] in ("scale", "bias")}
+    normed = {n for n in everything if "norm" in n or n.endswith("scale")}
+    normed |= {n for n in everything if n.removesuffix("bias") + "scale" in normed}
     assert roles.get("norm", set()) == normed
     assert roles.get("router", set()) == {n for n in everything if n.endswith("/router")}
     assert roles.get("position", set()) == everything & {"position_embedding"}
     assert roles.get("embedding", set()) == everything & {"token_embedding"}
-    assert roles.get("output", set()) == everything & {"output", "head"}
+    assert roles.get("output", set()) == everything & {"output", "head", "head/weight"}
     assert roles.keys() & {"embedding", "output"}
 
 
@@ -169,9 +171,9 @@ def test_flops_of_a_sequence_are_those_of_its_tokens(name):
 
 
 def test_the_type_checker_knows_that_every_model_says_all_of_it(tmp_path):
-    lines = ["from jaxtrain.models.model import ImageModel, TokenModel"]
+    lines = ["from jaxtrain.models.model import ImageModel, TokenModel, VectorModel"]
     for name, model in MODELS.items():
-        kind = "TokenModel" if reads_tokens(model) else "ImageModel"
+        kind = KINDS[model.inputs].__name__
         lines += [f"from {type(model).__module__} import {name}", f"_{name}: {kind} = {name}()"]
     assert checked(tmp_path, lines) == ""
     wrong = [*lines, "class Mine(GPT):", "    cached = 3", "mine: TokenModel = Mine()"]
@@ -196,7 +198,7 @@ class SaysLittle:
     """A model in the manner of one's own first try."""
 
     num_layers: int = 2
-    objective: ClassVar[str] = "next_token"
+    objective = "next_token"
 
     def build(self, key):  # noqa: ANN001, ANN202
         raise NotImplementedError

@@ -22,7 +22,7 @@ def test_an_objective_is_found_by_the_name_in_its_file():
 
 
 def test_only_models_and_its_own_file_say_an_objectives_name():
-    names = "next_token|classification|masked_token"
+    names = "next_token|classification|masked_token|regression|reconstruction"
     said = re.compile(rf"\"({names})\"|'({names})'")
     files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
     knowing = {str(path) for path in files if said.search((PACKAGE / path).read_text())}
@@ -30,6 +30,8 @@ def test_only_models_and_its_own_file_say_an_objectives_name():
         "training/objectives/next_token.py",
         "training/objectives/classification.py",
         "training/objectives/masked_token.py",
+        "training/objectives/regression.py",
+        "training/objectives/reconstruction.py",
     }
 
 

@@ -105,7 +105,7 @@ def test_logits_that_do_not_count_may_be_no_numbers():
     @jax.jit
     def found(logits_BC):
         def loss(logits_BC):
-            def model(images, statistics, *, train):
+            def model(images, statistics, execution, *, train):
                 return logits_BC, statistics
 
             sums, _ = Classification().sums(model, (), batch, Execution(), Loss(), train=True)

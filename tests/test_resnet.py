@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.resnet import Convolution, NormedConvolution, ResNet
+from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 20: (3, 3, 3)}
@@ -142,7 +143,7 @@ def test_logits_and_running_statistics_equal_torch(depth, size):
     theirs = torch.tensor(images.transpose(0, 3, 1, 2))
 
     def run(params, statistics, train):
-        return nnx.merge(graph, params, statistics)(images, statistics, train=train)
+        return nnx.merge(graph, params, statistics)(images, statistics, Execution(), train=train)
 
     run = jax.jit(run, static_argnums=2)
     network.eval()
@@ -244,7 +245,9 @@ def test_accumulation_carries_the_statistics_through_every_microbatch():
     state, batch = program.create(0), image_batch(16)
     with layout.active():
         model, expected = program.model(state), state.statistics
-        run = jax.jit(lambda model, images, statistics: model(images, statistics, train=True)[1])
+        run = jax.jit(
+            lambda model, images, statistics: model(images, statistics, Execution(), train=True)[1]
+        )
         for rows in (slice(0, None, 2), slice(1, None, 2)):
             expected = run(model, batch.inputs[rows], expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), statistics, expected)

@@ -1,9 +1,10 @@
 """The one batch that every data source yields and every model reads."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 # jax.Array on devices, numpy.ndarray on the host; trees of shapes or shardings have the same form.
 Array = Any
@@ -12,16 +13,18 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One batch of text or images; `B` rows, `T` tokens a row, `HWC` pixels.
+    """One batch of text, images or vectors; `B` rows, `T` tokens a row, `HWC` pixels, `D` numbers.
 
     Attributes:
-      inputs: int32 tokens [B, T], or float32 images [B, H, W, C].
-      targets: int32 tokens to be told [B, T], or labels [B].
+      inputs: int32 tokens [B, T], float32 images [B, H, W, C], or float32 vectors [B, D].
+      targets: int32 tokens to be told [B, T], or labels [B]; or float32 numbers [B, K].
       loss_mask: float32 [B, T] or [B]; 1 where the target counts, 0 where it does not: there
         targets may be anything.
       segment_ids: int32 [B, T]; the document a token belongs to, counted from 1 within the row,
-        0 for padding. None for images.
-      positions: int32 [B, T]; the token's place in its document, from 0. None for images.
+        0 for padding. None for all but text.
+      positions: int32 [B, T]; the token's place in its document, from 0. None for all but text.
+      rows: int32 [B]; which row of the global batch each is. None: the step counts them, where an
+        objective asks for it.
     """
 
     inputs: Array
@@ -29,3 +32,11 @@ class Batch:
     loss_mask: Array
     segment_ids: Array | None = None
     positions: Array | None = None
+    rows: Array | None = None
+
+
+def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors"]:
+    """What the inputs of a batch are, or of its shapes."""
+    if jnp.issubdtype(batch.inputs.dtype, jnp.integer):
+        return "tokens"
+    return "vectors" if batch.inputs.ndim == 2 else "images"

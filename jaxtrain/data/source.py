@@ -46,7 +46,7 @@ class Dataset:
       digest: sha256 hex of what defines the examples: content, tokenizer, split, sizes.
       facts: numbers to show and to check, e.g. `documents`, `train_tokens`, `vocab_size`,
         `unigram_entropy` (nats per held-out target).
-      tokenizer: what made the tokens; None for images and random tokens.
+      tokenizer: what made the tokens; None for all but text, and for random tokens.
       unit: what throughput counts.
     """
 
@@ -55,7 +55,7 @@ class Dataset:
     digest: str
     facts: dict[str, float | int | str]
     tokenizer: Tokenizer | None
-    unit: Literal["tokens", "images"]
+    unit: Literal["tokens", "images", "vectors"]
 
 
 def is_heldout(count: int, fraction: float) -> np.ndarray:

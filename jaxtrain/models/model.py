@@ -13,6 +13,7 @@ from jaxtrain.nn.cache import Cached
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
 __all__ = [
     "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "TokenModel",
+    "VectorModel",
 ]  # fmt: skip
 
 Inputs = Literal["tokens", "images", "pairs", "vectors"]
@@ -67,21 +68,24 @@ class ExpertsFacts:
 class Model(Protocol):
     """What is asked of an architecture's settings, a frozen dataclass of sizes.
 
-    What a model of tokens or images says besides stands in `TokenModel` and `ImageModel`.
+    What a model says besides stands in `TokenModel`, `ImageModel` and `VectorModel`.
 
     Attributes:
       inputs: what it reads: rows of tokens, images, pairs of rows of tokens (source and target),
         or vectors of numbers.
-      objective: what it is trained to do: a name of `training.objectives`.
       settings: logical axis -> the field that gives it its size, for messages.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     inputs: ClassVar[Inputs]
-    objective: ClassVar[str]
     settings: ClassVar[dict[str, str]]
 
     # Of the others each is a field, a property, or a plain name in the class: `experts = None`.
+
+    @property
+    def objective(self) -> str:
+        """What it is trained to do: a name of `training.objectives`."""
+        ...
 
     @property
     def layers(self) -> int | None:
@@ -144,7 +148,7 @@ class TokenModel(Model, Protocol):
 
 @runtime_checkable
 class ImageModel(Model, Protocol):
-    """What is asked besides of a model whose inputs are images; its module is a `Classifier`."""
+    """What is asked besides of a model whose inputs are images; its module is a `Predictor`."""
 
     @property
     def channels(self) -> int:
@@ -162,6 +166,21 @@ class ImageModel(Model, Protocol):
         ...
 
 
+@runtime_checkable
+class VectorModel(Model, Protocol):
+    """What is asked besides of a model whose inputs are vectors; its module is a `Predictor`."""
+
+    @property
+    def features(self) -> int:
+        """Numbers of a vector."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """Classes to tell apart, or numbers that are told."""
+        ...
+
+
 def reads_tokens(model: Model) -> TypeGuard[TokenModel]:
     """Whether a model's inputs are tokens."""
     return model.inputs == "tokens"
@@ -172,9 +191,15 @@ def reads_images(model: Model) -> TypeGuard[ImageModel]:
     return model.inputs == "images"
 
 
+def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
+    """Whether a model's inputs are vectors."""
+    return model.inputs == "vectors"
+
+
 def refuse_incomplete(model: Model) -> None:
     """Raises UserError where a model's settings do not say what models of its inputs do."""
-    kind = {"tokens": TokenModel, "images": ImageModel}.get(model.inputs, Model)
+    kinds = {"tokens": TokenModel, "images": ImageModel, "vectors": VectorModel}
+    kind = kinds.get(model.inputs, Model)
     lacking = lacks(model, kind)
     if lacking:
         raise UserError(
@@ -186,4 +211,10 @@ def refuse_incomplete(model: Model) -> None:
 def token_model(model: Model) -> TokenModel:
     """The same model, which is known to read tokens."""
     assert reads_tokens(model), f"{type(model).__name__} reads {model.inputs}"
+    return model
+
+
+def vector_model(model: Model) -> VectorModel:
+    """The same model, which is known to read vectors."""
+    assert reads_vectors(model), f"{type(model).__name__} reads {model.inputs}"
     return model

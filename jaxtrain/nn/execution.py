@@ -13,6 +13,7 @@ from jaxtrain.config.errors import UserError, nearest_divisor, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
@@ -61,6 +62,7 @@ class Execution:
       remat: what the backward pass keeps of each layer.
       layers_per_iteration: `Scan.layers_per_iteration`.
       einsum: what the layers' products with weights are multiplied with.
+      draws: what dropout draws from; None is evaluation, which drops nothing.
     """
 
     kernel: str = "xla"
@@ -68,6 +70,7 @@ class Execution:
     remat: Policy = POLICIES["none"]
     layers_per_iteration: int = 1
     einsum: Einsum = einsum
+    draws: Draws | None = None
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention with this run's kernel; shapes as in `attention.attention`."""

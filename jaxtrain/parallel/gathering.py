@@ -72,6 +72,12 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
     return checkpoint_name(gathered, GATHERED)
 
 
+def dtype_of(parameter: nnx.Param) -> jax.numpy.dtype:
+    """The dtype that a parameter is computed with: activations take it."""
+    value = parameter.get_value()
+    return (value.weight if isinstance(value, GradientSlice) else value).dtype
+
+
 def _join(spec: P, groups: Groups | None) -> P:
     """The spec of an array whose dimensions were joined."""
     return spec if groups is None else P(*(spec[group[0]] for group in groups))

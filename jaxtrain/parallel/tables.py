@@ -58,6 +58,10 @@ RULES: dict[str, Rule] = {
     "channels_in": _WHOLE,
     "channels": Rule("fsdp", None, None),
     "classes": _WHOLE,
+    # Of a layer of any width: activations come out split, and are gathered for the next layer.
+    "fan_in": Rule("fsdp", None, None),
+    "fan_out": _TENSOR,
+    "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
 }
 
 # The other layouts of tensor parallelism: what differs from RULES. Axes of the mesh are gathered or

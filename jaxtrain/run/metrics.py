@@ -50,7 +50,7 @@ class MetricsLog:
         workdir: Path | None,
         *,
         total_steps: int,
-        unit: Literal["tokens", "images"],
+        unit: Literal["tokens", "images", "vectors"],
         units_per_step: int,
         flops_per_step: float | None,
         peak_flops: float | None,

@@ -3,14 +3,33 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.models.model import ImageModel, TokenModel, reads_images, reads_tokens
+from jaxtrain.data.batch import Batch, kind_of
+from jaxtrain.models.model import (
+    ImageModel,
+    Model,
+    TokenModel,
+    VectorModel,
+    reads_images,
+    reads_tokens,
+    reads_vectors,
+)
+from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.settings import Config
 
-# What a loop over equal layers, attention and a sequence read: nothing else does.
+# Who reads them: a sequence of tokens, a loop over equal layers, attention.
 _OF_SEQUENCES = (
-    "Remat.policy", "Scan.layers_per_iteration", "Attention.kernel", "Attention.context_parallel",
-    "Loss.chunk_size", "Precision.matmul",
+    "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
+    "Sharding.sequence_parallel", "Sharding.tensor_layout",
 )  # fmt: skip
+_OF_LAYERS = "Remat.policy", "Scan.layers_per_iteration"
+_OF_ATTENTION = ("Attention.kernel",)
+
+# What a model reads -> what to call that, and the source that gives it.
+_KINDS = {
+    "tokens": ("text", "TextData"),
+    "images": ("images", "ImageData"),
+    "vectors": ("vectors", "VectorData"),
+}
 
 
 def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
@@ -21,20 +40,25 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
     """
     model, data, name = config.train.model, config.train.data, type(config.train.model).__name__
-    inputs = data.abstract_batch(config.train.global_batch_size).inputs
-    wants = "text" if model.inputs == "tokens" else "images"
-    gives = "text" if inputs.ndim == 2 else "images"
-    if wants != gives:
+    batch = data.abstract_batch(config.train.global_batch_size)
+    inputs = batch.inputs
+    wants, source = _KINDS.get(model.inputs, (model.inputs, "TextData"))
+    if model.inputs != kind_of(batch):
         yield (
             f"Train.model=@{name}() learns from {wants}, but Train.data=@{type(data).__name__}() "
-            f"gives {gives}; use {'@TextData()' if wants == 'text' else '@ImageData()'}"
+            f"gives {_KINDS[kind_of(batch)][0]}; use @{source}()"
         )
     elif reads_tokens(model):
         yield from _text(config, model, inputs.shape[1])
         if reads_data:
             yield from _vocabulary(model, data)
-    elif reads_images(model):
-        yield from _images(config, model, data, inputs.shape[-1])
+    else:
+        yield from _of_no_sequence(config, model)
+        yield from objective_named(model.objective).refuse_targets(batch.targets, model)
+        if reads_images(model):
+            yield from _images(model, data, inputs.shape[-1])
+        elif reads_vectors(model):
+            yield from _vectors(model, data, batch)
 
 
 def _text(config: Config, model: TokenModel, length: int) -> Iterator[str]:
@@ -56,9 +80,25 @@ def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:
         )
 
 
-def _images(config: Config, model: ImageModel, data: Any, channels: int) -> Iterator[str]:
-    name = type(model).__name__
+def _of_no_sequence(config: Config, model: Model) -> Iterator[str]:
     yield from _without_effect(config, *_OF_SEQUENCES)
+    if model.layers is None:
+        yield from _without_effect(config, *_OF_LAYERS)
+    if model.attention is None:
+        yield from _without_effect(config, *_OF_ATTENTION)
+
+
+def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
+    name, features = type(model).__name__, batch.inputs.shape[1]
+    if features != model.features:
+        yield (
+            f"{name} reads vectors of {model.features} numbers, but those of "
+            f"{type(data).__name__} have {features}; set the first of {name}.widths to {features}"
+        )
+
+
+def _images(model: ImageModel, data: Any, channels: int) -> Iterator[str]:
+    name = type(model).__name__
     if channels != model.channels:
         yield (
             f"{name}.channels={model.channels}, but the images of {type(data).__name__} have "

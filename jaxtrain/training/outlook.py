@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.partial import NotRead
+from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
@@ -100,8 +101,8 @@ class Outlook:
 
     @functools.cached_property
     def length(self) -> int:
-        """Tokens of a sequence; NotRead for images."""
-        inputs = self.config.train.data.abstract_batch(1).inputs
-        if inputs.ndim != 2:
+        """Tokens of a sequence; NotRead for what is none."""
+        batch = self.config.train.data.abstract_batch(1)
+        if kind_of(batch) != "tokens":
             raise NotRead
-        return inputs.shape[1]
+        return batch.inputs.shape[1]

@@ -104,7 +104,7 @@ def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
     return schedules.refuse(
         config.pipeline,
         seen.size("pipe"),
-        num_layers=seen.model.layers,
+        num_layers=seen.model.layers if seen.model.inputs == "tokens" else None,
         scan=config.scan,
         context_parallel=config.attention.context_parallel if is_split else None,
     )

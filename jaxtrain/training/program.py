@@ -91,6 +91,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
         guard=config.guard,
+        seed=config.train.seed,
     )
     return with_exchange(config.exchange, program)
 

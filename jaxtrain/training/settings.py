@@ -21,7 +21,7 @@ from jaxtrain.config.errors import (
 )
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.shipped import configs_folder, find_config
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, refuse_incomplete
@@ -321,10 +321,10 @@ def load_config(
 def settled(config: Config) -> Config:
     """The configuration with what its settings obviously mean, a note where they say otherwise."""
     notes = [*config.notes, *notes_of_schedule(config.schedule, config.train.steps)]
-    loss, inputs = config.loss, config.train.data.abstract_batch(1).inputs
-    if inputs.ndim == 2:
+    loss, batch = config.loss, config.train.data.abstract_batch(1)
+    if kind_of(batch) == "tokens":
         # A context of -1 is known with the devices: preflight then has the word.
         context = max(config.mesh.context, 1)
-        loss, said = settle(loss, length=inputs.shape[1], context=context)
+        loss, said = settle(loss, length=batch.inputs.shape[1], context=context)
         notes += said
     return dataclasses.replace(config, loss=loss, notes=tuple(notes))

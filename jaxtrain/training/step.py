@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
+from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.parallel.gathering import GradientSlice
-from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
+from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shard, shardings
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
@@ -71,6 +72,7 @@ class Program:
       accumulation: microbatches in one optimizer step.
       pipeline: how microbatches go through the stages, where the mesh has more than one.
       guard: which steps are bad, and whether they may change the state.
+      seed: of what training draws in its steps, as dropout does.
     """
 
     build: Callable[[jax.Array], nnx.Module]
@@ -84,6 +86,7 @@ class Program:
     accumulation: int = 1
     pipeline: Pipeline = Pipeline()
     guard: Guard = Guard()
+    seed: int = 0
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -269,6 +272,8 @@ class Program:
         """
         weights = to_compute(state.params, self.precision.compute)
         counts = self.objective.counts(batch) if counts is None else counts
+        if self.objective.draws:
+            batch = numbered(batch)
         # Counts are known before the first microbatch, so each contributes its share of the MEAN
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
@@ -276,7 +281,7 @@ class Program:
 
         def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
             params = self._with_gradient(weights, slices)
-            sums, statistics = self.sums(params, statistics, micro, train=True)
+            sums, statistics = self.sums(params, statistics, micro, train=True, step=state.step)
             return self.objective.total(sums, scales), (sums, statistics)
 
         # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
@@ -310,17 +315,31 @@ class Program:
         return grads, self.objective.means(sums, counts), statistics
 
     def sums(
-        self, params: nnx.State, statistics: nnx.State, batch: Batch, *, train: bool
+        self,
+        params: nnx.State,
+        statistics: nnx.State,
+        batch: Batch,
+        *,
+        train: bool,
+        step: jax.Array | None = None,
     ) -> tuple[Sums, nnx.State]:
         """The forward pass: the objective's sums over a batch, and the new running statistics.
 
-        `params` are in the dtype to compute with; `train` turns on what only training does.
+        Args:
+          params: in the dtype to compute with.
+          statistics: the running statistics.
+          batch: all rows, or a microbatch of them.
+          train: turns on what only training does.
+          step: whose random numbers are drawn, where rows are numbered; None draws none.
         """
         if self.stages is not None:
             no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
             return self._through_stages(params, params, batch, no_gradient, train)[1], statistics
-        model = nnx.merge(self._graphdef(), params, statistics)
-        return self.objective.sums(model, statistics, batch, self.execution, self.loss, train=train)
+        model, execution = nnx.merge(self._graphdef(), params, statistics), self.execution
+        if step is not None and batch.rows is not None:
+            draws = Draws.of_step(self.seed, step, batch.rows)
+            execution = dataclasses.replace(execution, draws=draws)
+        return self.objective.sums(model, statistics, batch, execution, self.loss, train=train)
 
     def _through_stages(
         self, weights: nnx.State, of: nnx.State, batch: Batch, scales: Sums, train: bool
@@ -406,6 +425,13 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
         shapes,
         shardings,
     )
+
+
+def numbered(batch: Batch) -> Batch:
+    """The batch with the numbers of its rows, counted here unless that was done before."""
+    if batch.rows is not None:
+        return batch
+    return dataclasses.replace(batch, rows=shard(jnp.arange(len(batch.targets)), ("batch",)))
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:

@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def is_text(self) -> bool:
-        """Whether examples are tokens in a row; else they are images."""
-        return len(self.config.train.data.abstract_batch(1).inputs.shape) == 2
+        """Whether examples are tokens in a row."""
+        return self.config.train.model.inputs == "tokens"
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens (or images) that one device gets through in a second; None without a time."""
+        """Tokens, images or vectors that a device gets through in a second; None without a time."""
         if self.time.seconds is None:
             return None
         train = self.config.train

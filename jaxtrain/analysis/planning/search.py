@@ -12,6 +12,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import StepTime, least_seconds, step_time
 from jaxtrain.analysis.planning.variants import bindings_of, changed, essential, refusal, slices_of
 from jaxtrain.config.errors import UserError, nearest_divisor
+from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.report import human_bytes
@@ -281,7 +282,8 @@ def _stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[di
 def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
     """Every way to give the devices to the axes that this model and data can use."""
     model = config.train.model
-    length = config.train.data.abstract_batch(1).inputs.shape[1]
+    batch = config.train.data.abstract_batch(1)
+    length = batch.inputs.shape[1] if kind_of(batch) == "tokens" else 1
     most = dict.fromkeys(MESH_AXES, devices)
     most |= {axis: min(limit, devices) for axis, limit in MOST.items()}
     if model.layers is None:

@@ -154,7 +154,7 @@ def _time(console: Console, plan: "Plan") -> None:
     mfu = "" if time.mfu is None else f"MFU {time.mfu:.1%}"
     table.add_row("step", f"{time.seconds:.4g}", mfu)
     table.add_row("error bar", f"{time.seconds * ERROR_BAR:.2g}", f"{ERROR_BAR:.0%}")
-    unit = "tokens" if plan.is_text else "images"
+    unit = plan.config.train.model.inputs
     rate = f"{plan.tokens_per_second or 0:,.0f}"
     table.add_row(f"{unit} a second and device", rate, f"{time.tflops or 0:.0f} TFLOP/s")
     table.add_row("communication behind computation", f"{time.hidden:.4g}", "")

@@ -236,15 +236,15 @@ def _again(config: Config) -> float:
 
 def activation_bytes(config: Config, *, pipelined: bool) -> float:
     """Bytes of activations that the products of a step read and write, over all devices; 0 for
-    images, whose convolutions read each pixel an unknown number of times.
+    images and vectors: convolutions read each pixel an unknown number of times.
 
     Each weight has an input and an output, of two bytes an element: a forward pass, two for the
     gradients, and what is recomputed; logits in float32. With tensor parallelism what is as wide as
     the stream is read by every device of the axis, unless the sequence is split too.
     """
-    shape = config.train.data.abstract_batch(1).inputs.shape
-    if len(shape) != 2:
+    if config.train.model.inputs != "tokens":
         return 0.0
+    shape = config.train.data.abstract_batch(1).inputs.shape
     stream = split = vocabulary = 0
     layers = config.train.model.layers or 1
     for weight in weights_of(config.train.model):

@@ -21,6 +21,8 @@ from jaxtrain.analysis.verify.figures import (
 )
 from jaxtrain.analysis.verify.going_on import STEPS_AFTER, STEPS_BEFORE
 from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.data.batch import kind_of
+from jaxtrain.models.model import reads_images
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.precision import is_matrix
@@ -54,7 +56,8 @@ def claims(bench: Bench) -> Iterator[Claim]:
         yield Claim("isolation", f"a changed document leaves the others as they are, on {where}",
                     of.isolated)  # fmt: skip
     else:
-        yield Claim("accumulation", "2 microbatches of the same images = one batch",
+        of = "of the same images" if reads_images(small.train.model) else "of unequal counts"
+        yield Claim("accumulation", f"2 microbatches {of} = one batch",
                     lambda: accumulation(bench))  # fmt: skip
     yield Claim("resume", f"{STEPS_BEFORE} steps + save + restore + {STEPS_AFTER} steps = "
                 f"{STEPS_BEFORE + STEPS_AFTER} steps, on {mesh_name(bench.meshes[0])}",
@@ -98,7 +101,7 @@ def on_mesh(bench: Bench, mesh: Mesh) -> Finding | NotChecked:
 
 def accumulation(bench: Bench) -> Finding:
     """Two microbatches and one batch, on one device."""
-    if bench.batch.segment_ids is None and bench.batch.inputs.ndim > 2:
+    if kind_of(bench.batch) == "images":
         batch = sample.twins(bench.batch)
         whole, parts = (bench.with_accumulation(count, batch) for count in (1, 2))
         # Running statistics are moved once for each microbatch: those differ, and rightly so.

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset, Examples
 from jaxtrain.data.text.packing import PackedText, pack
-from jaxtrain.models.model import reads_images, reads_tokens
+from jaxtrain.models.model import reads_tokens
+from jaxtrain.training.objectives.classification import classes_of
 from jaxtrain.training.settings import Config
 
 SEED = 20  # of all that is drawn here
@@ -37,26 +38,26 @@ class UnevenText:
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomImages:
-    """Images of noise with random labels; implements Examples.
+class Noise:
+    """Images or vectors of noise with random targets; implements Examples.
 
     Attributes:
-      images: float32 [count, H, W, C].
-      labels: int32 [count].
+      inputs: float32 [count, H, W, C] or [count, D].
+      targets: int32 labels [count], or float32 numbers [count, K].
     """
 
-    images: np.ndarray
-    labels: np.ndarray
+    inputs: np.ndarray
+    targets: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Image `index` [H, W, C]; with an `rng`, brighter or darker, as an augmentation is."""
-        image = self.images[index]
+        """Image or vector `index`; with an `rng`, brighter or darker, as an augmentation is."""
+        inputs = self.inputs[index]
         if rng is not None:
-            image = image + np.float32(rng.normal())
-        return Batch(image, self.labels[index], np.float32(_keep(index, ()) > 0))
+            inputs = inputs + np.float32(rng.normal())
+        return Batch(inputs, self.targets[index], np.float32(_keep(index, ()) > 0))
 
 
 def _keep(index: int, shape: tuple[int, ...]) -> Any:
@@ -86,13 +87,14 @@ def dataset(config: Config) -> Dataset:
         kept = int(np.searchsorted(packed.offsets, len(tokens)))
         offsets = np.append(packed.offsets[:kept], len(tokens))
         packed = dataclasses.replace(packed, tokens=tokens, offsets=offsets)
-        examples, unit = UnevenText(packed), "tokens"
+        examples = UnevenText(packed)
     else:
-        assert reads_images(model), f"no sample for {model.inputs}"
-        images = rng.normal(size=(rows, *batch.inputs.shape[1:])).astype(np.float32)
-        labels = rng.integers(0, model.num_classes, rows).astype(np.int32)
-        examples, unit = RandomImages(images, labels), "images"
-    return Dataset(examples, examples, f"random, seed {SEED}", {}, None, unit)
+        inputs = rng.normal(size=(rows, *batch.inputs.shape[1:])).astype(np.float32)
+        targets = rng.normal(size=(rows, *batch.targets.shape[1:])).astype(np.float32)
+        if np.issubdtype(batch.targets.dtype, np.integer):
+            targets = rng.integers(0, classes_of(model)[1], rows).astype(np.int32)
+        examples = Noise(inputs, targets)
+    return Dataset(examples, examples, f"random, seed {SEED}", {}, None, kind_of(batch))
 
 
 def whole_batch(config: Config, data: Dataset) -> Batch:

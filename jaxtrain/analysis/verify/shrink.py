@@ -5,15 +5,20 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
     AttentionFacts,
     ImageModel,
     TokenModel,
+    VectorModel,
     reads_images,
     reads_tokens,
+    reads_vectors,
 )
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
@@ -120,6 +125,8 @@ def shrink(own: Config) -> Small:
         config = _text(config, own, model, sizes, most, pipeline.virtual_stages)
     elif reads_images(model):
         config = _images(config, own, model)
+    elif reads_vectors(model):
+        config = _vectors(config, own, model)
     return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
 
 
@@ -295,6 +302,23 @@ def _images(config: Config, own: Config, model: ImageModel) -> Config:
         config.train, model=dataclasses.replace(model, **small), data=images
     )
     return dataclasses.replace(config, train=train)
+
+
+def _vectors(config: Config, own: Config, model: VectorModel) -> Config:
+    """Widths that are shared stay so, those that are not stay what they are: 3, or 10."""
+    fields: dict[str, Any] = vars(model)
+    small: Any = model
+    if "widths" in fields:
+        widths = tuple(w if w % UNIT and w < CLASSES else min(w, CLASSES) for w in fields["widths"])
+        small = dataclasses.replace(small, widths=widths)
+    if np.issubdtype(own.train.data.abstract_batch(1).targets.dtype, np.integer):
+        told: dict[str, Any] = {"num_classes": max(small.outputs, 2)}
+    else:
+        told = {"num_classes": None, "num_targets": small.outputs}
+    vectors = VectorData(features=small.features, **told)
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, model=small, data=vectors)
+    )
 
 
 # -- what changed ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.batch_norm import batch_norm, normalised
 from jaxtrain.nn.convolution import convolution, max_pool
+from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Statistic, constant, normal, param
 from jaxtrain.nn.products.contract import contract
@@ -77,7 +78,7 @@ class ResNet:
     norm_eps: float = 1e-5
 
     inputs: ClassVar[Inputs] = "images"
-    objective: ClassVar[str] = "classification"
+    objective = "classification"
     # Its blocks differ in shape: there is no stack of equal layers.
     layers = None
     attention = None
@@ -271,15 +272,10 @@ class ResNetModel(nnx.Module):
         self.pooled_stem = sizes.for_imagenet
 
     def __call__(
-        self, images_BHWC: jax.Array, statistics: nnx.State, *, train: bool
+        self, images_BHWC: jax.Array, statistics: nnx.State, execution: Execution, *, train: bool
     ) -> tuple[jax.Array, nnx.State]:
-        """Logits [B, C] and the running statistics after this batch.
-
-        Args:
-          images_BHWC: float images; cast to the dtype of the kernels.
-          statistics: the running statistics, as `nnx.split` gives them.
-          train: normalise with the batch's own statistics and update the running ones.
-        """
+        """Logits [B, C]; as in `Predictor`. Images are cast to the dtype of the kernels."""
+        del execution  # layers of a CNN differ in shape: there is no loop over them
         x_BHWC = shard(images_BHWC, IMAGES)
         new: dict[str, Any] = {"blocks": {}}
         with jax.named_scope("stem"):

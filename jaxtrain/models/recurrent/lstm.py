@@ -54,7 +54,7 @@ class LSTM:
     context_length: int = 1024
 
     inputs: ClassVar[Inputs] = "tokens"
-    objective: ClassVar[str] = "next_token"
+    objective = "next_token"
     attention = None
     experts = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.

@@ -43,7 +43,7 @@ class GPT:
     norm_eps: float = 1e-5
 
     inputs: ClassVar[Inputs] = "tokens"
-    objective: ClassVar[str] = "next_token"
+    objective = "next_token"
     experts = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {

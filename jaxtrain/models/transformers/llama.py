@@ -56,7 +56,7 @@ class Llama(GroupedQuerySizes):
     tie_embeddings: bool = False
 
     inputs: ClassVar[Inputs] = "tokens"
-    objective: ClassVar[str] = "next_token"
+    objective = "next_token"
     experts = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {

@@ -70,7 +70,7 @@ class Mixtral(GroupedQuerySizes):
     tie_embeddings: bool = False
 
     inputs: ClassVar[Inputs] = "tokens"
-    objective: ClassVar[str] = "next_token"
+    objective = "next_token"
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",

@@ -44,22 +44,27 @@ def show_examples(console: Console, train: Train, dataset: Dataset, count: int) 
     batch = next(stream)
     for row in range(len(batch.inputs)):
         example = Batch(*(None if leaf is None else leaf[row] for leaf in vars(batch).values()))
-        if dataset.unit == "images":
-            say(f"Example {row + 1}: {_image(example, dataset.facts)}")
+        if dataset.unit in ("images", "vectors"):
+            say(f"Example {row + 1}: {_numbers(example, dataset)}")
         else:
             say(f"Example {row + 1}: {_tokens(example)}")
             say(_text(example.inputs, example.segment_ids, dataset.tokenizer))
 
 
-def _image(example: Batch, facts: Mapping[str, Any]) -> str:
-    pixels, label = example.inputs, int(example.targets)
-    names = str(facts.get("class_names", "")).split(", ")
-    name = f" ({names[label]})" if label < len(names) else ""
-    size = " x ".join(map(str, pixels.shape))
+def _numbers(example: Batch, dataset: Dataset) -> str:
+    numbers, what = example.inputs, "pixels" if dataset.unit == "images" else "numbers"
+    size = " x ".join(map(str, numbers.shape))
     return (
-        f"label {label}{name}, {size} pixels from {pixels.min():.3g} to {pixels.max():.3g}, mean "
-        f"{pixels.mean():.3g}, standard deviation {pixels.std():.3g}"
+        f"{_told(example.targets, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
+        f"{numbers.max():.3g}, mean {numbers.mean():.3g}, standard deviation {numbers.std():.3g}"
     )
+
+
+def _told(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
+    if not np.issubdtype(targets.dtype, np.integer):
+        return "targets " + " ".join(f"{number:.3g}" for number in targets)
+    names, label = str(facts.get("class_names", "")).split(", "), int(targets)
+    return f"label {label}" + (f" ({names[label]})" if label < len(names) else "")
 
 
 def _tokens(example: Batch) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, is_variable, logical_axes
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState, with_shardings
+from jaxtrain.training.step import Program, TrainState, numbered, with_shardings
 
 # The spec, inside and outside `jax.shard_map`, of what every replica has its own of.
 REPLICA = P("data")
@@ -99,7 +99,7 @@ class ExchangeProgram(abc.ABC):
             shape = (self.replicas, x.shape[0] // self.replicas, *x.shape[1:])
             return jax.lax.reshape(x, shape, out_sharding=spec)
 
-        return jax.tree.map(one, batch)
+        return jax.tree.map(one, numbered(batch) if self.plain.objective.draws else batch)
 
     @final
     def on_each_replica(

@@ -1,94 +1,78 @@
-"""The class of each image: classifiers. Letters: B batch, C classes."""
+"""The class of each image or vector: classifiers. Letters: B batch, C classes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
-from jaxtrain.models.model import Inputs, Model, reads_images
-from jaxtrain.nn.classifier import Classifier
-from jaxtrain.nn.execution import Execution
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.models.model import Model, reads_images, vector_model
+from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
-from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
 
-class Classification(Objective[Classifier]):
-    """Cross entropy of an image's label, and the part of labels that are told right."""
+class Classification(AnswerObjective):
+    """Cross entropy of an example's label, and the part of labels that are told right."""
 
     name: ClassVar[str] = "classification"
-    inputs: ClassVar[Inputs] = "images"
-
-    def refuse_model(self, model: Model) -> Iterator[str]:
-        """One that does not read images."""
-        yield from self.refuse_inputs(model)
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
+        """The same.
+
+        Raises:
+          UserError: the data have more classes than the model tells apart.
+        """
+        (name, classes), found = classes_of(model), int(dataset.facts.get("classes", 0))
+        if found > classes:
+            raise UserError(
+                f"{type(model).__name__}.{name}={classes} is smaller than the data's {found} "
+                f"classes; use at least {found}"
+            )
         return dataset
 
-    def counts(self, batch: Batch) -> Sums:
-        """`weight`: the images that count."""
-        return {"weight": batch.loss_mask.sum()}
-
-    def over(self, name: str) -> str:
-        """`weight`, for all sums."""
-        del name
-        return "weight"
-
-    def sums(
-        self,
-        model: Classifier,
-        statistics: Any,
-        batch: Batch,
-        execution: Execution,
-        settings: Loss,
-        *,
-        train: bool,
-    ) -> tuple[Sums, Any]:
-        """`loss` and `accuracy`, the images whose label has the highest logit."""
-        del execution  # layers of a CNN differ in shape: there is no loop over them
+    def of_answers(
+        self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """`loss` and `accuracy`, the examples whose label has the highest logit."""
         mask_B = batch.loss_mask
-        # A batch norm sees the images that do not count too, so they stay, but for what is no
-        # number: 0 x NaN is NaN in every gradient.
-        images_BHWC = batch.inputs
-        kept = (mask_B[:, None, None, None] != 0) | jnp.isfinite(images_BHWC)
-        images_BHWC = jnp.where(kept, images_BHWC, 0)
-        logits_BC, statistics = model(images_BHWC, statistics, train=train)
-        logits_BC = jnp.where(mask_B[:, None] != 0, logits_BC, 0)
-        right_B = logits_BC.argmax(-1) == batch.targets
-        sums = {
-            "loss": losses(logits_BC, batch.targets, mask_B, settings, train=train).sum(),
+        right_B = answers_BC.argmax(-1) == batch.targets
+        return {
+            "loss": losses(answers_BC, batch.targets, mask_B, settings, train=train).sum(),
             "accuracy": (right_B * mask_B).sum(),
         }
-        return sums, statistics
 
-    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
-        """Images [B, H, W, C] with the model's channels, and labels of its classes."""
-        del settings, layout
-        assert reads_images(model), "a model that is trained to something else"
-        found = list(refuse_form(batch, "inputs", "float32", ("B", "H", "W", model.channels)))
-        if not found:
-            rows = batch.inputs.shape[0]
-            found += refuse_form(batch, "targets", "int32", (rows,))
-            found += refuse_form(batch, "loss_mask", "float32", (rows,))
-        found += [
-            f"Batch.{name} is not None; images have no documents"
-            for name in ("segment_ids", "positions")
-            if getattr(batch, name) is not None
-        ]
-        if not found:
-            why = f" ({type(model).__name__}.num_classes={model.num_classes})"
-            most = model.num_classes - 1
-            found += refuse_values(batch, "loss_mask", 0, None)
-            found += refuse_values(batch, "targets", 0, most, why=why, counted=True)
-        yield from found
+    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+        """Numbers, which have no class."""
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            name = type(model).__name__
+            yield (
+                f"{name}.objective={self.name!r} tells labels, but the data's targets are numbers; "
+                f"use data with labels, or an objective of numbers"
+            )
+
+    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+        """Labels [B]."""
+        yield from refuse_form(batch, "targets", "int32", (rows,))
+
+    def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+        """Labels of the model's classes."""
+        name, classes = classes_of(model)
+        why = f" ({type(model).__name__}.{name}={classes})"
+        yield from refuse_values(batch, "loss_mask", 0, None)
+        yield from refuse_values(batch, "targets", 0, classes - 1, why=why, counted=True)
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`eval_loss` and `eval_accuracy`."""
         weight = sums["weight"]
         return {"eval_loss": sums["loss"] / weight, "eval_accuracy": sums["accuracy"] / weight}
+
+
+def classes_of(model: Model) -> tuple[str, int]:
+    """How many classes a model tells apart, and what it calls that."""
+    if reads_images(model):
+        return "num_classes", model.num_classes
+    return "outputs", vector_model(model).outputs

@@ -32,13 +32,15 @@ class Objective(abc.ABC, Generic[M]):
 
     Attributes:
       name: what a model's `objective` says.
-      inputs: what a batch's inputs are; the same as its models'.
+      inputs: what a batch's inputs may be; one of them is its models'.
       minimised: the sums whose means, added up, the gradient is of; those that a model gives.
+      draws: whether its models may draw random numbers in training, for which rows are counted.
     """
 
     name: ClassVar[str]
-    inputs: ClassVar[Inputs]
+    inputs: ClassVar[tuple[Inputs, ...]]
     minimised: ClassVar[tuple[str, ...]] = ("loss",)
+    draws: ClassVar[bool] = False
 
     @abc.abstractmethod
     def refuse_model(self, model: Model) -> Iterator[str]:
@@ -99,6 +101,11 @@ class Objective(abc.ABC, Generic[M]):
           layout: where the batch goes.
         """
 
+    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+        """Why targets of this shape and dtype, which the data give, cannot be told."""
+        del targets, model
+        yield from ()
+
     @abc.abstractmethod
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples."""
@@ -106,10 +113,10 @@ class Objective(abc.ABC, Generic[M]):
     @final
     def refuse_inputs(self, model: Model) -> Iterator[str]:
         """A model that reads something else than this is made of."""
-        if model.inputs != self.inputs:
-            name = type(model).__name__
+        if model.inputs not in self.inputs:
+            name, wanted = type(model).__name__, " or ".join(self.inputs)
             yield (
-                f"{name}.objective={self.name!r} learns from {self.inputs}, but {name}.inputs="
+                f"{name}.objective={self.name!r} learns from {wanted}, but {name}.inputs="
                 f"{model.inputs!r}; name another objective, or give {name} such inputs"
             )
 

@@ -39,7 +39,7 @@ class TokenObjective(Objective[Transformer]):
       own: the sums of `of_hidden`; all others are the layers'.
     """
 
-    inputs: ClassVar[Inputs] = "tokens"
+    inputs: ClassVar[tuple[Inputs, ...]] = ("tokens",)
     minimised: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
     causal: ClassVar[bool]
     own: ClassVar[tuple[str, ...]] = ("loss",)

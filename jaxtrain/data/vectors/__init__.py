@@ -1,0 +1,1 @@
+"""Vectors of numbers: tables of examples and their labels or numbers."""

@@ -1,0 +1,181 @@
+"""VectorData: a table of numbers, each row with a label or with numbers to be told.
+
+Letters: N examples, D features, K numbers that are told.
+"""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+
+from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import (
+    Dataset,
+    check_heldout_fraction,
+    digest,
+    existing_path,
+    is_heldout,
+)
+from jaxtrain.data.vectors import tables
+from jaxtrain.data.vectors.tables import Table
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VectorData:
+    """Vectors of numbers.
+
+    Attributes:
+      source: `'digits'` (64 features, 10 classes), `'iris'` (4, 3), `'wine'` (13, 3),
+        `'breast_cancer'` (30, 2), `'mnist5k'` (784, 10) or `'diabetes'` (10, one number), all from
+        jaxtrain[demo]; a `.npz` file of arrays x and y; or a `.csv` file whose last columns are
+        told, with or without a line of names.
+      features: numbers of a vector.
+      num_classes: different labels, counted from 0; None where numbers are told.
+      num_targets: numbers that are told of a vector, where `num_classes` is None.
+      scaling: 'standard' takes the mean from each feature, and from each number that is told, and
+        divides by the standard deviation; 'unit' brings all features together to 0 to 1; 'none'
+        leaves them. Both are of the training part.
+      heldout_fraction: share that is held out, evenly spaced over the order, of each class.
+    """
+
+    source: Annotated[str, PathOr(tuple(tables.DEMO))] = "digits"
+    features: int = 64
+    num_classes: int | None = 10
+    num_targets: int = 1
+    scaling: Literal["none", "standard", "unit"] = "standard"
+    heldout_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "features", "num_targets")
+        refuse_below(2, self, "num_classes")
+        check_heldout_fraction("VectorData.heldout_fraction", self.heldout_fraction)
+        if self.num_classes is not None and self.num_targets != 1:
+            raise UserError(
+                f"VectorData.num_targets={self.num_targets} does nothing with VectorData."
+                f"num_classes={self.num_classes}; leave it at 1 or set VectorData.num_classes=None"
+            )
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+        rows = (global_batch_size,)
+        vectors: Any = jax.ShapeDtypeStruct((*rows, self.features), np.float32)
+        told: Any = jax.ShapeDtypeStruct(rows, np.int32)
+        if self.num_classes is None:
+            told = jax.ShapeDtypeStruct((*rows, self.num_targets), np.float32)
+        mask: Any = jax.ShapeDtypeStruct(rows, np.float32)
+        return Batch(vectors, told, mask)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Reads and splits the table.
+
+        Raises:
+          UserError: nothing there, an extra that is not installed, another number of features,
+            classes or targets, or a split that would be empty.
+        """
+        del seed
+        table = self._read()
+        labels = np.zeros(len(table.x)) if self.num_classes is None else table.y[:, 0]
+        held = np.zeros(len(table.x), bool)
+        for label in np.unique(labels):
+            (of_class,) = np.nonzero(labels == label)
+            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
+        if held.all() or not held.any():
+            raise UserError(
+                f"VectorData.source = {self.source!r}: of its {len(held)} examples {held.sum()} "
+                f"would be held out; use more, or another VectorData.heldout_fraction (now "
+                f"{self.heldout_fraction})"
+            )
+        x, y = self._scaled(table, ~held)
+        settings = {k: v for k, v in dataclasses.asdict(self).items() if k != "source"}
+        facts: dict[str, float | int | str] = {
+            "source": self.source,
+            "features": self.features,
+            "train_vectors": int((~held).sum()),
+            "heldout_vectors": int(held.sum()),
+        }
+        if self.num_classes is not None:
+            facts["classes"] = self.num_classes
+        return Dataset(
+            Vectors(x[~held], y[~held]),
+            Vectors(x[held], y[held]),
+            digest({"kind": "vectors", **settings}, [table.x, table.y]),
+            facts,
+            None,
+            "vectors",
+        )
+
+    def _read(self) -> Table:
+        if self.source in tables.DEMO:
+            table = tables.DEMO[self.source]()
+        else:
+            path = existing_path("VectorData.source", self.source, words=tables.DEMO)
+            table = tables.read(path, 1 if self.num_classes else self.num_targets)
+        self._check("features", table.x.shape[1])
+        if self.num_classes is None:
+            self._check("num_targets", table.y.shape[1])
+        else:
+            labels, said = table.y[:, 0], f"VectorData.source = {self.source!r}"
+            wrong = (labels < 0) | (labels != np.floor(labels))
+            if table.y.shape[1] > 1 or wrong.any():
+                raise UserError(
+                    f"{said}: what it tells are numbers, not labels 0, 1, ...; set "
+                    "VectorData.num_classes = None"
+                )
+            self._check("num_classes", int(labels.max()) + 1)
+        return table
+
+    def _check(self, name: str, found: int) -> None:
+        value = vars(self)[name]
+        if value != found:
+            raise UserError(
+                f"VectorData.{name} = {value}, but VectorData.source = {self.source!r} has {found};"
+                f" set VectorData.{name} = {found}"
+            )
+
+    def _scaled(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x as float32 [N, D], y as int32 [N] or float32 [N, K]."""
+        x, y = table
+        if self.scaling == "unit":
+            least, most = x[train].min(), x[train].max()
+            x = (x - least) / ((most - least) or 1.0)
+        elif self.scaling == "standard":
+            x = _standard(x, train)
+        if self.num_classes is not None:
+            return x.astype(np.float32), y[:, 0].astype(np.int32)
+        y = _standard(y, train) if self.scaling == "standard" else y
+        return x.astype(np.float32), y.astype(np.float32)
+
+
+def _standard(x: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Each column less its mean over its standard deviation, where it has one, of these rows."""
+    spread = x[train].std(0)
+    return (x - x[train].mean(0)) / np.where(spread > 0, spread, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vectors:
+    """Vectors and what is told of them, in memory; implements WholeBatches.
+
+    Attributes:
+      x: float32 [N, D].
+      y: int32 labels [N], or float32 numbers [N, K].
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Vector `index` [D], what is told of it and a mask of 1; the same for any `rng`."""
+        return Batch(self.x[index], self.y[index], np.ones((), np.float32))
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """Those of these indices, one under the other."""
+        return Batch(self.x[indices], self.y[indices], np.ones(len(indices), np.float32))

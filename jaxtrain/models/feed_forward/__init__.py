@@ -1,0 +1,1 @@
+"""Models that are layers of vectors, one after the other."""

@@ -1,0 +1,117 @@
+"""An autoencoder: vectors through a narrow code and back.
+
+Source: Hinton and Salakhutdinov 2006, "Reducing the Dimensionality of Data with Neural Networks",
+without its pre-training.
+Letters: B batch, D features, K numbers of the code.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar, Literal
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.dense import (
+    ACTIVATIONS,
+    GLOROT,
+    Activation,
+    Dense,
+    before,
+    multiply_adds,
+    refuse_widths,
+)
+from jaxtrain.nn.execution import Execution
+from jaxtrain.parallel.gathering import dtype_of
+from jaxtrain.parallel.sharding import shard
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Autoencoder:
+    """Sizes of an autoencoder.
+
+    Attributes:
+      widths: numbers of a vector, of every hidden layer, and of the code; the way back has the same
+        the other way round: (784, 64, 3) is 784-64-3-64-784.
+      activation: between layers; none at the code.
+      reaches: 'sigmoid' for vectors of numbers from 0 to 1, such as pixels; 'linear' for any.
+    """
+
+    widths: tuple[int, ...] = (784, 64, 3)
+    activation: Activation = "relu"
+    reaches: Literal["sigmoid", "linear"] = "sigmoid"
+
+    inputs: ClassVar[Inputs] = "vectors"
+    objective = "reconstruction"
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+    settings: ClassVar[dict[str, str]] = {"fan_in": "widths", "fan_out": "widths"}
+
+    def __post_init__(self) -> None:
+        refuse_widths(self, self.widths)
+
+    @property
+    def features(self) -> int:
+        """Numbers of a vector."""
+        return self.widths[0]
+
+    @property
+    def outputs(self) -> int:
+        """As many."""
+        return self.widths[0]
+
+    def build(self, key: jax.Array) -> "AutoencoderModel":
+        """The module with freshly drawn parameters."""
+        return AutoencoderModel(self, key)
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one vector: 3 x 2 x the multiply-adds there and back."""
+        del shape
+        return 12.0 * multiply_adds(self.widths)
+
+
+class AutoencoderModel(nnx.Module):
+    """Vectors to vectors."""
+
+    def __init__(self, sizes: Autoencoder, key: jax.Array) -> None:
+        pairs = list(itertools.pairwise(sizes.widths))
+        key_there, key_back, key_head = jax.random.split(key, 3)
+        init = before(sizes.activation)
+
+        def layers(key: jax.Array, pairs: list[tuple[int, int]]) -> list[Dense]:
+            drawn = zip(jax.random.split(key, len(pairs)), pairs, strict=True)
+            return [Dense(k, *pair, init) for k, pair in drawn]
+
+        back = [(outputs, inputs) for inputs, outputs in reversed(pairs)]
+        self.encoder = nnx.List(layers(key_there, pairs))
+        self.decoder = nnx.List(layers(key_back, back[:-1]))
+        self.head = Dense(key_head, *back[-1], GLOROT, role="output")
+        self.activation, self.reaches = ACTIVATIONS[sizes.activation], sizes.reaches
+
+    def encode(self, x_BD: jax.Array, execution: Execution) -> jax.Array:
+        """The codes [B, K]."""
+        x_BD = shard(x_BD.astype(dtype_of(self.head.weight)), ("batch", "fan_in"))
+        for i, layer in enumerate(self.encoder):
+            x_BD = layer(self.activation(x_BD) if i else x_BD, execution)
+        return x_BD
+
+    def decode(self, x_BK: jax.Array, execution: Execution) -> jax.Array:
+        """The vectors [B, D] of codes."""
+        for i, layer in enumerate((*self.decoder, self.head)):
+            x_BK = layer(self.activation(x_BK) if i else x_BK, execution)
+        return jax.nn.sigmoid(x_BK) if self.reaches == "sigmoid" else x_BK
+
+    def __call__(
+        self, x_BD: jax.Array, statistics: Any, execution: Execution, *, train: bool
+    ) -> tuple[jax.Array, Any]:
+        """Vectors [B, D]; as in `Predictor`."""
+        del train
+        with jax.named_scope("encoder"):
+            code_BK = self.encode(x_BD, execution)
+        with jax.named_scope("decoder"):
+            return self.decode(code_BK, execution), statistics

@@ -1,0 +1,88 @@
+"""Fully connected layers of any widths, and the functions between them.
+
+Letters: B batch, I inputs, O outputs.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.parameters import Initializer, Role, constant, param
+from jaxtrain.parallel.sharding import shard
+
+Activation = Literal["sigmoid", "tanh", "relu", "gelu", "silu"]
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jax.numpy.tanh,
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+# What keeps the variance of activations from layer to layer: He et al. 2015 (arXiv 1502.01852)
+# where half of them become 0 or near it, Glorot and Bengio 2010 elsewhere.
+HE = jax.nn.initializers.variance_scaling(2.0, "fan_in", "normal")
+GLOROT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
+
+# A dimension that is no multiple of this stays whole on every device: 3 channels, 10 classes.
+SHARED = 8
+
+
+def before(activation: Activation) -> Initializer:
+    """How the weights of a layer are drawn whose results go through this function."""
+    return GLOROT if activation in ("sigmoid", "tanh") else HE
+
+
+def fan_in(size: int) -> str:
+    """The logical axis of so many inputs of a layer."""
+    return "narrow" if size % SHARED else "fan_in"
+
+
+def fan_out(size: int) -> str:
+    """The logical axis of so many outputs of a layer."""
+    return "narrow" if size % SHARED else "fan_out"
+
+
+def refuse_widths(model: object, widths: tuple[int, ...]) -> None:
+    """Raises UserError where there is no layer between widths, or one of nothing."""
+    written = f"{type(model).__name__}.widths={widths}"
+    if len(widths) < 2:
+        raise UserError(f"{written}; use at least two: (inputs, outputs)")
+    if min(widths) < 1:
+        raise UserError(f"{written}; use widths of at least 1")
+
+
+def multiply_adds(widths: tuple[int, ...]) -> int:
+    """Of the layers between these widths, for one vector."""
+    return sum(i * o for i, o in itertools.pairwise(widths))
+
+
+class Dense(nnx.Module):
+    """x W + b: vectors [B, I] to [B, O], the outputs split over `tensor` where they are shared."""
+
+    def __init__(
+        self,
+        key: jax.Array,
+        inputs: int,
+        outputs: int,
+        init: Initializer = GLOROT,
+        *,
+        role: Role | None = None,
+    ) -> None:
+        axes = fan_in(inputs), fan_out(outputs)
+        self.weight = param(key, (inputs, outputs), axes, init, role=role)
+        self.bias = param(key, (outputs,), axes[1:], constant(0.0))
+
+    def __call__(self, x_BI: jax.Array, execution: Execution) -> jax.Array:
+        """The outputs, in x's dtype."""
+        # Whole along I: gathered from the devices that made its parts in the layer before.
+        x_BI = shard(x_BI, ("batch", "fan_in"))
+        return add_bias(execution.contract("BI,IO->BO", x_BI, self.weight), self.bias)

@@ -1,0 +1,59 @@
+"""Dropout whose draws depend on where a number stands, and on nothing else.
+
+Which numbers are dropped is a function of the run's seed, the step, the row in the global batch and
+the place in the model. So every mesh, every number of microbatches, every exchange and every resume
+drop the same ones.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import UserError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """What a step draws from.
+
+    Attributes:
+      key: of the run's seed and the step.
+      rows: int32 [B]; which row of the global batch each row is.
+    """
+
+    key: jax.Array
+    rows: jax.Array
+
+    @classmethod
+    def of_step(cls, seed: int, step: jax.Array, rows: jax.Array) -> "Draws":
+        """Those of one step; `rows` as above."""
+        return cls(jax.random.fold_in(jax.random.key(seed), step), rows)
+
+
+def dropout(x: jax.Array, rate: float, draws: Draws | None, place: int) -> jax.Array:
+    """x with each number 0 with probability `rate`, the others over 1 - rate.
+
+    Srivastava et al. 2014, "Dropout", scaled in training as `torch.nn.Dropout` does.
+
+    Args:
+      x: [B, ...].
+      rate: of what is dropped, 0 to below 1.
+      draws: of this step; None is evaluation, which drops nothing.
+      place: which dropout of the model this is, counted as the model likes: each draws its own.
+    """
+    if draws is None or rate == 0:
+        return x
+    key = jax.random.fold_in(draws.key, place)
+
+    def of_row(row: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x.shape[1:])
+
+    return jnp.where(jax.vmap(of_row)(draws.rows), x / (1 - rate), 0).astype(x.dtype)
+
+
+def refuse_rate(model: object, name: str, rate: float) -> None:
+    """Raises UserError for a rate that is no probability below 1."""
+    if not 0 <= rate < 1:
+        raise UserError(f"{type(model).__name__}.{name}={rate}; use 0 to below 1, such as 0.5")

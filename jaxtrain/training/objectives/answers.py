@@ -1,0 +1,105 @@
+"""What objectives with one answer to an example share: its inputs, what counts, what is refused.
+
+Letters: B batch, C classes or numbers.
+"""
+
+import abc
+from collections.abc import Iterator
+from typing import Any, ClassVar, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import Inputs, Model, reads_images, vector_model
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.predictor import Predictor
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.objective import Objective
+from jaxtrain.training.objectives.own_batch import refuse_form
+
+
+class AnswerObjective(Objective[Predictor]):
+    """An objective over what a `Predictor` makes of each image or vector."""
+
+    inputs: ClassVar[tuple[Inputs, ...]] = ("images", "vectors")
+    draws: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def of_answers(
+        self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """The sums of what the model gave; it is finite, and 0 where nothing counts."""
+
+    def refuse_model(self, model: Model) -> Iterator[str]:
+        """One that reads something else."""
+        yield from self.refuse_inputs(model)
+
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """The same."""
+        del model
+        return dataset
+
+    @final
+    def counts(self, batch: Batch) -> Sums:
+        """`weight`: the examples that count."""
+        return {"weight": batch.loss_mask.sum()}
+
+    @final
+    def over(self, name: str) -> str:
+        """`weight`, for all sums."""
+        del name
+        return "weight"
+
+    @final
+    def sums(
+        self,
+        model: Predictor,
+        statistics: Any,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> tuple[Sums, Any]:
+        """As in Objective."""
+        mask_B = batch.loss_mask
+        # A batch norm sees the examples that do not count too, so they stay, but for what is no
+        # number: 0 x NaN is NaN in every gradient.
+        counts = (mask_B != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))
+        inputs = jnp.where(counts | jnp.isfinite(batch.inputs), batch.inputs, 0)
+        answers_BC, statistics = model(inputs, statistics, execution, train=train)
+        answers_BC = jnp.where(mask_B[:, None] != 0, answers_BC, 0)
+        return self.of_answers(answers_BC, batch, settings, train=train), statistics
+
+    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+        """Images [B, H, W, C] with the model's channels, or vectors [B, D] of its features."""
+        del settings, layout
+        shape = (
+            ("B", "H", "W", model.channels)
+            if reads_images(model)
+            else ("B", vector_model(model).features)
+        )
+        found = list(refuse_form(batch, "inputs", "float32", shape))
+        if not found:
+            rows = batch.inputs.shape[0]
+            found += self.refuse_answers(batch, model, rows)
+            found += refuse_form(batch, "loss_mask", "float32", (rows,))
+        found += [
+            f"Batch.{name} is not None; {model.inputs} have no documents"
+            for name in ("segment_ids", "positions")
+            if getattr(batch, name) is not None
+        ]
+        if not found:
+            found += self.refuse_numbers(batch, model)
+        yield from found
+
+    @abc.abstractmethod
+    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+        """Targets of another form."""
+
+    @abc.abstractmethod
+    def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+        """Targets out of bounds, in a batch of the right form."""

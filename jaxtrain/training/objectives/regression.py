@@ -1,0 +1,64 @@
+"""The numbers of each vector: least squares. Letters: B batch, K numbers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Inputs, Model, vector_model
+from jaxtrain.training.objectives.answers import AnswerObjective
+from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+
+
+class Regression(AnswerObjective):
+    """The mean squared error over an example's numbers, and the mean of what each is off by."""
+
+    name: ClassVar[str] = "regression"
+    inputs: ClassVar[tuple[Inputs, ...]] = ("vectors",)
+
+    def told(self, batch: Batch) -> jax.Array:
+        """The numbers [B, K] that are to be told."""
+        return batch.targets
+
+    def of_answers(
+        self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """`loss`, the squares, and `absolute_error`; both in float32."""
+        del settings, train
+        counts_B1 = batch.loss_mask[:, None] != 0
+        off_BK = jnp.where(counts_B1, answers_BC.astype(jnp.float32) - self.told(batch), 0)
+        return {
+            "loss": (jnp.square(off_BK).mean(-1) * batch.loss_mask).sum(),
+            "absolute_error": (jnp.abs(off_BK).mean(-1) * batch.loss_mask).sum(),
+        }
+
+    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+        """Labels, or another count of numbers."""
+        name, outputs = type(model).__name__, vector_model(model).outputs
+        if jnp.issubdtype(targets.dtype, jnp.integer):
+            yield (
+                f"{name}.objective={self.name!r} tells numbers, but the data's targets are labels; "
+                "use data with numbers, or an objective of labels"
+            )
+        elif targets.shape[-1] != outputs:
+            yield (
+                f"{name} tells {outputs} numbers, but the data have {targets.shape[-1]} to be told;"
+                f" set the last of {name}.widths to {targets.shape[-1]}"
+            )
+
+    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+        """Numbers [B, K], as many as the model tells."""
+        yield from refuse_form(batch, "targets", "float32", (rows, vector_model(model).outputs))
+
+    def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+        """A mask below 0, or not finite."""
+        del model
+        yield from refuse_values(batch, "loss_mask", 0, None)
+
+    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """`eval_loss` and `eval_absolute_error`."""
+        weight = sums["weight"]
+        return {f"eval_{name}": sums[name] / weight for name in ("loss", "absolute_error")}
