@@ -1,5 +1,6 @@
 """Objectives are found by names that nobody else knows; sums become means by their counts."""
 
+import math
 import re
 from pathlib import Path
 
@@ -46,3 +47,17 @@ def test_sums_are_divided_by_their_counts_and_some_are_minimised():
     # A batch in which nothing counts has a loss of 0, not of 0 / 0.
     nothing = {name: jnp.zeros(()) for name in counts}
     assert objective.means({"loss": jnp.zeros(())}, nothing) == {"loss": 0}
+
+
+def test_of_held_out_examples_each_own_mean_is_told_and_the_layers_are_not():
+    class Told(NextToken):
+        """With a metric of its own."""
+
+        name = "told"
+        own = ("loss", "accuracy")
+
+    sums = {"loss": 6.0, "accuracy": 1.0, "auxiliary_loss": 4.0, "weight": 2.0, "tokens": 8.0}
+    expected = {"eval_loss": 3.0, "eval_accuracy": 0.5, "eval_perplexity": math.exp(3)}
+    assert Told().evaluation(sums) == pytest.approx(expected)
+    images = {"loss": 6.0, "accuracy": 1.0, "weight": 2.0}
+    assert Classification().evaluation(images) == {"eval_loss": 3.0, "eval_accuracy": 0.5}

@@ -1,6 +1,6 @@
 """The class of each image or vector: classifiers. Letters: B batch, C classes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -64,11 +64,6 @@ class Classification(AnswerObjective):
         why = f" ({type(model).__name__}.{name}={classes})"
         yield from refuse_values(batch, "loss_mask", 0, None)
         yield from refuse_values(batch, "targets", 0, classes - 1, why=why, counted=True)
-
-    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """`eval_loss` and `eval_accuracy`."""
-        weight = sums["weight"]
-        return {"eval_loss": sums["loss"] / weight, "eval_accuracy": sums["accuracy"] / weight}
 
 
 def classes_of(model: Model) -> tuple[str, int]:

@@ -4,7 +4,6 @@ Source: Devlin et al. 2018 (arXiv 1810.04805), section 3.1 and appendix A.1. Let
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -15,7 +14,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, Examples
 from jaxtrain.models.model import Model, token_model
 from jaxtrain.nn.transformer import Transformer
-from jaxtrain.training.objectives.losses import Loss, Sums, perplexity
+from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
 
 CHOSEN = 0.15  # of the tokens are to be told
@@ -56,11 +55,6 @@ class MaskedToken(TokenObjective):
     ) -> Sums:
         """`loss`."""
         return {"loss": token_loss(model, h_BTD, batch, settings, train=train)}
-
-    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """`eval_loss` and `eval_perplexity`."""
-        loss = sums["loss"] / sums["weight"]
-        return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Each token's next one, told from those before it in its document: language models."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -9,7 +8,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Model
 from jaxtrain.nn.transformer import Transformer
-from jaxtrain.training.objectives.losses import Loss, Sums, perplexity
+from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
 
 
@@ -29,8 +28,3 @@ class NextToken(TokenObjective):
     ) -> Sums:
         """`loss`."""
         return {"loss": token_loss(model, h_BTD, batch, settings, train=train)}
-
-    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """`eval_loss` and `eval_perplexity`."""
-        loss = sums["loss"] / sums["weight"]
-        return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}

@@ -106,9 +106,18 @@ class Objective(abc.ABC, Generic[M]):
         del targets, model
         yield from ()
 
-    @abc.abstractmethod
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """What of held-out examples is told beside the means over their `weight`, given by name."""
+        del means
+        return {}
+
+    @final
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples."""
+        over_targets = [name for name in sums if name != "weight" and self.over(name) == "weight"]
+        means = {name: sums[name] / sums["weight"] for name in over_targets}
+        told = {**means, **self.more_of_evaluation(means)}
+        return {f"eval_{name}": value for name, value in told.items()}
 
     @final
     def refuse_inputs(self, model: Model) -> Iterator[str]:

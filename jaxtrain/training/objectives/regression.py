@@ -1,6 +1,6 @@
 """The numbers of each vector: least squares. Letters: B batch, K numbers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -57,8 +57,3 @@ class Regression(AnswerObjective):
         """A mask below 0, or not finite."""
         del model
         yield from refuse_values(batch, "loss_mask", 0, None)
-
-    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """`eval_loss` and `eval_absolute_error`."""
-        weight = sums["weight"]
-        return {f"eval_{name}": sums[name] / weight for name in ("loss", "absolute_error")}

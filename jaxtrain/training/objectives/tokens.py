@@ -4,7 +4,7 @@ Letters: B batch, T length, D embed, V vocab.
 """
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, final
 
 import jax
@@ -20,7 +20,7 @@ from jaxtrain.nn.products.contract import operands
 from jaxtrain.nn.transformer import LOGITS, Transformer, hidden, logits
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.chunks import over_chunks
-from jaxtrain.training.objectives.losses import Loss, Sums, losses
+from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
@@ -83,6 +83,11 @@ class TokenObjective(Objective[Transformer]):
     def over(self, name: str) -> str:
         """`weight` for the sums of its own, `tokens` for the layers'."""
         return "weight" if name in self.own else "tokens"
+
+    @final
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """`perplexity`."""
+        return {"perplexity": perplexity(means["loss"])}
 
     @final
     def sums(
