@@ -16,6 +16,7 @@ from jaxtrain.__main__ import main
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", PAGE, re.S))
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,13 @@ def copy(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     for folder in ("jaxtrain", "configs"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    assert len(FILES) == 3
+    assert len(FILES) == 7
     for name, text in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
-    apply_diff(root, re.search(r"```diff\n(.*?)```", PAGE, re.S).group(1))
+    assert len(DIFFS) == 5
+    for diff in DIFFS:
+        apply_diff(root, diff)
     (root / "notes.txt").write_text("to be or not to be\n" * 2000)
     return root
 
@@ -78,6 +82,10 @@ def test_the_recipe_of_a_model(copy):
     assert "A sample" in out
     entropy = float(re.search(r"unigram entropy ([\d.]+)", out).group(1))
     assert lines[-1]["eval_loss"] < 0.5 * entropy
+    # The recipe of a metric: a share, of what is trained on and of held-out examples.
+    shares = [line["accuracy"] for line in lines if "loss" in line]
+    assert 0 <= shares[0] < shares[-1] <= 1
+    assert lines[-1]["eval_accuracy"] == pytest.approx(shares[-1], abs=0.1)
 
 
 def test_the_recipe_s_model_is_planned(copy):
@@ -110,6 +118,67 @@ def test_the_recipe_s_model_has_the_textbook_s_traffic(copy):
 def test_the_recipe_s_model_is_proved(copy):
     out = run(copy, "verify", "attention_only")
     assert re.search(r"^8 proved in", out, re.M), out
+
+
+# An objective, an optimizer, a kernel and a remat policy of the page, all in one run.
+TOGETHER = """
+import noised_gpt
+
+Train.model = @NoisedGPT()
+Train.data = @TextData()
+Train.steps = 40
+Train.global_batch_size = 16
+Train.eval_batches = 2
+NoisedGPT.vocab_size = 256
+NoisedGPT.num_layers = 2
+NoisedGPT.embed_dim = 32
+NoisedGPT.num_heads = 4
+NoisedGPT.context_length = 32
+TextData.source = 'notes.txt'
+TextData.sequence_length = 32
+Mesh.fsdp = 4
+Mesh.tensor = 2
+Precision.compute = 'float32'
+Optimizer.name = 'yogi'
+Optimizer.learning_rate = 1e-2
+Yogi.b2 = 0.99
+Attention.kernel = 'by_query'
+Remat.policy = 'products'
+"""
+
+
+@pytest.fixture(scope="module")
+def together(copy) -> str:
+    """The config of that, beside the model that it imports."""
+    (copy / "mine" / "together.gin").write_text(TOGETHER)
+    return "mine/together.gin"
+
+
+def test_the_recipes_of_an_objective_optimizer_kernel_and_remat_policy(copy, together):
+    out, lines = train(copy, together, "--allow-imports", "--simulate-devices", "8")
+    assert "Attention.kernel = 'by_query'" in out
+    assert "Optimizer.name = 'yogi'" in out
+    # A fifth of the inputs is noise where it trains, and none where it evaluates.
+    assert lines[-2]["loss"] < lines[0]["loss"] - 1
+    assert lines[-1]["eval_loss"] < lines[-2]["loss"] - 0.1
+
+
+def test_the_recipe_of_a_target_is_planned_for_with_them(copy, together):
+    arguments = ("--allow-imports", "--target", "l40s:1x8", "--no-compile", "--json", "plan.json")
+    out = run(copy, "plan", together, *arguments)
+    plan = json.loads((copy / "plan.json").read_text())
+    assert (plan["target"], plan["devices"]) == ("l40s:1x8", 8)
+    assert plan["hbm_bytes"] == int(44.42 * 2**30 * 0.75)
+    assert plan["step_seconds"] > 0
+    # Two float32 moments beside each float32 parameter.
+    assert plan["memory"]["optimizer"] == pytest.approx(2 * plan["memory"]["params"], rel=1e-3)
+    assert "l40s" in out
+
+
+def test_the_recipes_are_proved(copy, together):
+    out = run(copy, "verify", together, "--allow-imports")
+    assert re.search(r"^\d+ proved in", out, re.M), out
+    assert re.search(r"^kernel .* proved .*'by_query' = reference", out, re.M), out
 
 
 def test_a_model_in_a_module_of_one_s_own_is_planned(tmp_path, monkeypatch, capsys):
