@@ -10,7 +10,7 @@ import pytest
 from conftest import unreadable
 from flax import nnx
 
-from jaxtrain.config import reader
+from jaxtrain.config import reader, writer
 from jaxtrain.config.errors import ConfigError, UserError
 from jaxtrain.config.partial import NotRead
 from jaxtrain.config.reader import configurable
@@ -317,7 +317,7 @@ def test_imports_are_written_out_and_wanted_again(tmp_path, monkeypatch):
     file.write_text("import kept_module\nGarden.size = 1\n")
     bindings = ["import another_module", "import kept_module"]
     root = reader.load(Root, file, bindings, search_path=tmp_path, allow_imports=True)
-    text = reader.to_gin(root)
+    text = writer.to_gin(root)
     assert text.startswith("import another_module\nimport kept_module\n\nGarden.size = 1\n")
     file.write_text(text)
     assert reader.load(Root, file, search_path=tmp_path, allow_imports=True) == root
@@ -341,7 +341,7 @@ def test_the_resolved_tree_reads_back_equal():
     garden = load(
         "Garden.size = 3", "Garden.tool = @Spade()", "Garden.paths = (4,)", "Garden.wet = True"
     )
-    text = reader.to_gin(Root(garden))
+    text = writer.to_gin(Root(garden))
     assert load(*text.splitlines()) == garden
 
 
@@ -397,7 +397,7 @@ def watering(*bindings: str) -> Watering:
 def test_what_is_chosen_by_name_takes_its_own_section_and_reads_back(bindings, way):
     found = watering(*bindings)
     assert found.water == Water(way=way)
-    text = reader.to_gin(found)
+    text = writer.to_gin(found)
     name = "can" if isinstance(way, Can) else "rain"
     assert text.startswith(f"Water.name = {name!r}\nWater.days = 7\n\n{type(way).__name__}.")
     assert watering(*text.splitlines()) == found

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config import reader
+from jaxtrain.config import reader, writer
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.source import digest, is_heldout
@@ -146,7 +146,7 @@ def test_settings_are_read_from_gin_and_written_back():
     root = reader.load(Root, None, bindings, search_path=Path())
     assert root.text == TextData(sequence_length=32)
     assert root.image == ImageData(mean=(1.0, 2.0, 3.0), channels=3, crop="pad")
-    again = reader.to_gin(root).splitlines()
+    again = writer.to_gin(root).splitlines()
     assert reader.load(Root, None, [a for a in again if a], search_path=Path()) == root
     with pytest.raises(UserError, match="ImageData.crop = 'random'.*'none', 'pad', 'resized'"):
         reader.load(Root, None, ["ImageData.crop = 'random'"], search_path=Path())
@@ -158,8 +158,8 @@ def test_paths_are_written_absolute_and_nothing_else_is(tmp_path, monkeypatch):
 
     def written(*bindings):
         root = reader.load(Root, None, bindings, search_path=Path())
-        assert reader.load(Root, None, reader.to_gin(root).splitlines(), search_path=Path()) == root
-        text = reader.to_gin(root, absolute=True)
+        assert reader.load(Root, None, writer.to_gin(root).splitlines(), search_path=Path()) == root
+        text = writer.to_gin(root, absolute=True)
         lines = dict(line.split(" = ") for line in text.splitlines() if line)
         return [lines[binding.split(" = ")[0]] for binding in bindings]
 

@@ -204,7 +204,7 @@ REFUSED = {
     ),
     "a dict": (
         {"inputs": OWN.inputs},
-        "Trainer.step takes a jaxtrain.data.batch.Batch, not a dict",
+        "Trainer.step takes a jaxtrain.Batch, not a dict",
     ),
 }
 

@@ -30,7 +30,6 @@ from jaxtrain.config.values import (
     choices,
     hints,
     literal,
-    located,
     missing,
     settings_of,
     takes_plain_values,
@@ -78,6 +77,19 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 @dataclasses.dataclass(frozen=True)
+class Text:
+    """gin text that stands in no file.
+
+    Attributes:
+      text: as it would stand there.
+      origin: what messages call it; in brackets, such as `<settings>`, without numbers of lines.
+    """
+
+    text: str
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Binding:
     """One `Name.field = value`, with the place it was written at."""
 
@@ -103,9 +115,10 @@ class _Bindings:
         self.folder = folder
         self._being_built: list[str] = []
 
-    def add_file(self, path: Path, *, included_from: Path | None = None) -> None:
+    def add_file(self, file: Path | Text, *, included_from: Path | None = None) -> None:
         with self._noting_what_is_lacking():
-            text = _read(path)
+            is_text = isinstance(file, Text)
+            text, path = (file.text, Path(file.origin)) if is_text else (_read(file), file)
             self._add_statements(_statements(text, str(path)), path, included_from)
 
     def _add_statements(
@@ -169,7 +182,7 @@ class _Bindings:
     def _add(self, statement: Any, origin: str) -> None:
         if isinstance(statement, config_parser.BlockDeclaration):
             return
-        where = origin if origin.startswith("-b") else f"{origin}:{statement.location.line_num}"
+        where = origin if _unnumbered(origin) else f"{origin}:{statement.location.line_num}"
         if _is_import(statement):
             self._import(statement.module, where)
             return
@@ -350,7 +363,7 @@ class _Bindings:
 
 def load(
     root: type,
-    file: Path | None,
+    file: Path | Text | None,
     bindings: Sequence[str] = (),
     *,
     search_path: Path,
@@ -362,7 +375,8 @@ def load(
       root: the annotation of each field but two is a registered dataclass, built from the bindings
         of its name; `imports: tuple[str, ...]` takes what was imported, `notes: tuple[str, ...]` a
         sentence for everything that was not taken as it was written.
-      file: the .gin file, or None for `bindings` alone.
+      file: the .gin file, or its text, which is read as one of the current folder; None for
+        `bindings` alone.
       bindings: single gin bindings, applied after the file, the later over the earlier; the modules
         that they import are there for the file too.
       search_path: the folder of shipped configs, where `include` looks after the file's own folder.
@@ -373,7 +387,7 @@ def load(
       ConfigError: unknown names, values of the wrong type, bindings nothing uses, a bad file:
         everything at once.
     """
-    folder = Path.cwd() if file is None else file.resolve().parent
+    folder = file.resolve().parent if isinstance(file, Path) else Path.cwd()
     found = _Bindings(allow_imports=allow_imports, search_path=search_path, folder=folder)
     for text in bindings:
         with contextlib.suppress(UserError):  # `add_single` says it
@@ -400,46 +414,6 @@ def sections(root: type) -> dict[str, type]:
         for f in dataclasses.fields(root)
         if f.name not in ("imports", "notes")
     }
-
-
-def to_gin(root: Any, *, absolute: bool = False) -> str:
-    """The resolved tree as gin text: every value, so that reading it again gives an equal tree.
-
-    Args:
-      root: as of `load`.
-      absolute: paths on this machine are written from its root on: the text then means the same in
-        whatever folder it is read.
-    """
-    blocks = {"imports": [f"import {module}" for module in root.imports]} if root.imports else {}
-    for name in sections(type(root)):
-        _format_block(getattr(root, name), blocks, absolute)
-    return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
-
-
-def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
-    name = type(section).__name__
-    lines = blocks.setdefault(name, [])
-    takes = hints(type(section))
-    for bound, field in settings_of(type(section)).items():
-        value, mark = getattr(section, field.name), by_name(takes[field.name])
-        if absolute:
-            value = located(value, takes[field.name])
-        if mark is None:
-            written = _format_value(value, blocks, absolute)
-        else:
-            written = repr(mark.name_of(type(value)))
-            _format_block(value, blocks, absolute)
-        lines.append(f"{name}.{bound} = {written}")
-
-
-def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> str:
-    if type(value).__name__ in _CONFIGURABLES and dataclasses.is_dataclass(value):
-        _format_block(value, blocks, absolute)
-        return f"@{type(value).__name__}()"
-    if isinstance(value, tuple):
-        items = [_format_value(item, blocks, absolute) for item in value]
-        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
-    return repr(value)
 
 
 def _marks(cls: type) -> list[ByName]:
@@ -478,6 +452,11 @@ def _on_path(*folders: Path) -> Iterator[None]:
         sys.path[:] = before
 
 
+def _unnumbered(origin: str) -> bool:
+    """Whether nobody has numbered the lines of what messages call so."""
+    return origin.startswith(("-b", "<"))
+
+
 def _is_import(statement: Any) -> bool:
     return isinstance(statement, config_parser.ImportStatement)
 
@@ -500,7 +479,7 @@ def _statements(text: str, origin: str) -> list[Any]:
             line = dict(enumerate(text.splitlines(), 1)).get(row, "")
             error = SyntaxError("Unable to parse value.", (origin, row, None, line))
         line = getattr(error, "lineno", None)
-        where = f"{origin}:{line}" if line and not origin.startswith("-b") else origin
+        where = f"{origin}:{line}" if line and not _unnumbered(origin) else origin
         detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
         if isinstance(error, SyntaxError):
             detail, example = _no_value(error) or (error.msg.strip(), example)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,6 +64,29 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
         backend.clear_backends()
         simulate_devices(simulated)
     return jax.devices()
+
+
+def chosen_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
+    """The devices of a run: all of them, or those that were asked for.
+
+    Raises:
+      UserError: there is none, one stands there twice, or a process of the run has none of them.
+    """
+    if devices is None:
+        return jax.devices()
+    chosen = list(devices)
+    if not chosen:
+        raise UserError("Trainer(devices=[]): give at least one device, such as jax.devices()[:1]")
+    if len(set(chosen)) != len(chosen):
+        ids = [device.id for device in chosen]
+        raise UserError(f"Trainer(devices=...): one of the devices {ids} stands there twice")
+    idle = set(range(jax.process_count())) - {device.process_index for device in chosen}
+    if idle:
+        raise UserError(
+            f"Trainer(devices=...): none of them is of process {min(idle)}, which would have "
+            f"nothing to do; give some of each of the {jax.process_count()} processes"
+        )
+    return chosen
 
 
 # Of 32 programs of a device that XLA's CPU client has unfinished at most; see RunAhead.

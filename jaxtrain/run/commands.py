@@ -28,12 +28,13 @@ from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
 from jaxtrain.run.generate import printable
 from jaxtrain.run.metrics_file import strict
+from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
 from jaxtrain.run.show.examples import show_examples
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say_notes, terminal
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED
-from jaxtrain.run.trainer import RecorderKind, Trainer
+from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Checkpoint, Config, load_config
 
 

@@ -5,6 +5,7 @@ Letters: B batch (1), T length, V vocab, S longest sequence.
 
 import dataclasses
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.model import TokenModel, token_model
+from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
@@ -95,12 +96,7 @@ def write(
             f"generate: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
             "trained on text generate"
         )
-    model = token_model(train.model)
-    if not model.cached:
-        raise UserError(
-            f"generate: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
-            "it reads whole texts, and only models that look back generate"
-        )
+    _refuse_without_memory(train.model)
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -108,14 +104,11 @@ def write(
             f"--prompt {prompt!r} is not UTF-8 text (character {error.start}); give it in UTF-8"
         ) from error
     tokenizer = train.data.open_tokenizer()
-    prompt_tokens = [int(token) for token in tokenizer.encode(prompt)]
-    if max_new_tokens is None:
-        max_new_tokens = max(min(100, model.context_length - len(prompt_tokens)), 1)
-    tokens = generate(
-        dataclasses.replace(program, layout=for_one_text(program.layout)),
-        model,
+    tokens = continued(
+        program,
+        train,
         state,
-        prompt_tokens,
+        tokenizer.encode(prompt),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,
@@ -123,6 +116,69 @@ def write(
     if tokenizer.end_of_text in tokens:
         tokens = tokens[: tokens.index(tokenizer.end_of_text)]
     return tokenizer.decode(tokens)
+
+
+def continued(
+    program: Program,
+    train: Train,
+    state: TrainState,
+    prompt: Sequence[int] | np.ndarray,
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int,
+) -> list[int]:
+    """The tokens that a trained language model lets follow after others.
+
+    Args:
+      program: the program whose state it is.
+      train: its model.
+      state: the trained state.
+      prompt: integers [T], at least one.
+      max_new_tokens, sampling, seed: as of `write`.
+
+    Raises:
+      UserError: the model is no language model, or the prompt holds no tokens of it or more than
+        its context.
+    """
+    tokens, sizes = np.asarray(prompt), _refuse_without_memory(train.model)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise UserError(
+            f"generate: the prompt is {tokens.dtype.name}{list(tokens.shape)}; use text, or the "
+            "token ids of one text: integers [T]"
+        )
+    outside = tokens[(tokens < 0) | (tokens >= sizes.vocab_size)]
+    if outside.size:
+        raise UserError(
+            f"generate: the prompt has the token {outside[0]}; use 0 to {sizes.vocab_size - 1} "
+            f"({type(sizes).__name__}.vocab_size={sizes.vocab_size})"
+        )
+    if max_new_tokens is None:
+        max_new_tokens = max(min(100, sizes.context_length - len(tokens)), 1)
+    return generate(
+        dataclasses.replace(program, layout=for_one_text(program.layout)),
+        sizes,
+        state,
+        tokens.tolist(),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+def _refuse_without_memory(model: Model) -> TokenModel:
+    """The same model, one that looks back; UserError for others."""
+    if not reads_tokens(model):
+        raise UserError(
+            f"generate: Train.model=@{type(model).__name__}() reads {model.inputs}; only models "
+            "that read tokens generate"
+        )
+    if not model.cached:
+        raise UserError(
+            f"generate: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
+            "it reads whole texts, and only models that look back generate"
+        )
+    return model
 
 
 def printable(text: str) -> str:

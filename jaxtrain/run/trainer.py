@@ -1,11 +1,14 @@
 """The training loop: build, restore, step, log, evaluate, save."""
 
+import dataclasses
 import functools
-from contextlib import ExitStack, closing, nullcontext
-from pathlib import Path
-from typing import Any, Protocol
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -16,61 +19,33 @@ from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
-from jaxtrain.parallel.devices import RunAhead, platform_of_device, simulate_devices
+from jaxtrain.parallel.devices import chosen_devices, platform_of_device, simulate_devices
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
-from jaxtrain.run.generate import Sampling, write
+from jaxtrain.run.generate import Sampling, continued, write
+from jaxtrain.run.logits import logits
 from jaxtrain.run.metrics import MetricsLog, lacks_evaluation, open_log
 from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.recorder import Recorder, RecorderKind
 from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
 from jaxtrain.run.show.plot import Picture, loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
+from jaxtrain.run.weights import on_host, weights, with_weights
 from jaxtrain.training import layouts, preflight
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.program import make_program, resolve_kernel
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.step import Program, TrainState
 from jaxtrain.training.stepper import Stepper
 
-
-class Recorder(Protocol):
-    """Records some steps of a start, such as `analysis.profiling.recorder.Recorder`."""
-
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """The step that the loop calls from now on."""
-        ...
-
-    def turns_at(self, step: int) -> bool:
-        """Whether recording begins or ends after this step."""
-        ...
-
-    def turn(self, seconds: float) -> None:
-        """Begins or ends recording; the devices are done with every step so far."""
-        ...
-
-    def close(self) -> None:
-        """Ends what is still recorded."""
-        ...
-
-
-class RecorderKind(Protocol):
-    """What makes a recorder for the steps of a start."""
-
-    def refuse(self, done: int, last: int) -> None:
-        """Raises UserError where there are too few steps to record."""
-        ...
-
-    def __call__(
-        self, workdir: Path | None, console: Console, dtype: str, *, done: int, last: int
-    ) -> Recorder:
-        """The recorder of a start that goes from `done` steps to `last`."""
-        ...
+Prompt = TypeVar("Prompt", str, list[int])
 
 
 class Trainer:
@@ -93,6 +68,7 @@ class Trainer:
         console: Console | None = None,
         read_only: bool = False,
         step: int | None = None,
+        devices: Sequence[jax.Device] | None = None,
         attempt: Attempt | None = None,
     ) -> None:
         """Checks, opens the data, builds the mesh, and restores the newest checkpoint or starts.
@@ -103,11 +79,12 @@ class Trainer:
           console: where progress goes, such as rich's `Console()`; None prints nothing.
           read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
           step: of the checkpoint to look at, where `read_only`; None: the newest.
+          devices: those that the mesh is laid over, such as `jax.devices()[:1]`; None: all.
           attempt: this start of the run; None: one that nobody but this process's signals stops.
 
         Raises:
-          UserError: the configuration cannot run on these devices, or is another run's; or there
-            is no checkpoint of `step`.
+          UserError: the configuration cannot run on these devices, or is another run's; there is
+            no checkpoint of `step`; or `devices` are none, or leave a process without any.
         """
         if step is not None and not read_only:
             raise UserError(
@@ -116,22 +93,23 @@ class Trainer:
             )
         if config.mesh.simulated_devices:
             simulate_devices(config.mesh.simulated_devices)
-        device = jax.local_devices()[0]
-        platform, kind = platform_of_device(device), device.device_kind
-        preflight.check(config, device_count=jax.device_count(), platform=platform, kind=kind)
+        devices = chosen_devices(devices)
+        platform, kind = platform_of_device(devices[0]), devices[0].device_kind
+        preflight.check(config, device_count=len(devices), platform=platform, kind=kind)
         self.config, self.console = config, console or quiet()
         self._attempt, self._platform = attempt or Attempt(Alone()), platform
         self.workdir = None if workdir is None else place(workdir)
         self._folder = self._attempt.folder
         if self.workdir is not None and self._folder is None and not read_only:
             self._folder = own_folder(self.workdir, self.say)
-        self.layout = layouts.layout(config)
+        self.layout = layouts.layout(config, devices)
         self.mesh = self.layout.mesh
         self.program = make_program(config, self.layout)
         keep_memory(platform)
         of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
         self._step = CompiledStep(self.program, of_steps)
-        self._eval_step = jax.jit(self.program.plain.eval_step, compiler_options=of_evaluation)
+        self._evaluation = Evaluation(self.program, of_evaluation, self._attempt.phases)
+        self._gradients = jax.jit(self.program.plain.gradients, compiler_options=of_evaluation)
         self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
@@ -189,17 +167,75 @@ class Trainer:
           UserError: the step cannot learn from it. Of arrays on devices only shapes and dtypes are
             looked at, of NumPy's also the values: tokens, labels, positions and masks.
         """
-        if not isinstance(batch, Batch):
-            raise UserError(
-                f"Trainer.step takes a jaxtrain.data.batch.Batch, not a {type(batch).__name__}"
-            )
-        self.program.plain.refuse(batch, self.config.train.model)
-        shardings = self.program.batch_shardings(batch)
         with self.layout.active():
-            metrics = self._stepper.step(jax.device_put(batch, shardings))
+            metrics = self._stepper.step(self._placed("step", batch, self.program.plain))
         self.steps_done += 1
         self._next_batch += 1
         return metrics
+
+    def _placed(self, caller: str, batch: Batch, program: Program) -> Batch:
+        """A batch of one's own on the devices; UserError where `program` cannot take it."""
+        if not isinstance(batch, Batch):
+            raise UserError(
+                f"Trainer.{caller} takes a jaxtrain.Batch, not a {type(batch).__name__}"
+            )
+        program.refuse(batch, self.config.train.model)
+        return jax.device_put(batch, program.batch_shardings(batch))
+
+    def weights(self, *, evaluated: bool = False) -> dict[str, np.ndarray]:
+        """Parameters and running statistics by the names of `table`, the layers in their order.
+
+        Args:
+          evaluated: those that `evaluate`, `logits` and `generate` use: averages, where the
+            optimizer keeps any. False: those that training goes on from.
+
+        Returns:
+          Whole arrays of NumPy, copies of the devices'; of replicas with parameters of their own
+          the mean.
+        """
+        program = self.program
+        state = program.consensus(self.state) if evaluated else program.trained(self.state)
+        return weights(program, state)
+
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Gives the model these weights, and every replica; the optimizer keeps its moments.
+
+        Averages of the parameters begin anew with them, and so does what an exchange keeps of them.
+
+        Args:
+          weights: as `weights` gives them, every name of them.
+
+        Raises:
+          UserError: names are missing or unknown, or an array has another shape or dtype.
+        """
+        self.state = with_weights(self.program, self.state, weights)
+
+    def logits(self, inputs: Any) -> np.ndarray:
+        """What the model says of inputs: float32 [B, T, V] of tokens, [B, C] of images.
+
+        Args:
+          inputs: integer tokens [B, T] of any number of rows, each one text; images [B, H, W, C];
+            or a `Batch`, whose documents do not see each other.
+
+        Raises:
+          UserError: the model cannot read them, or gives no logits.
+        """
+        plain = self.program.plain
+        state = self.program.consensus(self.state)
+        return logits(plain, self.config.train.model, state, inputs)
+
+    def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Gradients of the mean loss over a global batch, float32, by the names of `weights`.
+
+        Before clipping; nothing is updated. Replicas with parameters of their own: at their mean.
+
+        Raises:
+          UserError: as of `step`.
+        """
+        plain, state = self.program.plain, self.program.trained(self.state)
+        with self.layout.active():
+            found, _, _ = self._gradients(state, self._placed("gradients", batch, plain))
+        return on_host(found, plain.stages)
 
     def lower(self) -> jax.stages.Lowered:
         """The train step lowered from shapes alone, for people who look inside."""
@@ -343,30 +379,36 @@ class Trainer:
         self._next_batch = position + skipped
         self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
 
-    def evaluate(self) -> dict[str, float]:
-        """`eval_loss` and the task's metric over the held-out examples, each counted once."""
-        return self._evaluate(None)
+    def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, float]:
+        """`eval_loss` and the task's metric over the held-out examples, each counted once.
+
+        Args:
+          batches: batches of one's own instead, each of whose rows divide over the devices that
+            split a batch; None: the run's, as many as Train.eval_batches says.
+
+        Raises:
+          UserError: there is no batch, one that cannot be evaluated, or no target that counts.
+        """
+        if batches is None:
+            return self._evaluate(None)
+        if isinstance(batches, Batch):
+            raise UserError("Trainer.evaluate takes batches, not a Batch; give a list of them")
+        whole = dataclasses.replace(self.program.plain, accumulation=1)
+        with self.layout.active():
+            placed = [self._placed("evaluate", batch, whole) for batch in batches]
+        return self._evaluation.of(
+            self.state, placed, step=self.steps_done, before_each=lambda: None
+        )
 
     def _evaluate(self, log: MetricsLog | None) -> dict[str, float]:
-        """The same; inside a run, whose log is given, all may stop before any batch."""
-        phases, step, ahead = self._attempt.phases, self.steps_done, RunAhead()
-        with self.layout.active(), phases.phase("evaluation", step):
-            state = self.program.consensus(self.state)
-            sums = self.program.plain.no_sums(state, self._feed.abstract_heldout())
-            with self._feed.heldout(self.dataset) as stream:
-                for number, batch in enumerate(stream, start=1):
-                    if log is not None:
-                        self._stop_if_asked(log)
-                    with phases.phase("compile", step) if number == 1 else nullcontext():
-                        sums = self._eval_step(state, batch, sums)
-                        ahead.add(sums)
-                        if number == 1:
-                            jax.block_until_ready(sums)
-                    phases.beat()
-                    if number == self.config.train.eval_batches:
-                        break
-            sums = {name: float(value) for name, value in jax.device_get(sums).items()}
-        return self.program.plain.objective.evaluation(sums)
+        """The run's own; inside a run, whose log is given, all may stop before any batch."""
+        with self._feed.heldout(self.dataset) as stream:
+            return self._evaluation.of(
+                self.state,
+                itertools.islice(stream, self.config.train.eval_batches),
+                step=self.steps_done,
+                before_each=lambda: None if log is None else self._stop_if_asked(log),
+            )
 
     def other_data(self) -> str | None:
         """What makes the data others than the restored checkpoint's; None: they are the same."""
@@ -375,21 +417,29 @@ class Trainer:
 
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
         max_new_tokens: int | None = None,
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-    ) -> str:
-        """What a trained language model writes after `prompt`; None: as far as 100 tokens fit.
+    ) -> Prompt:
+        """What a trained language model writes after `prompt`.
+
+        Args:
+          prompt: text, which is answered in text up to its end; or a list of token ids, which is
+            answered with all the ids that were drawn.
+          max_new_tokens: None: as far as 100 tokens fit.
+          temperature, top_k, top_p: as in `run.generate.Sampling`.
+          seed: of the draws.
 
         Raises:
-          UserError: the model is no language model, or the text does not fit into its context.
+          UserError: the model is no language model, or the prompt does not fit into its context.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        return write(
+        answer: Any = write if isinstance(prompt, str) else continued
+        return answer(
             self.program.plain,
             self.config.train,
             self.program.consensus(self.state),

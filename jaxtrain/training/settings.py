@@ -13,6 +13,7 @@ import jaxtrain.data
 import jaxtrain.models
 import jaxtrain.training.optimizers
 from jaxtrain.config import reader as gin_files
+from jaxtrain.config import writer
 from jaxtrain.config.errors import (
     UserError,
     nearest_divisor,
@@ -285,37 +286,86 @@ class Config:
 
     def to_gin(self) -> str:
         """Every value as gin text; reading it again gives an equal configuration."""
-        return gin_files.to_gin(self)
+        return writer.to_gin(self)
 
     def operative(self) -> str:
         """The same for the run's folder: the paths on this machine hold from any folder."""
-        return gin_files.to_gin(self, absolute=True)
+        return writer.to_gin(self, absolute=True)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.to_gin(), quote=False)}</pre>"
 
 
 def load_config(
-    name: str | Path, bindings: Sequence[str] = (), *, allow_imports: bool = False
+    source: str | Path | Config | Sequence[Any],
+    bindings: Sequence[str] = (),
+    *,
+    allow_imports: bool = False,
 ) -> Config:
-    """The configuration of a .gin file with bindings over it, checked name by name.
+    """A configuration with bindings over it, checked name by name.
 
     Args:
-      name: a path to a .gin file, or the name of a shipped one.
+      source: a path to a .gin file, or the name of a shipped one; gin text, which is a `str` of
+        more than one line; a `Config`; or sections of one, such as `[Train(...), Mesh(fsdp=4)]`:
+        those that are left out have their defaults.
       bindings: gin bindings such as "Mesh.tensor = 2", the later over the earlier.
-      allow_imports: let the file import modules from outside jaxtrain.
+      allow_imports: let the file or the text import modules from outside jaxtrain.
 
     Raises:
-      UserError: a file that is not there, an unknown name, a wrong type, an unused binding.
+      UserError: a file that is not there, an unknown name, a wrong type, an unused binding, an
+        object that is no section.
     """
     for package in (jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
-    file = find_config(str(name))
+    imports: Sequence[str] = ()
+    if isinstance(source, str) and "\n" in source:
+        file = gin_files.Text(source, "text")
+    elif isinstance(source, str | Path):
+        file = find_config(str(source))
+    else:
+        given: Sequence[Any] = (
+            [getattr(source, name) for name in gin_files.sections(Config)]
+            if isinstance(source, Config)
+            else source
+        )
+        file, imports = _of_sections(given), _own_modules(given)
     found: Any = gin_files.load(
         Config, file, bindings, search_path=configs_folder(), allow_imports=allow_imports
     )
-    return settled(found)
+    return settled(dataclasses.replace(found, imports=(*imports, *found.imports)))
+
+
+def _of_sections(given: Sequence[Any]) -> gin_files.Text:
+    """Sections as the text of the file that they could stand in.
+
+    Raises:
+      UserError: one is no section of a configuration, or there are two of a kind.
+    """
+    known = {cls.__name__: cls for cls in gin_files.sections(Config).values()}
+    for section in given:
+        if type(section) is not known.get(type(section).__name__):
+            raise UserError(
+                f"load_config: {section!r} is no section of a configuration; these are: "
+                f"{', '.join(sorted(known))} (a model and data stand in Train)"
+            )
+    names = [type(section).__name__ for section in given]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"load_config: there are two {twice[0]}(...) sections; give one of each")
+    return gin_files.Text(writer.written(given), "<settings>")
+
+
+def _own_modules(given: Sequence[Any]) -> list[str]:
+    """Where classes of the user's own come from among sections and what they refer to."""
+    found: dict[str, None] = {}
+    for one in given:
+        module = type(one).__module__
+        if module.split(".")[0] not in ("jaxtrain", "__main__"):
+            found[module] = None
+        values = [getattr(one, field.name) for field in dataclasses.fields(one)]
+        found |= dict.fromkeys(_own_modules([v for v in values if dataclasses.is_dataclass(v)]))
+    return list(found)
 
 
 def settled(config: Config) -> Config:

@@ -25,7 +25,7 @@ from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, judge, upd
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.optimizers.average import averaged, begun
 from jaxtrain.training.pipeline.engine import Engine
 from jaxtrain.training.pipeline.parts import Parts
 from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_schedule
@@ -194,6 +194,24 @@ class Program:
             with self.layout.active():
                 average = _as_parameters(average, self.layout)
         return dataclasses.replace(state, params=average)
+
+    def trained(self, state: TrainState) -> TrainState:
+        """The state with the parameters that training goes on from: this one."""
+        return state
+
+    def with_weights(
+        self, state: TrainState, params: nnx.State, statistics: nnx.State
+    ) -> TrainState:
+        """The state with other weights; moments stay, averages of the parameters begin anew.
+
+        Args:
+          state: the state.
+          params: in its form: the layers in stage order.
+          statistics: likewise.
+        """
+        moved = reshard(params, self.layout.moment, self.layout)
+        opt_state = begun(state.opt_state, moved)
+        return dataclasses.replace(state, params=params, opt_state=opt_state, statistics=statistics)
 
     # -- the step --------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.source import Dataset
 from jaxtrain.nn.attention.kernels import Choice
-from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
+from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages
@@ -40,14 +41,8 @@ def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def parameters(state: TrainState) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
     """Every parameter by its name: the array, and what its dimensions mean."""
-    leaves = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            variable.get_value(),
-            logical_axes(variable),
-        )
-        for path, variable in leaves
-    }
+    named = by_name(state.params)
+    return {name: (one.get_value(), logical_axes(one)) for name, one in named.items()}
 
 
 def parameter_rows(state: TrainState) -> list[tuple[str, tuple[int, ...], str, str, int, int]]:

@@ -183,6 +183,16 @@ class Compressed(ExchangeProgram):
         """As of the synchronous program: every replica has the same."""
         return self.plain.consensus(state)
 
+    def trained(self, state: TrainState) -> TrainState:
+        """As of the synchronous program, without what is left to be sent."""
+        return dataclasses.replace(state, exchange=())
+
+    def with_weights(
+        self, state: TrainState, params: nnx.State, statistics: nnx.State
+    ) -> TrainState:
+        """As of the synchronous program: what is left to be sent is of gradients, and stays."""
+        return self.plain.with_weights(state, params, statistics)
+
 
 def quantise(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Blocks of numbers as int8 and a float32 scale each, largest magnitude / 127.

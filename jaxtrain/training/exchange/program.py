@@ -8,6 +8,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
@@ -62,6 +63,24 @@ class ExchangeProgram(abc.ABC):
     @abc.abstractmethod
     def consensus(self, state: TrainState) -> TrainState:
         """The state that evaluation and generation use: one model, the mean of the replicas'."""
+
+    @abc.abstractmethod
+    def trained(self, state: TrainState) -> TrainState:
+        """The synchronous program's state with the parameters that training goes on from: one
+        model, the mean of the replicas'. The optimizer's state may be left out."""
+
+    @abc.abstractmethod
+    def with_weights(
+        self, state: TrainState, params: nnx.State, statistics: nnx.State
+    ) -> TrainState:
+        """The state with the same weights for every replica; moments stay, averages and what the
+        exchange keeps of the parameters begin anew.
+
+        Args:
+          state: the state.
+          params: in the form of the synchronous program's state.
+          statistics: likewise.
+        """
 
     @final
     def shapes(self) -> TrainState:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
@@ -28,7 +29,7 @@ from jaxtrain.training.exchange.program import (
 from jaxtrain.training.exchange.rules import Rule
 from jaxtrain.training.exchange.shares import shares
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.optimizers.average import averaged, begun
 from jaxtrain.training.step import Program, TrainState
 
 
@@ -120,7 +121,28 @@ class Replicas(ExchangeProgram):
         """The plain mean over replicas; the optimizer's state, which nothing there reads, is left
         out."""
         with self.layout.active():
-            return _consensus(self, state)
+            return _mean(self, True, state)
+
+    def trained(self, state: TrainState) -> TrainState:
+        """The plain mean over replicas, without the optimizer's state."""
+        with self.layout.active():
+            return _mean(self, False, state)
+
+    def with_weights(
+        self, state: TrainState, params: nnx.State, statistics: nnx.State
+    ) -> TrainState:
+        """The rule's memory begins anew, as in `init`: all replicas agree on these weights."""
+        layout, copies = self.layout, to_replicas((params, statistics), self.replicas)
+        moved = reshard(copies[0], layout.moment, layout)
+        zeros = jnp.zeros_like(state.exchange["targets"])
+        memory = self.rule.first_memory(reshard(params, layout.moment, layout))
+        return dataclasses.replace(
+            state,
+            params=copies[0],
+            opt_state=begun(state.opt_state, moved),
+            statistics=copies[1],
+            exchange={"targets": zeros, "spread": jnp.zeros_like(zeros), **memory},
+        )
 
 
 def _own_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
@@ -130,9 +152,11 @@ def _own_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainS
     return state, metrics
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _consensus(program: Replicas, state: TrainState) -> TrainState:
-    layout, average = program.layout, averaged(state.opt_state, state.params)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mean(program: Replicas, of_averages: bool, state: TrainState) -> TrainState:
+    """One model: the mean of the replicas' parameters, or of the averages they keep, if any."""
+    layout = program.layout
+    average = averaged(state.opt_state, state.params) if of_averages else None
     kept = state.params if average is None else average
     dtype = program.plain.precision.params
     params = over_replicas(lambda x: x.mean(0, dtype=jnp.float32).astype(dtype), kept)

@@ -5,17 +5,21 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Model, reads_images, vector_model
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.predictor import Predictor
 from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
+from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
 
-class Classification(AnswerObjective):
+class Classification(AnswerObjective, TellsLogits[Predictor]):
     """Cross entropy of an example's label, and the part of labels that are told right."""
 
     name: ClassVar[str] = "classification"
@@ -53,6 +57,18 @@ class Classification(AnswerObjective):
                 f"{name}.objective={self.name!r} tells labels, but the data's targets are numbers; "
                 f"use data with labels, or an objective of numbers"
             )
+
+    def reading(self, inputs: Any) -> Batch:
+        """Images or vectors, none of them with a label."""
+        rows = inputs.shape[:1]
+        return Batch(inputs, np.zeros(rows, np.int32), np.zeros(rows, np.float32))
+
+    def logits(
+        self, model: Predictor, statistics: Any, batch: Batch, execution: Execution
+    ) -> jax.Array:
+        """Of the classes: float32 [B, C]."""
+        answers_BC, _ = model(batch.inputs, statistics, execution, train=False)
+        return answers_BC.astype(jnp.float32)
 
     def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
         """Labels [B]."""

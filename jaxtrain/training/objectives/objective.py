@@ -148,6 +148,25 @@ class Objective(abc.ABC, Generic[M]):
         return {name: value / at_least_one(counts[self.over(name)]) for name, value in sums.items()}
 
 
+class TellsLogits(abc.ABC, Generic[M]):
+    """What an objective is besides, whose models give logits of their inputs alone."""
+
+    @abc.abstractmethod
+    def reading(self, inputs: Any) -> Batch:
+        """A batch of these inputs, an array of what its models read, each row by itself."""
+
+    @abc.abstractmethod
+    def logits(self, model: M, statistics: Any, batch: Batch, execution: Execution) -> jax.Array:
+        """What a model says of a batch's inputs, as in evaluation: float32 [B, ..., V].
+
+        Args:
+          model: as of `Objective.sums`.
+          statistics: its running statistics.
+          batch: from `reading`, or one of one's own.
+          execution: how the mathematics is run.
+        """
+
+
 def at_least_one(count: jax.Array) -> jax.Array:
     """What a sum of this count is divided by: a batch without any target has a loss of 0."""
     return jnp.maximum(count, 1.0)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config.errors import nearest_multiple
 from jaxtrain.data.batch import Batch
@@ -21,13 +22,13 @@ from jaxtrain.nn.transformer import LOGITS, Transformer, hidden, logits
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
-from jaxtrain.training.objectives.objective import Objective
+from jaxtrain.training.objectives.objective import Objective, TellsLogits
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
 RESIDUAL = ("batch", "residual_length", "embed")
 
 
-class TokenObjective(Objective[Transformer]):
+class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     """An objective over the finished hidden states of a `Transformer`.
 
     Its parts are what a pipeline puts between its stages. Counts: `weight`, the targets that count,
@@ -108,6 +109,24 @@ class TokenObjective(Objective[Transformer]):
         )
         own = self.of_hidden(model, h_BTD, batch, settings, train=train)
         return {**own, **of_layers}, statistics
+
+    @final
+    def reading(self, inputs: Any) -> Batch:
+        """Rows of tokens, each one text from its beginning."""
+        places = np.arange(inputs.shape[-1] if inputs.ndim else 1, dtype=np.int32)
+        every = np.ones(inputs.shape, np.float32)
+        return Batch(inputs, inputs, every, None, np.array(np.broadcast_to(places, inputs.shape)))
+
+    @final
+    def logits(
+        self, model: Transformer, statistics: Any, batch: Batch, execution: Execution
+    ) -> jax.Array:
+        """Of the token that each place is to tell: float32 [B, T, V]."""
+        del statistics
+        assert batch.positions is not None, "a batch of text has positions"
+        mask = self.mask(batch)
+        h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, execution)
+        return logits(model, h_BTD).astype(jnp.float32)
 
     @final
     def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:

@@ -17,6 +17,14 @@ class Evaluated(abc.ABC):
     def evaluated(self, params: Any) -> Any:
         """What they use in place of the parameters, float32; laid out as the optimizer's state."""
 
+    @abc.abstractmethod
+    def begun(self, params: Any) -> "Evaluated":
+        """The same part where the parameters are set to others: these are what is evaluated.
+
+        Args:
+          params: the new parameters, laid out as the optimizer's state.
+        """
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +44,10 @@ class Average(Evaluated):
         """The average."""
         del params
         return self.params
+
+    def begun(self, params: Any) -> "Average":
+        """An average over no update yet."""
+        return Average(jnp.zeros_like(self.count), copied(params))
 
 
 def keep_average(decay: float) -> optax.GradientTransformation:
@@ -71,5 +83,24 @@ def averaged(opt_state: optax.OptState, params: Any) -> Any | None:
     return next((p.evaluated(params) for p in parts if isinstance(p, Evaluated)), None)
 
 
+def begun(opt_state: optax.OptState, params: Any) -> Any:
+    """An optimizer's state where the parameters are set to others; its moments are kept.
+
+    Args:
+      opt_state: the state.
+      params: the new parameters, laid out as the state is.
+    """
+
+    def one(part: Any) -> Any:
+        return part.begun(params) if isinstance(part, Evaluated) else part
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
+
+
 def _float32(params):  # noqa: ANN001, ANN202
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def copied(params):  # noqa: ANN001, ANN201
+    """Float32 copies: a step takes its state's buffers away, and may not be given one twice."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)

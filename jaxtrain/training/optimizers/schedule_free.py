@@ -10,7 +10,7 @@ import optax
 
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.average import Evaluated
+from jaxtrain.training.optimizers.average import Evaluated, copied
 from jaxtrain.training.optimizers.matrices import decay_matrices
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
@@ -46,6 +46,10 @@ class Iterates(Evaluated):
             return _average(_as(y.astype(jnp.float32), z), z, self.b1)
 
         return jax.tree.map(one, params, self.z)
+
+    def begun(self, params: Any) -> "Iterates":
+        """The first iterate of a new average, at the learning rate where the schedule stands."""
+        return dataclasses.replace(self, weight=jnp.zeros_like(self.weight), z=copied(params))
 
 
 @configurable

@@ -1,0 +1,64 @@
+"""Writes frozen dataclasses as the gin text that `reader` makes equal ones of."""
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.config.reader import sections
+from jaxtrain.config.values import by_name, hints, located, settings_of
+
+
+def to_gin(root: Any, *, absolute: bool = False) -> str:
+    """The resolved tree as gin text: every value, so that reading it again gives an equal tree.
+
+    Args:
+      root: as of `load`.
+      absolute: paths on this machine are written from its root on: the text then means the same in
+        whatever folder it is read.
+    """
+    imports = [f"import {module}" for module in root.imports]
+    text = written([getattr(root, name) for name in sections(type(root))], absolute=absolute)
+    return "\n".join([*imports, "", text]) if imports else text
+
+
+def written(instances: Sequence[Any], *, absolute: bool = False) -> str:
+    """Registered dataclasses as gin text, with every value of them and of those they refer to.
+
+    Args:
+      instances: one of each class.
+      absolute: as of `to_gin`.
+    """
+    blocks: dict[str, list[str]] = {}
+    for instance in instances:
+        _format_block(instance, blocks, absolute)
+    return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
+
+
+def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
+    name = type(section).__name__
+    lines = blocks.setdefault(name, [])
+    takes = hints(type(section))
+    for bound, field in settings_of(type(section)).items():
+        value, mark = getattr(section, field.name), by_name(takes[field.name])
+        if absolute:
+            value = located(value, takes[field.name])
+        if mark is None:
+            written = _format_value(value, blocks, absolute)
+        else:
+            written = repr(mark.name_of(type(value)))
+            _format_block(value, blocks, absolute)
+        lines.append(f"{name}.{bound} = {written}")
+
+
+def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> str:
+    if dataclasses.is_dataclass(value):
+        _format_block(value, blocks, absolute)
+        return f"@{type(value).__name__}()"
+    if isinstance(value, tuple):
+        items = [_format_value(item, blocks, absolute) for item in value]
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    # NumPy's numbers are such too, and written in a way of their own.
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    return repr(value)

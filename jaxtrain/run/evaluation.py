@@ -1,0 +1,76 @@
+"""The loss and the metrics of a state over batches that are not trained on."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import jax
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.devices import RunAhead
+from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.step import Program, TrainState
+
+
+class Evaluation:
+    """The compiled evaluation of a program; each target counts once, whatever its batch."""
+
+    def __init__(
+        self,
+        program: Program | ExchangeProgram,
+        compiler_options: dict[str, str],
+        phases: Phases,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          program: whose states are evaluated.
+          compiler_options: of XLA, by name.
+          phases: what this process is doing.
+        """
+        self._program, self._phases = program, phases
+        self._eval_step = jax.jit(program.plain.eval_step, compiler_options=compiler_options)
+
+    def of(
+        self,
+        state: TrainState,
+        batches: Iterable[Batch],
+        *,
+        step: int,
+        before_each: Callable[[], None],
+    ) -> dict[str, float]:
+        """`eval_loss` and the task's metrics.
+
+        Args:
+          state: the state.
+          batches: batches on the devices.
+          step: optimizer steps that the state has taken.
+          before_each: called before every batch; what it raises ends the evaluation.
+
+        Raises:
+          UserError: there is no batch, or none of their targets counts.
+        """
+        plain, ahead, sums = self._program.plain, RunAhead(), None
+        with self._program.layout.active(), self._phases.phase("evaluation", step):
+            state = self._program.consensus(state)
+            for batch in batches:
+                before_each()
+                is_first = sums is None
+                if sums is None:
+                    sums = plain.no_sums(state, batch)
+                with self._phases.phase("compile", step) if is_first else nullcontext():
+                    sums = self._eval_step(state, batch, sums)
+                    ahead.add(sums)
+                    if is_first:
+                        jax.block_until_ready(sums)
+                self._phases.beat()
+        if sums is None:
+            raise UserError("Trainer.evaluate: there is no batch to evaluate; give at least one")
+        values = {name: float(value) for name, value in jax.device_get(sums).items()}
+        if values["weight"] == 0:
+            raise UserError(
+                "Trainer.evaluate: none of the targets counts; loss_mask is 0 everywhere, and a "
+                "mean needs a target whose mask is above 0"
+            )
+        return plain.objective.evaluation(values)

@@ -1,0 +1,165 @@
+"""A model's weights by name on the host: out of a state, checked, and into one."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from jaxtrain.config.errors import UserError, nearest
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.pipeline.stages import Stages, is_layer
+from jaxtrain.training.step import Program, TrainState
+
+Weights = Mapping[str, Any]
+_MAX_SHOWN = 8
+
+
+def by_name(tree: Any) -> dict[str, nnx.Variable]:
+    """The variables of a tree, such as `layers/up`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+    return {_name(path): variable for path, variable in leaves}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
+    """Every variable's whole array by its name, the layers in the model's order.
+
+    To be called by all processes of a run; each gets all of it, one array after the other.
+
+    Args:
+      tree: parameters, gradients or statistics on devices, in the form of a synchronous program's
+        state.
+      stages: that program's.
+    """
+    found = {}
+    for name, variable in by_name(tree).items():
+        x = variable.get_value()
+        if not x.is_fully_addressable:
+            x = multihost_utils.process_allgather(x, tiled=True)
+        # A copy: what is handed out stays as it is when a step takes the array away.
+        found[name] = np.array(x)
+        if stages is not None and is_layer(variable):
+            found[name] = found[name][_places(stages)]
+    return found
+
+
+def weights(program: Program | ExchangeProgram, state: TrainState) -> dict[str, np.ndarray]:
+    """Parameters and running statistics of one model by name.
+
+    Args:
+      program: whose state it was.
+      state: from its `trained` or `consensus`.
+    """
+    stages = program.plain.stages
+    return on_host(state.params, stages) | on_host(state.statistics, stages)
+
+
+def with_weights(
+    program: Program | ExchangeProgram, state: TrainState, given: Weights
+) -> TrainState:
+    """The state with these weights in all its replicas and stages; moments stay.
+
+    Args:
+      program: whose state it is.
+      state: the state.
+      given: as of `weights`, for every name.
+
+    Raises:
+      UserError: names are missing or unknown, or an array has another shape or dtype.
+    """
+    plain = program.plain
+    shapes = plain.abstract_state()
+    refuse(by_name(shapes.params) | by_name(shapes.statistics), given, plain.stages)
+    params = _placed(shapes.params, given, plain.stages)
+    statistics = _placed(shapes.statistics, given, plain.stages)
+    with program.layout.active():
+        after = _with_weights(program, state, params, statistics)
+        return jax.device_put(after, program.state_shardings(after))
+
+
+def _placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
+    """Arrays of the caller's on the devices, the layers in the order of the stages."""
+
+    def one(path: Any, variable: Any) -> Any:
+        leaf, value = variable.get_value(), np.asarray(given[_name(path)])
+        if stages is not None and is_layer(variable):
+            value = value[np.maximum(stages.order, 0)]
+            value[~stages.valid] = 0
+        return variable.replace(
+            jax.make_array_from_callback(value.shape, leaf.sharding, lambda index: value[index])
+        )
+
+    return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=is_variable)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_weights(
+    program: Program | ExchangeProgram, state: TrainState, params: nnx.State, statistics: nnx.State
+) -> TrainState:
+    return program.with_weights(state, params, statistics)
+
+
+def refuse(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:
+    """Raises UserError with all that is missing, unknown or of another form, in one sentence.
+
+    Args:
+      wanted: shapes and dtypes by name, in the form of a state.
+      given: arrays by name.
+      stages: the state's.
+    """
+    missing = [name for name in wanted if name not in given]
+    unknown = [f"{name}{_perhaps(name, missing)}" for name in given if name not in wanted]
+    found = {
+        "missing": missing,
+        "unknown": unknown,
+        "of another form": list(_misshapen(wanted, given, stages)),
+    }
+    parts = [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+    if parts:
+        raise UserError(
+            f"Trainer.set_weights: these are not this model's weights; {'; '.join(parts)}; "
+            "Trainer.weights() has the names, shapes and dtypes"
+        )
+
+
+def _misshapen(
+    wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None
+) -> Iterator[str]:
+    for name, variable in wanted.items():
+        if name not in given:
+            continue
+        leaf, value = variable.get_value(), given[name]
+        shape = leaf.shape
+        if stages is not None and is_layer(variable):
+            shape = (sum(stages.cut), *shape[1:])
+        if not isinstance(value, np.ndarray | jax.Array):
+            yield f"{name} (a {type(value).__name__}; use {_form(leaf.dtype, shape)})"
+        elif (tuple(value.shape), value.dtype) != (shape, leaf.dtype):
+            yield f"{name} ({_form(value.dtype, value.shape)}; use {_form(leaf.dtype, shape)})"
+
+
+def _form(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{np.dtype(dtype).name}[{', '.join(map(str, shape))}]"
+
+
+def _perhaps(name: str, missing: list[str]) -> str:
+    close = nearest(name, missing)
+    return "" if close is None else f" (perhaps {close})"
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _MAX_SHOWN
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _places(stages: Stages) -> np.ndarray:
+    """Where each layer stands in the order of the stages; int [layers]."""
+    return np.flatnonzero(stages.valid)[np.argsort(stages.order[stages.valid])]
