@@ -59,7 +59,7 @@ def test_evaluations_and_steps_in_a_row_do_not_run_away_from_the_devices(tiny_co
     bindings = ["Train.eval_batches = 40", "TextData.source = 'embedded'"]
     trainer = Trainer(load_config(tiny_config, bindings))
     program = Unfinished()
-    trainer._eval_step = lambda state, batch, sums: program(sums)
+    trainer._evaluation._eval_step = lambda state, batch, sums: program(sums)
     trainer.evaluate()
     assert len(program.counts) > XLA_S_LIMIT
     assert 2 < max(program.counts) <= RUN_AHEAD_PROGRAMS + 1
