@@ -163,6 +163,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return run.inspect(arguments)
         case "data":
             return run.data(arguments)
+        case "prepare":
+            from jaxtrain.run import prepare
+
+            return prepare.command(arguments)
         case "plan":
             return analysis.plan(arguments)
         case "verify":

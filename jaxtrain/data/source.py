@@ -63,9 +63,17 @@ def is_heldout(count: int, fraction: float) -> np.ndarray:
 
     With 1/20 it is the 20th, the 40th, ...: every part of a sorted source is represented.
     """
+    return np.diff(_held_before(np.arange(count + 1), fraction)) > 0
+
+
+def is_held_out(place: int, fraction: float) -> bool:
+    """Whether `is_heldout` holds out this place, however many follow."""
+    return bool(np.diff(_held_before(np.arange(place, place + 2), fraction))[0] > 0)
+
+
+def _held_before(places: np.ndarray, fraction: float) -> np.ndarray:
     # The rounding keeps products such as 0.29 * 100 = 28.999999999999996 on the right side.
-    held_before = np.floor(np.round(np.arange(count + 1) * fraction, 9))
-    return np.diff(held_before) > 0
+    return np.floor(np.round(places * fraction, 9))
 
 
 def check_heldout_fraction(name: str, fraction: float) -> None:
@@ -93,14 +101,22 @@ def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bo
 
 
 def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray]) -> str:
-    """sha256 hex of a JSON header and of the bytes of `parts`, each preceded by its length."""
+    """sha256 hex of a JSON header and of the digests of `parts`."""
+    return digest_of(header, map(part_digest, parts))
+
+
+def digest_of(header: dict[str, Any], parts: Iterable[str]) -> str:
+    """`digest` of parts whose own digests are known."""
     sha = hashlib.sha256(json.dumps(header, sort_keys=True).encode("utf-8"))
     for part in parts:
-        view = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
-        size = view.nbytes if isinstance(view, memoryview) else len(view)
-        sha.update(size.to_bytes(8, "little"))
-        sha.update(view)
+        sha.update(bytes.fromhex(part))
     return sha.hexdigest()
+
+
+def part_digest(part: bytes | np.ndarray) -> str:
+    """sha256 hex of the bytes of one part."""
+    view = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
+    return hashlib.sha256(view).hexdigest()
 
 
 def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Place:

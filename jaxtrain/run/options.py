@@ -41,7 +41,7 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, inspect, data, configs, plot, sweep and supervise."""
+    """Adds train, eval, generate, inspect, data, prepare, configs, plot, sweep and supervise."""
     command = add("train", "trains, or continues from the newest checkpoint")
     command.add_argument(
         "config",
@@ -101,6 +101,19 @@ def add_run_commands(add: Add) -> None:
     command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
     command.add_argument(
         "--examples", type=int, default=3, metavar="N", help="of the first step; %(default)s"
+    )
+    add_config_options(command)
+
+    command = add("prepare", "tokenizes text into a store, which TextData.source then names")
+    command.add_argument(
+        "source", metavar="SRC", help="text as of TextData.source, or a config that names it"
+    )
+    command.add_argument(
+        "--tokenizer", metavar="T", help="'byte' or a tokenizer.json; the config's"
+    )
+    command.add_argument("--out", metavar="DIR", required=True, help="the store's folder")
+    command.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes that tokenize; %(default)s"
     )
     add_config_options(command)
 

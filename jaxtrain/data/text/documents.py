@@ -3,13 +3,14 @@
 import dataclasses
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import walk_files
 from jaxtrain.data.text import json_lines
+from jaxtrain.data.text.pieces import Document, Text, TextFile
 
 # What a folder source reads beside JSON lines; anything else in the folder is left out, and said.
 # fmt: off
@@ -53,26 +54,30 @@ class Files:
             "endings_left_out": ", ".join(f"{ending} {count:,}" for ending, count in most),
         }
 
-    def documents(self, text_field: str) -> Iterator[str]:
+    def documents(self, text_field: str) -> Iterator[Document]:
         """A document a file, or a record of the files of JSON lines; blank ones too.
 
         Raises:
           UserError: a file is not UTF-8, or has lines that are no records with this field.
         """
-        in_bucket = any(isinstance(path, BucketPath) for path in self.paths)
-        parts: Iterable[list[str] | json_lines.Records]
-        if in_bucket:
-            parts = in_threads(lambda path: _read(path, text_field), self.paths)
-        else:
-            parts = (_read(path, text_field) for path in self.paths)
         bad = json_lines.Bad(text_field)
-        for part in parts:
-            if isinstance(part, list):
-                yield from part
+        for path in self.paths:
+            if json_lines.is_named(path):
+                yield from map(Text, bad.passed_over(json_lines.read(path, text_field)))
             else:
-                yield from part.texts
-                bad.add(part)
+                yield TextFile(path)
         bad.refuse()
+
+    def texts(self, text_field: str) -> Iterator[str]:
+        """The same as texts; objects of a bucket are read side by side."""
+        if any(isinstance(path, BucketPath) for path in self.paths):
+            bad = json_lines.Bad(text_field)
+            for records in in_threads(lambda path: _read(path, text_field), self.paths):
+                yield from bad.passed_over(records)
+            bad.refuse()
+            return
+        for document in self.documents(text_field):
+            yield "".join(document.pieces())
 
 
 def files_of(source: Place) -> Files:
@@ -111,7 +116,7 @@ def read_embedded() -> Iterator[str]:
             "set TextData.source to a text file or folder"
         )
     for path in sorted(paths, key=lambda path: path.relative_to(root).parts):
-        yield _decode(path)
+        yield "".join(TextFile(path).pieces())
     for name in sorted(topics):
         yield topics[name]
 
@@ -124,19 +129,7 @@ def _is_embedded(relative: Path) -> bool:
     return not (own or excluded or configuration or relative.parts[0] == "pydoc_data")
 
 
-def _read(path: Place, text_field: str) -> list[str] | json_lines.Records:
+def _read(path: Place, text_field: str) -> list[str | json_lines.BadLine]:
     if json_lines.is_named(path):
-        return json_lines.read(path, text_field)
-    return [_decode(path)]
-
-
-def _decode(path: Place) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"TextData.source: {path} is not UTF-8 text (byte {error.start}); convert it to UTF-8, "
-            "for example with iconv, or remove it from the source"
-        ) from error
-    except PermissionError as error:
-        raise UserError(f"TextData.source: {path} cannot be read: permission denied") from error
+        return list(json_lines.read(path, text_field))
+    return ["".join(TextFile(path).pieces())]

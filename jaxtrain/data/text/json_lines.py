@@ -4,27 +4,17 @@ import dataclasses
 import gzip
 import json
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.data.text.pieces import reading
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
+_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
 SHOWN = 3  # bad records that the refusal names
-
-
-@dataclasses.dataclass(frozen=True)
-class Records:
-    """What a file of JSON lines holds.
-
-    Attributes:
-      texts: of the records that can be used, in their order.
-      bad: of every other line its place and what is wrong with it.
-    """
-
-    texts: list[str]
-    bad: list[str]
 
 
 def is_named(path: Place) -> bool:
@@ -32,8 +22,15 @@ def is_named(path: Place) -> bool:
     return path.name.lower().endswith(SUFFIXES)
 
 
-def read(path: Place, text_field: str) -> Records:
-    """The text of every record of a file; lines with nothing on them are passed over.
+@dataclasses.dataclass(frozen=True)
+class BadLine:
+    """A line that is no record with the wanted field: its place and what is wrong with it."""
+
+    told: str
+
+
+def read(path: Place, text_field: str) -> Iterator[str | BadLine]:
+    """The text of every record of a file, one after the other; empty lines are passed over.
 
     Args:
       path: a file of SUFFIXES.
@@ -42,17 +39,15 @@ def read(path: Place, text_field: str) -> Records:
     Raises:
       UserError: the file cannot be read, or is no gzip file although it is named so.
     """
-    texts: list[str] = []
-    bad: list[str] = []
-    # Not `splitlines`: U+2028 and its like may stand inside a JSON string.
-    for number, line in enumerate(_content(path).split(b"\n"), start=1):
+    # A binary file's lines end at a line feed alone: U+2028 may stand inside a JSON string.
+    for number, line in enumerate(_lines(path), start=1):
+        line = (line.removeprefix(_MARK) if number == 1 else line).removesuffix(b"\n")
         if not line.strip():
             continue
         try:
-            texts.append(_text(line, text_field))
+            yield _text(line, text_field)
         except _BadLineError as error:
-            bad.append(f"{path}:{number}: {error}")
-    return Records(texts, bad)
+            yield BadLine(f"{path}:{number}: {error}")
 
 
 class Bad:
@@ -66,10 +61,14 @@ class Bad:
         self._text_field = text_field
         self._good, self._bad = 0, list[str]()
 
-    def add(self, records: Records) -> None:
-        """Counts the records of one more file."""
-        self._good += len(records.texts)
-        self._bad += records.bad
+    def passed_over(self, records: Iterable[str | BadLine]) -> Iterator[str]:
+        """The texts among these records; the others are counted."""
+        for record in records:
+            if isinstance(record, BadLine):
+                self._bad.append(record.told)
+            else:
+                self._good += 1
+                yield record
 
     def refuse(self) -> None:
         """Raises UserError where there is one, with the number of all and the first by name."""
@@ -127,17 +126,15 @@ def _kind(value: Any) -> str:
     return "a record"
 
 
-def _content(path: Place) -> bytes:
-    try:
-        content = path.read_bytes()
-    except PermissionError as error:
-        raise UserError(f"TextData.source: {path} cannot be read: permission denied") from error
-    if path.name.lower().endswith(".gz"):
+def _lines(path: Place) -> Iterator[bytes]:
+    with reading(path) as stream:
+        if not path.name.lower().endswith(".gz"):
+            yield from stream
+            return
         try:
-            content = gzip.decompress(content)
+            yield from gzip.GzipFile(fileobj=stream)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(
                 f"TextData.source: {path} is no whole gzip file ({error}); make it again, or "
                 "remove it from the source"
             ) from error
-    return content.removeprefix(b"\xef\xbb\xbf")

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
+from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, counted
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -17,10 +19,13 @@ from jaxtrain.data.source import (
     check_heldout_fraction,
     check_heldout_split,
     digest,
+    digest_of,
     existing_path,
     is_heldout,
 )
 from jaxtrain.data.text import documents, packing
+from jaxtrain.data.text.pieces import cut_at_line
+from jaxtrain.data.text.store import SPLITS, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -40,6 +45,7 @@ class TextData:
         `'gs://BUCKET/PATH'`; `'tfds:NAME'`, each record a document; `'embedded'`, Python's own
         library and language reference; or `'synthetic'`, random tokens for benchmarks. Of JSON
         lines (`.jsonl` or `.ndjson`, also `.gz`), alone or in a folder, each record is a document.
+        Or a token store, the folder that `jaxtrain prepare` made of one of these.
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
@@ -122,43 +128,97 @@ class TextData:
         if self.source == "synthetic":
             return _open_synthetic(self, seed)
         tokenizer = self.open_tokenizer()
-        files = self._files()
+        path = self.path()
+        if path is not None and is_store(path):
+            return self._open_store(path, tokenizer)
+        files = None if path is None else documents.files_of(path)
         train_texts, heldout_texts = self._split_texts(files)
-        train = self._pack("training", train_texts, tokenizer)
-        heldout = self._pack("held-out", heldout_texts, tokenizer)
-        header = {
+        train, heldout = (
+            packing.pack(
+                _ended(texts, tokenizer),
+                self.sequence_length,
+                tokenizer.dtype,
+                separate=self.separate_documents,
+            )
+            for texts in (train_texts, heldout_texts)
+        )
+        texts = len(train_texts), len(heldout_texts)
+        self._refuse_short((train, heldout), texts)
+        entropy = packing.unigram_entropy(train, heldout, tokenizer.vocab_size)
+        parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
+        more = {} if files is None else files.facts()
+        made = digest(self._header(tokenizer), parts)
+        return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
+
+    def _open_store(self, path: Place, tokenizer: Tokenizer) -> Dataset:
+        """What `open` gives of the text that the store was made of, without reading it."""
+        assert isinstance(path, Path), "stores are on disks"
+        store = open_store(path)
+        store.refuse_tokenizer(tokenizer, self.tokenizer)
+        store.refuse_fraction(self.heldout_fraction)
+        train, heldout = (
+            store.packed(split, self.sequence_length, separate=self.separate_documents)
+            for split in SPLITS
+        )
+        texts = store.parts["train"].texts, store.parts["heldout"].texts
+        self._refuse_short((train, heldout), texts)
+        parts = [made for split in SPLITS for made in store.parts[split].digests]
+        made = digest_of(self._header(tokenizer), parts)
+        more = {name: fact for name, fact in store.facts.items() if name != "source"}
+        entropy = store.unigram_entropy
+        return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
+
+    def _header(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What besides the tokens makes the rows."""
+        return {
             "kind": "text",
             "tokenizer": tokenizer.digest,
             "end_of_text": tokenizer.end_of_text,
             "sequence_length": self.sequence_length,
             "separate_documents": self.separate_documents,
         }
+
+    def _dataset(
+        self,
+        packed: tuple[packing.PackedText, packing.PackedText],
+        texts: tuple[int, int],
+        made: str,
+        tokenizer: Tokenizer,
+        entropy: float,
+        more: Mapping[str, int | str],
+    ) -> Dataset:
+        train, heldout = packed
         facts = {
             "source": self.source,
-            "documents": len(train_texts) + len(heldout_texts),
-            "train_documents": len(train_texts),
-            "heldout_documents": len(heldout_texts),
+            "documents": sum(texts),
+            "train_documents": texts[0],
+            "heldout_documents": texts[1],
             "train_tokens": len(train.tokens),
             "heldout_tokens": len(heldout.tokens),
             "vocab_size": tokenizer.vocab_size,
-            "unigram_entropy": packing.unigram_entropy(train, heldout, tokenizer.vocab_size),
-            **({} if files is None else files.facts()),
+            "unigram_entropy": entropy,
+            **more,
         }
-        parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
-        return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
+        return Dataset(train, heldout, made, facts, tokenizer, "tokens")
 
-    def _files(self) -> documents.Files | None:
-        """The files of a source that is a path; None of another."""
-        if self.source == "embedded" or tfds_name("TextData.source", self.source) is not None:
+    def path(self) -> Place | None:
+        """Where a source is that is a path; None of another.
+
+        Raises:
+          UserError: nothing is there.
+        """
+        if self.source in ("embedded", "synthetic"):
             return None
-        return documents.files_of(existing_path("TextData.source", self.source, words=SOURCE_WORDS))
+        if tfds_name("TextData.source", self.source) is not None:
+            return None
+        return existing_path("TextData.source", self.source, words=SOURCE_WORDS)
 
     def _split_texts(self, files: documents.Files | None) -> tuple[list[str], list[str]]:
         """The documents that are not blank, for training and held out."""
         texts = _not_blank(
-            self._read(self.train_split, "TextData.train_split")
+            self.read(self.train_split, "TextData.train_split")
             if files is None
-            else files.documents(self.text_field)
+            else files.texts(self.text_field)
         )
         if not texts:
             raise UserError(
@@ -166,11 +226,11 @@ class TextData:
                 + ("" if files is None else _without(files))
             )
         if self.heldout_split is not None:
-            held = self._read(self.heldout_split, "TextData.heldout_split")
+            held = self.read(self.heldout_split, "TextData.heldout_split")
             return texts, _not_blank(held)
         if len(texts) == 1:
-            head, tail = _cut_at_line(texts[0], 1.0 - self.heldout_fraction)
-            return [head], [tail]
+            cut = cut_at_line(texts[0], 1.0 - self.heldout_fraction)
+            return [texts[0][:cut]], [texts[0][cut:]]
         held = is_heldout(len(texts), self.heldout_fraction)
         if not held.any():
             least = math.ceil(1e4 / len(texts)) / 1e4
@@ -182,33 +242,28 @@ class TextData:
         train = [text for text, out in zip(texts, held, strict=True) if not out]
         return train, [text for text, out in zip(texts, held, strict=True) if out]
 
-    def _read(self, split: str, setting: str) -> Iterable[str]:
-        """The documents of a source that is no path."""
+    def read(self, split: str, setting: str) -> Iterable[str]:
+        """The documents of a source that is no path; `setting` names the split."""
         name = tfds_name("TextData.source", self.source)
         if name is None:
             return documents.read_embedded()
         builder = open_builder(name, self.data_dir, "TextData.source")
         return read_text(builder, split, setting, feature=self.text_feature)
 
-    def _pack(
-        self, split: Literal["training", "held-out"], texts: list[str], tokenizer: Tokenizer
-    ) -> packing.PackedText:
-        packed = packing.pack(
-            _ended(texts, tokenizer),
-            self.sequence_length,
-            tokenizer.dtype,
-            separate=self.separate_documents,
-        )
+    def _refuse_short(
+        self, packed: tuple[packing.PackedText, packing.PackedText], texts: tuple[int, int]
+    ) -> None:
+        """Raises UserError where a split has too few tokens for a row."""
         needed = self.sequence_length + 1
-        if len(packed.tokens) < needed:
-            raise UserError(
-                f"TextData.source = {self.source!r}: its {split} part has "
-                f"{counted(len(texts), 'document')} with {counted(len(packed.tokens), 'token')}, "
-                f"and one row of TextData.sequence_length = {self.sequence_length} needs {needed}; "
-                "use more text, a smaller TextData.sequence_length or another "
-                f"TextData.heldout_fraction (now {self.heldout_fraction})"
-            )
-        return packed
+        for split, rows, count in zip(("training", "held-out"), packed, texts, strict=True):
+            if len(rows.tokens) < needed:
+                raise UserError(
+                    f"TextData.source = {self.source!r}: its {split} part has "
+                    f"{counted(count, 'document')} with {counted(len(rows.tokens), 'token')}, "
+                    f"and one row of TextData.sequence_length = {self.sequence_length} needs "
+                    f"{needed}; use more text, a smaller TextData.sequence_length or another "
+                    f"TextData.heldout_fraction (now {self.heldout_fraction})"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +334,3 @@ def _without(files: documents.Files) -> str:
         f"; {facts['files_left_out']:,} files are left out, whose endings are not those of text "
         f"({facts['endings_left_out']})"
     )
-
-
-def _cut_at_line(text: str, fraction: float) -> tuple[str, str]:
-    """The text cut at the line break nearest after `fraction` of it, or there if none follows."""
-    place = int(len(text) * fraction)
-    line_end = text.find("\n", place)
-    cut = place if line_end == -1 or line_end + 1 == len(text) else line_end + 1
-    return text[:cut], text[cut:]

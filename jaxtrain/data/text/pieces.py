@@ -1,0 +1,149 @@
+"""Documents read a piece at a time, so that one of any size is tokenized in bounded memory."""
+
+import codecs
+import contextlib
+import dataclasses
+import io
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, Protocol
+
+from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.tokenizer import PIECE_CHARACTERS, split_at_lines
+
+READ_BYTES = 1 << 20
+
+
+class Document(Protocol):
+    """A text, perhaps too long to be held."""
+
+    def is_blank(self) -> bool:
+        """Whether it holds no more than white space."""
+        ...
+
+    def cut_at_line(self, fraction: float) -> int:
+        """The character before which a part of it ends: behind the line break nearest after
+        `fraction` of it, or there if none follows but the last character."""
+        ...
+
+    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+        """The pieces of `tokenizer.split_at_lines` of its characters `begin` to `end`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A document in memory."""
+
+    text: str
+
+    def is_blank(self) -> bool:
+        """As in Document."""
+        return not self.text.strip()
+
+    def cut_at_line(self, fraction: float) -> int:
+        """As in Document."""
+        return cut_at_line(self.text, fraction)
+
+    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+        """As in Document."""
+        yield from split_at_lines(self.text[begin:end])
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFile:
+    """A document that is a UTF-8 file; what is read of it is read anew each time."""
+
+    path: Place
+
+    def is_blank(self) -> bool:
+        """As in Document; reads no further than the first character that is none."""
+        return not any(part.strip() for part in self._parts())
+
+    def cut_at_line(self, fraction: float) -> int:
+        """As in Document; reads the file twice."""
+        count = sum(map(len, self._parts()))
+        place, begin = int(count * fraction), 0
+        for part in self._parts():
+            if begin + len(part) > place:
+                found = part.find("\n", max(place - begin, 0))
+                if found != -1:
+                    line_end = begin + found + 1
+                    return place if line_end == count else line_end
+            begin += len(part)
+        return place
+
+    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+        """As in Document."""
+        yield from _pieces(_between(self._parts(), begin, end))
+
+    def _parts(self) -> Iterator[str]:
+        decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+        with reading(self.path) as stream:
+            while True:
+                block = stream.read(READ_BYTES)
+                try:
+                    yield decoder.decode(block, final=not block)
+                except UnicodeDecodeError as error:
+                    # Counted from the bytes that the decoder kept of the block before.
+                    at = read + len(block) - len(error.object) + error.start
+                    raise not_utf8(self.path, at) from error
+                if not block:
+                    return
+                read += len(block)
+
+
+@contextlib.contextmanager
+def reading(path: Place) -> Iterator[BinaryIO]:
+    """A file of the source, open; an object of a bucket is read whole.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        with (
+            io.BytesIO(path.read_bytes())
+            if isinstance(path, BucketPath)
+            else path.open("rb") as stream
+        ):
+            yield stream
+    except PermissionError as error:
+        raise UserError(f"TextData.source: {path} cannot be read: permission denied") from error
+
+
+def not_utf8(path: Place, byte: int) -> UserError:
+    """The refusal of a file that is no text from this byte on."""
+    return UserError(
+        f"TextData.source: {path} is not UTF-8 text (byte {byte}); convert it to UTF-8, for "
+        "example with iconv, or remove it from the source"
+    )
+
+
+def cut_at_line(text: str, fraction: float) -> int:
+    """`Document.cut_at_line` of a text."""
+    place = int(len(text) * fraction)
+    line_end = text.find("\n", place)
+    return place if line_end == -1 or line_end + 1 == len(text) else line_end + 1
+
+
+def _between(parts: Iterable[str], begin: int, end: int | None) -> Iterator[str]:
+    """The characters `begin` to `end` of parts laid end to end."""
+    place = 0
+    for part in parts:
+        if end is not None and place >= end:
+            return
+        yield part[max(begin - place, 0) : None if end is None else end - place]
+        place += len(part)
+
+
+def _pieces(parts: Iterable[str]) -> Iterator[str]:
+    """What `split_at_lines` makes of parts laid end to end."""
+    held = ""
+    for part in parts:
+        held += part
+        # Of what is held all but the last piece is certain: each was cut where its next line began.
+        if len(held) > 2 * PIECE_CHARACTERS:
+            *whole, held = split_at_lines(held)
+            yield from whole
+    if held:
+        yield from split_at_lines(held)

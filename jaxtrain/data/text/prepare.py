@@ -1,0 +1,93 @@
+"""Makes a token store of what a TextData names."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxtrain.config.buckets import BucketPath
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import write_atomically
+from jaxtrain.data.source import existing_path, part_digest
+from jaxtrain.data.text import documents
+from jaxtrain.data.text.pieces import Document, Text
+from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.store import TOKENIZER_FILE, Split, Store, is_store
+from jaxtrain.data.text.tokenizing import Texts, tokenize
+
+# The settings that say which documents there are.
+_OF_DOCUMENTS = (
+    "source", "heldout_fraction", "data_dir", "train_split", "heldout_split", "text_feature",
+    "text_field",
+)  # fmt: skip
+
+
+def source_bytes(data: TextData) -> int | None:
+    """How much text there is, as far as that is known without reading it; None: it is not."""
+    path = data.path()
+    if not isinstance(path, Path):
+        return None
+    return sum(size for _, size, _ in _states(documents.files_of(path)))
+
+
+def prepare(
+    data: TextData, folder: Path, *, workers: int, progress: Callable[[int, int], None]
+) -> Store:
+    """Makes a store from which `TextData.open` gives the same as from the source.
+
+    Goes on where an earlier start with the same settings was stopped.
+
+    Args:
+      data: names the source and the tokenizer.
+      folder: of the store.
+      workers: processes that tokenize; 1: this one.
+      progress: called with the characters and tokens that are done.
+
+    Raises:
+      UserError: as `TextData.open`; the source is not on a disk; the folder holds something else.
+    """
+    path, words = data.path(), f"TextData.source = {data.source!r}"
+    if data.source == "synthetic" or isinstance(path, BucketPath):
+        raise UserError(f"{words} cannot be prepared: name text on this machine's disks")
+    if path is not None and is_store(path):
+        raise UserError(f"{words} is a store already; name the text that it was made of")
+    files = None if path is None else documents.files_of(path)
+    described = [f"{name} {getattr(data, name)!r}" for name in _OF_DOCUMENTS]
+    described += [] if files is None else map(str, _states(files))
+    texts = Texts(
+        documents=_documents(data, files),
+        heldout_fraction=None if data.heldout_split is not None else data.heldout_fraction,
+        identity=part_digest("\n".join(described).encode()),
+        facts={"source": data.source, **({} if files is None else files.facts())},
+    )
+    store = tokenize(texts, data.open_tokenizer, folder, workers=workers, progress=progress)
+    if data.tokenizer != "byte":
+        content = existing_path("TextData.tokenizer", data.tokenizer).read_bytes()
+        write_atomically(folder / TOKENIZER_FILE, content)
+    return store
+
+
+def _documents(
+    data: TextData, files: documents.Files | None
+) -> dict[Split, Callable[[], Iterator[Document]]]:
+    if files is not None:
+        return {"train": functools.partial(files.documents, data.text_field)}
+
+    def read(split: str, setting: str) -> Iterator[Document]:
+        yield from map(Text, data.read(split, setting))
+
+    found: dict[Split, Callable[[], Iterator[Document]]] = {
+        "train": functools.partial(read, data.train_split, "TextData.train_split")
+    }
+    if data.heldout_split is not None:
+        found["heldout"] = functools.partial(read, data.heldout_split, "TextData.heldout_split")
+    return found
+
+
+def _states(files: documents.Files) -> list[tuple[str, int, int]]:
+    """Each file, its size in bytes and the time of its last change in ns."""
+    found = []
+    for path in files.paths:
+        assert isinstance(path, Path), "on a disk"
+        state = path.stat()
+        found.append((str(path), state.st_size, state.st_mtime_ns))
+    return found

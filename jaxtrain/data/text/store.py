@@ -1,0 +1,183 @@
+"""A token store: text tokenized once, in files that a run maps into its memory."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.packing import PackedText
+from jaxtrain.data.tokenizer import Tokenizer
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+
+STORE_FILE = "store.json"  # written last: a folder without it is no store, or not yet
+TOKENIZER_FILE = "tokenizer.json"  # a copy of what made the ids; of bytes there is none
+_FORMAT = 1
+# Of a file this many blocks, evenly spaced, are read when a store is opened.
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One split of a store.
+
+    Attributes:
+      texts: documents of the source, those without any token too.
+      documents: those with tokens.
+      tokens: of all of them, ends of text included.
+      digests: sha256 hex of the tokens and of the offsets, as `source.part_digest`.
+      samples: sha256 hex of some blocks of each of the two files.
+    """
+
+    texts: int
+    documents: int
+    tokens: int
+    digests: Sequence[str]
+    samples: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """What a store says of itself.
+
+    Attributes:
+      folder: where it is.
+      tokenizer: sha256 hex of what defines the ids.
+      end_of_text: the id that ends a document, or None.
+      dtype: of the ids.
+      heldout_fraction: share of the documents held out; None: the source had its own splits.
+      unigram_entropy: as `packing.unigram_entropy`.
+      facts: more of the source, to show.
+      parts: by split.
+    """
+
+    folder: Path
+    tokenizer: str
+    end_of_text: int | None
+    dtype: str
+    heldout_fraction: float | None
+    unigram_entropy: float
+    facts: dict[str, int | str]
+    parts: dict[Split, Part]
+
+    def save(self) -> str:
+        """As the text of STORE_FILE."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["parts"] = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
+        del fields["folder"]
+        return json.dumps({"format": _FORMAT, **fields}, indent=1)
+
+    def packed(self, split: Split, sequence_length: int, *, separate: bool) -> PackedText:
+        """A split's rows; of its tokens only those are read that rows are made of."""
+        part = self.parts[split]
+        tokens, offsets = files_of(self.folder, split)
+        return PackedText(
+            _mapped(tokens, np.dtype(self.dtype), part.tokens),
+            _mapped(offsets, np.dtype(np.int64), part.documents + 1),
+            sequence_length,
+            separate,
+        )
+
+    def refuse_tokenizer(self, tokenizer: Tokenizer, said: str) -> None:
+        """Raises UserError where the run's tokenizer is not the store's.
+
+        Args:
+          tokenizer: the run's.
+          said: TextData.tokenizer.
+        """
+        if tokenizer.digest != self.tokenizer:
+            copy = self.folder / TOKENIZER_FILE
+            use = str(copy) if copy.is_file() else "byte"
+            raise UserError(
+                f"TextData.tokenizer = {said!r} did not make the tokens of the store "
+                f"{self.folder}; use TextData.tokenizer = {use!r}, or prepare the text anew"
+            )
+        if tokenizer.end_of_text != self.end_of_text:
+            raise UserError(
+                f"TextData.end_of_text means the token {tokenizer.end_of_text}, but documents of "
+                f"the store {self.folder} end with {self.end_of_text}; set it as the store was "
+                "prepared, or prepare the text anew"
+            )
+
+    def refuse_fraction(self, fraction: float) -> None:
+        """Raises UserError where another share is to be held out than the store holds out."""
+        held = self.heldout_fraction
+        if held is not None and held != fraction:
+            raise UserError(
+                f"TextData.heldout_fraction = {fraction}, but the store {self.folder} holds out "
+                f"{held} of its documents, chosen when it was prepared; use {held}, or prepare the "
+                "text anew"
+            )
+
+
+def is_store(path: Place) -> bool:
+    """Whether a folder is a finished store."""
+    return isinstance(path, Path) and (path / STORE_FILE).is_file()
+
+
+def open_store(folder: Path) -> Store:
+    """The store of a folder.
+
+    Its files are looked at in some places alone: opening takes as long for 100 GB as for 1.
+
+    Raises:
+      UserError: a file is missing, cut short or changed, or another version wrote it.
+    """
+    file = folder / STORE_FILE
+    try:
+        said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        written = said.pop("format")
+        if written != _FORMAT:
+            raise UserError(
+                f"{file} has format {written}; this version reads {_FORMAT}: prepare the text anew"
+            )
+        parts = {split: Part(**part) for split, part in said.pop("parts").items()}
+        store = Store(folder=folder, parts=parts, **said)
+        np.dtype(store.dtype)
+        assert set(parts) == set(SPLITS), "both splits"
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise UserError(f"{file} is damaged ({error}); prepare the text anew") from error
+    for split, part in store.parts.items():
+        sizes = part.tokens * np.dtype(store.dtype).itemsize, (part.documents + 1) * 8
+        for path, size, sample in zip(files_of(folder, split), sizes, part.samples, strict=True):
+            found = path.stat().st_size if path.is_file() else None
+            if found is None:
+                raise UserError(f"the store {folder} lacks {path.name}; prepare the text anew")
+            if found != size or sample_digest(path) != sample:
+                raise UserError(
+                    f"{path} was changed after it was prepared ({found:,} bytes, {size:,} were "
+                    "written); prepare the text anew"
+                )
+    return store
+
+
+def files_of(folder: Path, split: Split) -> tuple[Path, Path]:
+    """Where a split's tokens are, and its offsets: int64, where each document begins and ends."""
+    return folder / f"{split}.tokens", folder / f"{split}.offsets"
+
+
+def sample_digest(file: Path) -> str:
+    """sha256 hex of some blocks of a file, of all where it is small."""
+    size, sha = file.stat().st_size, hashlib.sha256()
+    step = max(_BLOCK_BYTES, -(-size // _BLOCKS))
+    with file.open("rb") as stream:
+        for begin in range(0, size, step):
+            stream.seek(begin)
+            sha.update(stream.read(_BLOCK_BYTES))
+        # The end too, which a copy that broke off lacks.
+        stream.seek(max(0, size - _BLOCK_BYTES))
+        sha.update(stream.read(_BLOCK_BYTES))
+    return sha.hexdigest()
+
+
+def _mapped(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if not count:
+        return np.zeros(0, dtype)  # nothing can be mapped
+    return np.memmap(file, dtype, "r", shape=(count,))

@@ -1,0 +1,367 @@
+"""Tokenizes documents into a token store, by several processes, a job after the other.
+
+A job is some pieces of text. Its tokens are appended, in the order of jobs, to the files of their
+split; then the sizes that those have are written into a journal. A start after a kill cuts the
+files to the journal's sizes and passes over the jobs that are done.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from jaxtrain.config.disks import writing
+from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.files import write_atomically
+from jaxtrain.data.source import is_held_out, part_digest
+from jaxtrain.data.text.packing import unigram_entropy
+from jaxtrain.data.text.pieces import Document
+from jaxtrain.data.text.store import (
+    SPLITS,
+    STORE_FILE,
+    Part,
+    Split,
+    Store,
+    files_of,
+    is_store,
+    open_store,
+    sample_digest,
+)
+from jaxtrain.data.tokenizer import Tokenizer
+
+JOB_CHARACTERS = 1 << 22
+_JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
+_JOURNAL, _LOCK = "progress.json", ".lock"
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What is to be tokenized.
+
+    Attributes:
+      documents: of each split that the source names; of one that names none, all documents under
+        "train".
+      heldout_fraction: the share to hold out; None where the source names both splits.
+      identity: what tells this source and its settings from others.
+      facts: for `Store.facts`.
+    """
+
+    documents: dict[Split, Callable[[], Iterator[Document]]]
+    heldout_fraction: float | None
+    identity: str
+    facts: dict[str, int | str]
+
+
+@dataclasses.dataclass
+class Written:
+    """How far a split's files are.
+
+    Attributes:
+      texts: documents that were begun.
+      documents: those that have ended, with tokens.
+      tokens: of these, and of the one that has not ended.
+      unended: of that one.
+    """
+
+    texts: int = 0
+    documents: int = 0
+    tokens: int = 0
+    unended: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a document; `ends` says whether it is the last one."""
+
+    split: Split
+    text: str
+    begins: bool
+    ends: bool
+
+
+def tokenize(
+    texts: Texts,
+    tokenizer: Callable[[], Tokenizer],
+    folder: Path,
+    *,
+    workers: int,
+    progress: Callable[[int, int], None],
+) -> Store:
+    """Tokenizes texts into a store; goes on where an earlier start of the same was stopped.
+
+    Args:
+      texts: what to tokenize.
+      tokenizer: opens the tokenizer; can be sent to other processes.
+      folder: of the store; new, empty, or that of the earlier start.
+      workers: processes that tokenize; 1: this one, with the threads of the tokenizer's own.
+      progress: called with the characters and tokens that are done.
+
+    Raises:
+      UserError: the folder holds something else, or the source has changed since the earlier start;
+        the source is empty, or nothing of it can be held out.
+      FullDiskError: there is no room; the next start goes on.
+    """
+    own = tokenizer()
+    identity: dict[str, object] = {
+        "texts": texts.identity,
+        "tokenizer": own.digest,
+        "end_of_text": own.end_of_text,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        journal = _begin(folder, identity)
+        if is_store(folder):
+            return open_store(folder)
+        jobs = itertools.islice(_jobs(texts), journal.jobs, None)
+        with contextlib.ExitStack() as stack:
+            writer = _Writer(folder, own, journal, stack)
+            for job, arrays in stack.enter_context(_encoded(jobs, tokenizer, own, workers)):
+                with writing(folder):
+                    writer.add(job, arrays)
+                    write_atomically(folder / _JOURNAL, journal.text(identity))
+                progress(journal.characters, sum(part.tokens for part in journal.parts.values()))
+        return _sealed(folder, texts, own, journal)
+
+
+# -- the journal ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Journal:
+    """What is written down after each job."""
+
+    parts: dict[Split, Written]
+    jobs: int = 0
+    characters: int = 0
+
+    def text(self, identity: dict[str, object]) -> bytes:
+        fields = {
+            "identity": identity,
+            "jobs": self.jobs,
+            "characters": self.characters,
+            "parts": {split: dataclasses.asdict(part) for split, part in self.parts.items()},
+        }
+        return json.dumps(fields).encode()
+
+
+def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
+    """The journal of the earlier start in a folder, or a new one."""
+    anew = "name another folder, or remove this one"
+    try:
+        said = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if others := sorted(path.name for path in folder.iterdir() if path.name != _LOCK):
+            raise UserError(
+                f"--out {folder}: there are other files in it, such as {others[0]}; {anew}"
+            ) from None
+        journal = _Journal({split: Written() for split in SPLITS})
+        write_atomically(folder / _JOURNAL, journal.text(identity))
+        return journal
+    except ValueError as error:
+        raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {anew}") from error
+    if said["identity"] != identity:
+        changed = [name for name in identity if said["identity"].get(name) != identity[name]]
+        what = "other texts or settings" if "texts" in changed else "another tokenizer"
+        raise UserError(f"--out {folder}: it was begun with {what}; {anew}")
+    parts: dict[Split, Written] = {split: Written(**said["parts"][split]) for split in SPLITS}
+    return _Journal(parts, said["jobs"], said["characters"])
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which the system frees when this process ends."""
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"--out {folder}: another process prepares it now; wait for it, or name another"
+            ) from error
+        yield
+
+
+# -- jobs ----------------------------------------------------------------------------------------
+
+
+def _jobs(texts: Texts) -> Iterator[list[Piece]]:
+    """The source in jobs, always the same."""
+    job, characters = list[Piece](), 0
+    for piece in _all_pieces(texts):
+        job.append(piece)
+        characters += len(piece.text)
+        if characters >= JOB_CHARACTERS:
+            yield job
+            job, characters = [], 0
+    if job:
+        yield job
+
+
+def _all_pieces(texts: Texts) -> Iterator[Piece]:
+    for split, document, begin, end in _split(texts):
+        before, first = None, True
+        for text in document.pieces(begin, end):
+            if before is not None:
+                yield Piece(split, before, first, ends=False)
+                first = False
+            before = text
+        yield Piece(split, before or "", first, ends=True)
+
+
+def _split(texts: Texts) -> Iterator[tuple[Split, Document, int, int | None]]:
+    """Each document that is not blank, its split, and which of its characters are in it."""
+    fraction = texts.heldout_fraction
+    if fraction is None:
+        for split, documents in texts.documents.items():
+            for document in documents():
+                if not document.is_blank():
+                    yield split, document, 0, None
+        return
+    found = (one for one in texts.documents["train"]() if not one.is_blank())
+    first = list(itertools.islice(found, 2))
+    if len(first) == 1:
+        cut = first[0].cut_at_line(1.0 - fraction)
+        yield "train", first[0], 0, cut
+        yield "heldout", first[0], cut, None
+        return
+    for place, document in enumerate(itertools.chain(first, found)):
+        yield "heldout" if is_held_out(place, fraction) else "train", document, 0, None
+
+
+@contextlib.contextmanager
+def _encoded(
+    jobs: Iterator[list[Piece]], tokenizer: Callable[[], Tokenizer], own: Tokenizer, workers: int
+) -> Iterator[Iterator[tuple[list[Piece], list[np.ndarray]]]]:
+    """Each job with the ids of its pieces, in the order of jobs."""
+    if workers == 1:
+        yield ((job, list(own.encode_documents(piece.text for piece in job))) for job in jobs)
+        return
+    # One thread of the tokenizer's own in each process: together they are as many as processes.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_open, initargs=(tokenizer,))
+
+    def in_order() -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
+        waiting = deque[tuple[list[Piece], Future[list[np.ndarray]]]]()
+        for job in jobs:
+            waiting.append((job, pool.submit(_encode, [piece.text for piece in job])))
+            if len(waiting) > _JOBS_AHEAD * workers:
+                first, ids = waiting.popleft()
+                yield first, ids.result()
+        for first, ids in waiting:
+            yield first, ids.result()
+
+    try:
+        yield in_order()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        del os.environ["RAYON_NUM_THREADS"]
+
+
+_tokenizer: Tokenizer  # of a process that tokenizes
+
+
+def _open(tokenizer: Callable[[], Tokenizer]) -> None:
+    global _tokenizer
+    _tokenizer = tokenizer()
+
+
+def _encode(texts: list[str]) -> list[np.ndarray]:
+    return list(_tokenizer.encode_documents(texts))
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Appends jobs to the files of both splits."""
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, journal: _Journal, stack: contextlib.ExitStack
+    ) -> None:
+        self._journal = journal
+        end = tokenizer.end_of_text
+        self._end = np.array([] if end is None else [end], tokenizer.dtype)
+        self._files: dict[Split, tuple[BinaryIO, BinaryIO]] = {}
+        for split, part in journal.parts.items():
+            tokens, offsets = (stack.enter_context(_open_file(f)) for f in files_of(folder, split))
+            tokens.truncate(part.tokens * tokenizer.dtype.itemsize)
+            offsets.truncate((part.documents + 1) * 8 if journal.jobs else 0)
+            for file in (tokens, offsets):
+                file.seek(0, os.SEEK_END)
+            if not journal.jobs:
+                offsets.write(np.zeros(1, np.int64).tobytes())
+            self._files[split] = tokens, offsets
+
+    def add(self, job: list[Piece], arrays: list[np.ndarray]) -> None:
+        """Appends the tokens of a job, and puts them on the disk."""
+        for piece, ids in zip(job, arrays, strict=True):
+            part, (tokens, offsets) = self._journal.parts[piece.split], self._files[piece.split]
+            part.texts += piece.begins
+            tokens.write(ids.tobytes())
+            part.unended += len(ids)
+            part.tokens += len(ids)
+            if piece.ends and part.unended:
+                tokens.write(self._end.tobytes())
+                part.tokens += len(self._end)
+                part.documents, part.unended = part.documents + 1, 0
+                offsets.write(np.int64(part.tokens).tobytes())
+            self._journal.characters += len(piece.text)
+        for file in itertools.chain(*self._files.values()):
+            file.flush()
+            os.fsync(file.fileno())
+        self._journal.jobs += 1
+
+
+def _open_file(path: Path) -> BinaryIO:
+    path.touch()
+    return path.open("r+b")
+
+
+def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -> Store:
+    """The store of files that are whole, with the file that says so."""
+    count = sum(part.texts for part in journal.parts.values())
+    source = texts.facts["source"]
+    if not count:
+        raise UserError(f"TextData.source = {source!r}: empty text, nothing to learn from")
+    if not journal.parts["heldout"].texts:
+        raise UserError(
+            f"TextData.heldout_fraction = {texts.heldout_fraction} holds out none of the "
+            f"{counted(count, 'document')} of TextData.source = {source!r}; use more"
+        )
+    store = Store(
+        folder=folder,
+        tokenizer=tokenizer.digest,
+        end_of_text=tokenizer.end_of_text,
+        dtype=tokenizer.dtype.name,
+        heldout_fraction=texts.heldout_fraction,
+        unigram_entropy=0.0,
+        facts=texts.facts,
+        parts={
+            split: Part(part.texts, part.documents, part.tokens, ("", ""), ("", ""))
+            for split, part in journal.parts.items()
+        },
+    )
+    packed = {split: store.packed(split, 1, separate=True) for split in SPLITS}
+    entropy = unigram_entropy(packed["train"], packed["heldout"], tokenizer.vocab_size)
+    parts: dict[Split, Part] = {}
+    for split, part in store.parts.items():
+        arrays = packed[split].tokens, packed[split].offsets
+        files = files_of(folder, split)
+        parts[split] = dataclasses.replace(
+            part,
+            digests=(part_digest(arrays[0]), part_digest(arrays[1])),
+            samples=(sample_digest(files[0]), sample_digest(files[1])),
+        )
+    store = dataclasses.replace(store, unigram_entropy=entropy, parts=parts)
+    write_atomically(folder / STORE_FILE, store.save().encode())
+    return store

@@ -1,0 +1,99 @@
+"""`jaxtrain prepare`: text to a token store, with its progress."""
+
+import argparse
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+from jaxtrain.config.shipped import shipped_headers
+from jaxtrain.data.text.prepare import prepare, source_bytes
+from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.store import Store
+from jaxtrain.run.show.progress import quantity, say_notes, terminal
+from jaxtrain.run.status import DONE
+from jaxtrain.training.settings import load_config
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Makes the store and says what is in it, and how to train on it."""
+    console = terminal()
+    data, folder = _data(arguments, console), _folder(arguments.out)
+    workers = arguments.workers
+    most = os.cpu_count() or 1
+    if not 1 <= workers <= most:
+        raise UserError(
+            f"--workers {workers}: use 1 to {most}, the processors of this machine; with 1 the "
+            "tokenizer uses them all by threads"
+        )
+    with Progress(
+        TextColumn("prepare"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        # Characters of about as many bytes.
+        task = bar.add_task("", total=source_bytes(data), figures="")
+
+        def show(characters: int, tokens: int) -> None:
+            figures = f"{quantity(characters)} characters  {quantity(tokens)} tokens"
+            bar.update(task, completed=characters, figures=figures)
+
+        with refused_path(f"--out {arguments.out}", needs="name a folder that can be written"):
+            store = prepare(data, folder, workers=workers, progress=show)
+    _tell(console, store, data)
+    return DONE
+
+
+def _data(arguments: argparse.Namespace, console: Console) -> TextData:
+    """What is to be prepared: a config's text, or the source itself."""
+    source, bindings = arguments.source, list(arguments.gin_bindings)
+    if arguments.tokenizer is not None:
+        bindings.insert(0, f"TextData.tokenizer = {arguments.tokenizer!r}")
+    is_config = source.endswith(".gin") or source in [one.name for one in shipped_headers()]
+    if not is_config:
+        bindings.insert(0, f"TextData.source = {source!r}")
+    config = load_config(
+        source if is_config else "gpt_quickstart", bindings, allow_imports=arguments.allow_imports
+    )
+    say_notes(console, config.notes)
+    data = config.train.data
+    if not isinstance(data, TextData):
+        raise UserError(
+            f"prepare {source}: its data are {type(data).__name__}; a token store is made of "
+            "TextData"
+        )
+    return data
+
+
+def _folder(out: str) -> Path:
+    folder = place(out)
+    if isinstance(folder, BucketPath):
+        raise UserError(
+            f"--out {out}: a store is mapped into memory from a disk; name a folder on this machine"
+        )
+    return folder
+
+
+def _tell(console: Console, store: Store, data: TextData) -> None:
+    size = sum(file.stat().st_size for file in store.folder.iterdir())
+    train, heldout = store.parts["train"], store.parts["heldout"]
+    lines = [
+        f"{train.tokens:,} tokens of {train.texts:,} documents to train on, {heldout.tokens:,} of "
+        f"{heldout.texts:,} held out, {size:,} bytes in {store.folder}",
+        f"To train on them: -b 'TextData.source=\"{store.folder}\"'"
+        + ("" if data.tokenizer == "byte" else f" -b 'TextData.tokenizer=\"{data.tokenizer}\"'"),
+    ]
+    if "files_left_out" in store.facts:
+        left, endings = store.facts["files_left_out"], store.facts["endings_left_out"]
+        lines.insert(0, f"Left out: {left:,} files whose endings are not those of text ({endings})")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
