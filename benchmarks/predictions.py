@@ -28,7 +28,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import FITTED, Fitted, Pieces, peak_flops, pieces
 from jaxtrain.analysis.planning.variants import slices_of
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.show.plot import Picture
+from jaxtrain.run.show.picture import Picture
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.program import flops_per_step, resolved
 from jaxtrain.training.settings import Config

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.analysis.options import add_analysis_commands
 from jaxtrain.run.options import add_run_commands, adder
@@ -48,14 +49,17 @@ def _without_devices(arguments: argparse.Namespace) -> int:
     """Runs a command that holds no device."""
     from jaxtrain.config.buckets import BucketError
     from jaxtrain.config.errors import UserError
-    from jaxtrain.run.show import compare, configs
     from jaxtrain.run.show.progress import terminal
 
     try:
         if arguments.command == "configs":
-            return configs.show_configs(terminal())
+            from jaxtrain.run.show.configs import show_configs
+
+            return show_configs(terminal())
         if arguments.command == "plot":
-            return compare.plot(terminal(), arguments.runs, arguments.png)
+            from jaxtrain.run.show.compare import plot
+
+            return plot(terminal(), arguments.runs, arguments.png)
         from jaxtrain.run.sweep import sweep
 
         return sweep(arguments)
@@ -89,30 +93,18 @@ def _ended(arguments: argparse.Namespace) -> int:
     """Runs a parsed command; whatever it raises becomes a sentence and a status."""
     import jax
 
-    from jaxtrain.analysis.planning.advice import OutOfMemory
-    from jaxtrain.config.buckets import BucketError
     from jaxtrain.config.errors import ConfigError, UserError
-    from jaxtrain.run.checkpoint.manifest import CheckpointError
-    from jaxtrain.run.cluster.cluster import ClusterError
-    from jaxtrain.training import preflight
-    from jaxtrain.training.corruption import CorruptionError
 
-    failures = (
-        BucketError,
-        CheckpointError,
-        ClusterError,
-        CorruptionError,
-        FloatingPointError,
-        OutOfMemory,
-    )
     try:
         return _run(arguments)
     except ConfigError as error:
+        from jaxtrain.training import preflight
+
         # One mistake hides no other: those too that are looked for when all is read.
         status, told = USER_ERROR, "\n".join([str(error), *preflight.also_wrong(error.config)])
     except UserError as error:
         status, told = USER_ERROR, error
-    except failures as error:
+    except _failures() as error:
         status, told = FAILED, error
     except OSError as error:
         told = _of_full_disk(error)
@@ -132,6 +124,25 @@ def _ended(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _failures() -> tuple[type[Exception], ...]:
+    """What is told in a sentence and no fault of the user's; asked for where something is raised,
+    since it loads what only plans need."""
+    from jaxtrain.analysis.planning.advice import OutOfMemory
+    from jaxtrain.config.buckets import BucketError
+    from jaxtrain.run.checkpoint.manifest import CheckpointError
+    from jaxtrain.run.cluster.cluster import ClusterError
+    from jaxtrain.training.corruption import CorruptionError
+
+    return (
+        BucketError,
+        CheckpointError,
+        ClusterError,
+        CorruptionError,
+        FloatingPointError,
+        OutOfMemory,
+    )
+
+
 def _of_full_disk(error: OSError) -> str | None:
     """The sentence for a disk that is full; None: it is another error."""
     from jaxtrain.config.disks import FullDiskError, full_disk, room
@@ -146,15 +157,12 @@ def _of_full_disk(error: OSError) -> str | None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jaxtrain.analysis import commands as analysis
-    from jaxtrain.analysis.planning.advice import explained
-    from jaxtrain.analysis.profiling.recorder import Recorder
     from jaxtrain.run import commands as run
 
     match arguments.command:
         case "train":
-            recorder = Recorder if arguments.profile else None
-            return run.train(arguments, recorder=recorder, explained=explained)
+            recorder = _recorder() if arguments.profile else None
+            return run.train(arguments, recorder=recorder, explained=_explained)
         case "eval":
             return run.evaluate(arguments)
         case "generate":
@@ -167,6 +175,25 @@ def _run(arguments: argparse.Namespace) -> int:
             from jaxtrain.run import prepare
 
             return prepare.command(arguments)
+    return _analyse(arguments)
+
+
+def _recorder() -> Any:
+    from jaxtrain.analysis.profiling.recorder import Recorder
+
+    return Recorder
+
+
+def _explained(config: Any, error: Exception) -> Exception:
+    from jaxtrain.analysis.planning.advice import explained
+
+    return explained(config, error)
+
+
+def _analyse(arguments: argparse.Namespace) -> int:
+    from jaxtrain.analysis import commands as analysis
+
+    match arguments.command:
         case "plan":
             return analysis.plan(arguments)
         case "verify":

@@ -5,7 +5,8 @@ import io
 import numpy as np
 from PIL import Image
 
-from jaxtrain.run.show.plot import Picture, loss_figure, loss_png, reference_losses
+from jaxtrain.run.show.picture import Picture
+from jaxtrain.run.show.plot import loss_figure, loss_png, reference_losses
 
 
 def test_the_plot_shows_the_lines_given():

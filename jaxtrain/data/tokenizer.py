@@ -3,14 +3,16 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import tokenizers
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Longer documents are encoded in pieces cut at line ends, so that memory stays bounded.
 PIECE_CHARACTERS = 1 << 20
@@ -81,6 +83,8 @@ class FileTokenizer:
     """
 
     def __init__(self, path: Place, *, end_of_text: str | None = None) -> None:
+        import tokenizers
+
         named = f"TextData.tokenizer = {str(path)!r}"
         with refused_path(named, needs="use a tokenizer.json that can be read"):
             content = path.read_bytes() if path.is_file() else b""
@@ -182,5 +186,5 @@ def _check_content(path: Place, content: bytes) -> None:
         )
 
 
-def _special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
+def _special_tokens(tokenizer: "tokenizers.Tokenizer") -> list[str]:
     return [str(token.content) for token in tokenizer.get_added_tokens_decoder().values()]

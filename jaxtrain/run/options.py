@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.run.completion import SHELLS, script
 
 # Adds a command by its name and what it does.
@@ -21,6 +20,8 @@ def adder(whole: argparse.ArgumentParser) -> Add:
         """Prints a shell's script, made from all that was added."""
 
         def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+            from jaxtrain.config.shipped import shipped_headers
+
             names = [header.name for header in shipped_headers()]
             sys.stdout.write(script(values, whole, commands, names))
             parser.exit()

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from jaxtrain.run.recorder import Recorder, RecorderKind
 from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
-from jaxtrain.run.show.plot import Picture, loss_figure, reference_losses
+from jaxtrain.run.show.plot import loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
 from jaxtrain.run.weights import on_host, weights, with_weights
 from jaxtrain.training import layouts, preflight
@@ -44,6 +44,9 @@ from jaxtrain.training.program import make_program, resolve_kernel
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState
 from jaxtrain.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from jaxtrain.run.show.picture import Picture
 
 Prompt = TypeVar("Prompt", str, list[int])
 
@@ -469,11 +472,11 @@ class Trainer:
         folder = self.workdir if self._folder is None else self._folder.local
         return list(self._lines) if folder is None else lines_of(folder)
 
-    def plot(self) -> Picture:
+    def plot(self) -> "Picture":
         """The training and evaluation loss so far, beside what a model must beat."""
         return loss_figure(self.history, reference_losses(self.dataset.facts))
 
-    def plot_sharding(self, name: str) -> Picture:
+    def plot_sharding(self, name: str) -> "Picture":
         """Which devices hold which part of the parameter that `table` calls so.
 
         Raises:

@@ -9,11 +9,11 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.timing import ERROR_BAR
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.run.show.plot import Picture
 from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
 
 if TYPE_CHECKING:
     from jaxtrain.analysis.planning.result import Plan
+    from jaxtrain.run.show.picture import Picture
 
 _BAR = 30
 _ROWS, _BUFFERS = 14, 8
@@ -218,9 +218,11 @@ _FILLS: list[dict[str, Any]] = [
 ]
 
 
-def plan_figure(plan: "Plan") -> Picture:
+def plan_figure(plan: "Plan") -> "Picture":
     """A stacked bar of one device's memory beside the compiler's figure and the capacity, the
     pieces of a step's time, and the traffic by mesh axis."""
+    from jaxtrain.run.show.picture import Picture
+
     figure = Picture(11, 5)
     memory, time, traffic = figure.subplots(1, 3, width_ratios=[2.2, 1, 1])
     _memory_bars(memory, plan)

@@ -4,14 +4,16 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from matplotlib.colors import to_rgb
-from matplotlib.patches import Patch
 from rich.table import Table
 
-from jaxtrain.run.show.plot import Picture
 from jaxtrain.training.pipeline.table import Action, Kind, Schedule, needs, result
+
+if TYPE_CHECKING:
+    from matplotlib.patches import Patch
+
+    from jaxtrain.run.show.picture import Picture
 
 
 class Span(NamedTuple):
@@ -247,12 +249,14 @@ _POINTS_PER_INCH = 72
 _SMALLEST_FONT = 3.0
 
 
-def timeline_figure(timeline: Timeline) -> Picture:
+def timeline_figure(timeline: Timeline) -> "Picture":
     """The textbook picture: a row per rank, a box per action with its microbatch's number.
 
     A rank's virtual stages differ by shade. Where boxes are too narrow for digits, none are drawn
     and the title says so.
     """
+    from jaxtrain.run.show.picture import Picture
+
     schedule = timeline.schedule
     boxes = timeline.makespan / min(span.end - span.start for span in timeline.spans)
     width = min(max(6.0, _MARGIN_INCHES + 0.22 * boxes), _MAX_WIDTH_INCHES)
@@ -308,12 +312,16 @@ def draw(timeline: Timeline, path: str | Path) -> None:
 
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """The colour of a rank's chunk: the first as given, later ones nearer to middle grey."""
+    from matplotlib.colors import to_rgb
+
     share = 0.4 * chunk / max(chunks - 1, 1)
     red, green, blue = ((1 - share) * part + share * 0.5 for part in to_rgb(colour))
     return red, green, blue
 
 
-def _legend(schedule: Schedule) -> Iterator[Patch]:
+def _legend(schedule: Schedule) -> Iterator["Patch"]:
+    from matplotlib.patches import Patch
+
     used = {(action.kind, action.stage // schedule.ranks) for _, _, action in schedule.actions()}
     for kind, chunk in sorted(used):
         look = _LOOKS[kind]

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +22,10 @@ from jaxtrain.config.disks import FullDiskError
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.attempts.phases import Activity, Phases
-from jaxtrain.run.show.plot import Picture
 from jaxtrain.run.show.progress import clock
+
+if TYPE_CHECKING:
+    from jaxtrain.run.show.picture import Picture
 
 FORMAT = 1  # of goodput.json
 PRODUCTIVE = "step"
@@ -117,8 +119,10 @@ class Account:
         console.print(table)
         console.print(self.sentence(), highlight=False, markup=False, soft_wrap=True)
 
-    def figure(self) -> Picture:
+    def figure(self) -> "Picture":
         """A bar for each attempt, stacked by cause; the oldest share one where there are many."""
+        from jaxtrain.run.show.picture import Picture
+
         merged = max(0, len(self.attempts) - _MAX_BARS)
         bars = {str(n): a for n, a in enumerate(self.attempts, start=1) if n > merged}
         if merged:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -15,8 +15,10 @@ from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path, writable, write_atomically
 from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
-from jaxtrain.run.show.plot import Picture
 from jaxtrain.run.status import DONE
+
+if TYPE_CHECKING:
+    from jaxtrain.run.show.picture import Picture
 
 PICTURE = "plot.png"
 POINTS = 100  # of a curve; where there are more lines, each point is the mean of its neighbours
@@ -89,8 +91,10 @@ def table(runs: Iterable[Run]) -> Table:
     return shown
 
 
-def figure(runs: Sequence[Run]) -> Picture:
+def figure(runs: Sequence[Run]) -> "Picture":
     """Losses, accuracies and learning rates over steps, a panel each."""
+    from jaxtrain.run.show.picture import Picture
+
     panels = [("loss", ("loss", "eval_loss"))]
     panels += [(name.replace("_", " "), (name,)) for name in _accuracies(runs)]
     panels.append(("learning rate", ("learning_rate",)))

@@ -4,16 +4,18 @@ import html
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.run.show.plot import Picture
 from jaxtrain.run.show.report import parameters
 from jaxtrain.training.step import TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.run.show.picture import Picture
 
 _MAX_PANELS = 16
 # Parts along a direction from which on numbers would run into each other.
@@ -43,7 +45,7 @@ def printed(show: Callable[[Console], None]) -> str:
     )
 
 
-def parameter_picture(state: TrainState, name: str) -> Picture:
+def parameter_picture(state: TrainState, name: str) -> "Picture":
     """`sharding_picture` of a parameter.
 
     Raises:
@@ -68,7 +70,7 @@ def parts_of(array: jax.Array) -> dict[Bounds, list[int]]:
     return {bounds: sorted(parts[bounds]) for bounds in sorted(parts)}
 
 
-def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> Picture:
+def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> "Picture":
     """The array as a rectangle, cut as its sharding cuts it, in each part its devices' numbers.
 
     Two dimensions are drawn, those that are cut first; further ones that are cut become panels, and
@@ -79,6 +81,8 @@ def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> Pictur
       name: for the title.
       axes: what each dimension means.
     """
+    from jaxtrain.run.show.picture import Picture
+
     parts = parts_of(array)
     shape = array.shape
     counts = [len({bounds[i] for bounds in parts}) for i in range(len(shape))]

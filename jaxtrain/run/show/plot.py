@@ -1,11 +1,10 @@
-"""Pictures: figures that files and notebooks show alike, and the loss curve of a run."""
+"""The loss curve of a run, and what it is drawn beside."""
 
-import io
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from jaxtrain.run.show.picture import Picture
 
 # Told apart by line style and lightness, so that a greyscale print and colour-blind eyes can read
 # the picture: light thin training curve, black evaluation points, dashed references.
@@ -14,35 +13,15 @@ _EVAL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "marker": "o", "mar
 _REFERENCE_STYLES = ("--", ":", "-.")
 
 
-class Picture(Figure):
-    """A figure that notebooks show by themselves.
-
-    Not pyplot's: those are global state, and drawing may happen beside the training thread.
-    Without pyplot nobody tells IPython how to show a figure, so this one does it itself.
-    """
-
-    def __init__(self, width: float, height: float) -> None:
-        """An empty figure; width and height in inches, of 120 dots each."""
-        super().__init__(figsize=(width, height), dpi=120, layout="constrained")
-        FigureCanvasAgg(self)
-
-    def png(self) -> bytes:
-        """The bytes of a PNG file."""
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png")
-        return buffer.getvalue()
-
-    def _repr_png_(self) -> bytes:
-        return self.png()
-
-
-def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> Picture:
+def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, float]) -> "Picture":
     """The training and evaluation loss over steps.
 
     Args:
       lines: the objects of metrics.jsonl; those whose loss is null leave a gap.
       references: horizontal lines, label to loss: what a model must beat to have learned anything.
     """
+    from jaxtrain.run.show.picture import Picture
+
     lines = list(lines)
     figure = Picture(8, 4.5)
     axes = figure.add_subplot()
