@@ -1,6 +1,7 @@
 """Whether a setting's value fits its annotation, and what the setting takes in words."""
 
 import ast
+import contextlib
 import dataclasses
 import os
 import types
@@ -111,9 +112,8 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     Raises:
       UserError: naming the setting, its value, what it takes and the nearest valid choice.
     """
-    fits, value = _fit(value, annotation)
-    if fits:
-        return value
+    with contextlib.suppress(_Misfit):
+        return _fitted(value, annotation)
     words = [choice for choice in choices(annotation) if isinstance(choice, str)]
     hint = ""
     if words and isinstance(value, str):
@@ -123,12 +123,12 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
             literal = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             literal = value
-        if not isinstance(literal, str) and _fit(literal, annotation)[0]:
+        if not isinstance(literal, str) and _fits(literal, annotation):
             hint = f"; write {literal!r} without quotes"
     elif dataclasses.is_dataclass(value):
         lacking = sorted({member for part in _parts(annotation) for member in lacks(value, part)})
         hint = f", and this has no {', '.join(lacking)}" if lacking else ""
-    if not hint and _fit((value,), annotation)[0]:
+    if not hint and _fits((value,), annotation):
         hint = f"; write {(value,)!r}"
     raise UserError(
         f"{origin}: {name} = {value!r} is {_kind(value)}; it takes {_describe(annotation)}{hint}"
@@ -201,44 +201,68 @@ def choices(annotation: Any) -> list[Any]:
     ]
 
 
-def _fit(value: Any, annotation: Any) -> tuple[bool, Any]:
+class _Misfit(Exception):  # noqa: N818 - no mistake yet: another annotation may be tried
+    """A value does not fit an annotation."""
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    try:
+        _fitted(value, annotation)
+    except _Misfit:
+        return False
+    return True
+
+
+def _fitted(value: Any, annotation: Any) -> Any:
+    """The value as the annotation takes it: an int becomes the float that is asked for.
+
+    Raises:
+      _Misfit: the annotation does not take it.
+    """
     parts = _parts(annotation)
     if len(parts) > 1:
-        for part in parts:
-            fits, fitted = _fit(value, part)
-            if fits:
-                return True, fitted
-        return False, value
+        return _fitted_to_one_of(value, parts)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return True, value
-    if annotation is None or annotation is type(None):
-        return value is None, value
+    if origin is tuple:
+        return _fitted_tuple(value, arguments)
+    if origin is dict:
+        return _fitted_dict(value, *arguments)
     if origin is typing.Literal:
         # True == 1 in Python: a bool is no choice among numbers.
-        return any(value == a and type(value) is type(a) for a in arguments), value
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False, value
-        variadic = len(arguments) == 2 and arguments[1] is ...
-        kinds = (arguments[0],) * len(value) if variadic else arguments
-        if len(kinds) != len(value):
-            return False, value
-        fitted = [_fit(item, kind) for item, kind in zip(value, kinds, strict=True)]
-        return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
-    if origin is dict:
-        if not isinstance(value, dict):
-            return False, value
-        keys = [_fit(key, arguments[0]) for key in value]
-        values = [_fit(item, arguments[1]) for item in value.values()]
-        fits = all(fit for fit, _ in (*keys, *values))
-        return fits, {key: item for (_, key), (_, item) in zip(keys, values, strict=True)}
-    if annotation is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number, float(value) if number else value
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool), value
-    return isinstance(value, origin or annotation), value
+        fits = any(value == a and type(value) is type(a) for a in arguments)
+    elif annotation in (int, float):
+        fits = isinstance(value, int | annotation) and not isinstance(value, bool)
+        value = annotation(value) if fits else value
+    elif annotation is None:
+        fits = value is None
+    else:
+        fits = annotation is Any or isinstance(value, origin or annotation)
+    if not fits:
+        raise _Misfit
+    return value
+
+
+def _fitted_to_one_of(value: Any, annotations: Iterable[Any]) -> Any:
+    for annotation in annotations:
+        with contextlib.suppress(_Misfit):
+            return _fitted(value, annotation)
+    raise _Misfit
+
+
+def _fitted_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(value, tuple):
+        raise _Misfit
+    of_any_length = len(arguments) == 2 and arguments[1] is ...
+    kinds = (arguments[0],) * len(value) if of_any_length else arguments
+    if len(kinds) != len(value):
+        raise _Misfit
+    return tuple(_fitted(item, kind) for item, kind in zip(value, kinds, strict=True))
+
+
+def _fitted_dict(value: Any, of_keys: Any, of_values: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise _Misfit
+    return {_fitted(key, of_keys): _fitted(item, of_values) for key, item in value.items()}
 
 
 def _describe(annotation: Any) -> str:
