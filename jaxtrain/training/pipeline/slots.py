@@ -2,12 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 
-from jaxtrain.training.pipeline.table import Kind, Schedule, check
+from jaxtrain.training.pipeline.table import Action, Kind, Schedule, check
 
 Backward = Literal["recompute", "residuals"]
 Edges = tuple[tuple[int, int], ...]
@@ -67,14 +67,17 @@ class Slots:
     has_backward: bool
 
 
+Item = tuple[int, int]  # a stage and a microbatch
+
+
 class _Buffer:
     """Slots in one rank's buffer: always the lowest free one is taken, so that it stays small."""
 
     def __init__(self) -> None:
-        self.slots: dict[Hashable, int] = {}
+        self.slots: dict[Item, int] = {}
         self.size = 0
 
-    def put(self, item: Hashable) -> int:
+    def put(self, item: Item) -> int:
         used = set(self.slots.values())
         slot = next(number for number in itertools.count() if number not in used)
         assert item not in self.slots
@@ -82,8 +85,53 @@ class _Buffer:
         self.size = max(self.size, slot + 1)
         return slot
 
-    def get(self, item: Hashable, *, free: bool) -> int:
-        return self.slots.pop(item) if free else self.slots[item]
+    def read(self, item: Item) -> int:
+        return self.slots[item]
+
+    def take(self, item: Item) -> int:
+        return self.slots.pop(item)
+
+
+class _Waiting:
+    """All that waits of one kind: a buffer a rank, and where it lies at every tick.
+
+    Attributes:
+      used: int32 [ticks, ranks], the slot that a rank's action reads or fills.
+      received: the slot of what arrives there at the end of the tick.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        shape = (len(schedule.ticks), schedule.ranks)
+        self.used, self.received = (np.full(shape, -1, np.int32) for _ in range(2))
+        self.buffers = [_Buffer() for _ in range(schedule.ranks)]
+
+    @property
+    def size(self) -> int:
+        """Slots of the rank that needs most."""
+        return max(buffer.size for buffer in self.buffers)
+
+
+# What an action does with what waits at its rank: one of a _Buffer's methods.
+_Use = Callable[[_Buffer, Item], int]
+
+
+def _uses(schedule: Schedule, action: Action, backward: Backward) -> Iterator[tuple[str, _Use]]:
+    """By what waits: "input", "gradient", "stash" or "residual"."""
+    kind, _, stage = action
+    recompute = schedule.has_backward and backward == "recompute"
+    if stage > 0 and kind == Kind.FORWARD:
+        yield "input", _Buffer.read if recompute else _Buffer.take
+    if stage > 0 and kind in _BACKWARDS and recompute:
+        yield "input", _Buffer.take
+    if stage + 1 < schedule.num_stages and kind in _BACKWARDS:
+        yield "gradient", _Buffer.take
+    if kind == Kind.BACKWARD_INPUT:
+        yield "stash", _Buffer.put
+    if kind == Kind.BACKWARD_WEIGHT:
+        yield "stash", _Buffer.take
+    if schedule.has_backward and backward == "residuals":
+        of_kind = {Kind.FORWARD: _Buffer.put, Kind.BACKWARD_INPUT: _Buffer.read}
+        yield "residual", of_kind.get(kind, _Buffer.take)
 
 
 def slots(schedule: Schedule, *, backward: Backward = "recompute") -> Slots:
@@ -98,54 +146,37 @@ def slots(schedule: Schedule, *, backward: Backward = "recompute") -> Slots:
     """
     check(schedule)
     shape = (len(schedule.ticks), schedule.ranks)
-    zeros = ("kind", "microbatch", "chunk")
-    places = ("input_slot", "gradient_slot", "receive_input_slot", "receive_gradient_slot",
-              "stash_slot", "residual_slot")  # fmt: skip
-    columns = {name: np.zeros(shape, np.int32) for name in zeros}
-    columns |= {name: np.full(shape, -1, np.int32) for name in places}
-    inputs, gradients, stashes, residuals = (
-        [_Buffer() for _ in range(schedule.ranks)] for _ in range(4)
-    )
-    recompute = schedule.has_backward and backward == "recompute"
+    kinds, microbatches, chunks = (np.zeros(shape, np.int32) for _ in range(3))
+    waiting = {name: _Waiting(schedule) for name in ("input", "gradient", "stash", "residual")}
     for tick, row in enumerate(schedule.ticks):
-        for rank, action in enumerate(row):
-            if action is None:
-                continue
-            kind, microbatch, stage = action
-            item, at = (stage, microbatch), (tick, rank)
-            columns["kind"][at] = kind
-            columns["microbatch"][at] = microbatch
-            columns["chunk"][at] = stage // schedule.ranks
-            if stage > 0 and (kind == Kind.FORWARD or (recompute and kind in _BACKWARDS)):
-                done = kind in _BACKWARDS or not recompute
-                columns["input_slot"][at] = inputs[rank].get(item, free=done)
-            if stage + 1 < schedule.num_stages and kind in _BACKWARDS:
-                columns["gradient_slot"][at] = gradients[rank].get(item, free=True)
-            if kind == Kind.BACKWARD_INPUT:
-                columns["stash_slot"][at] = stashes[rank].put(item)
-            elif kind == Kind.BACKWARD_WEIGHT:
-                columns["stash_slot"][at] = stashes[rank].get(item, free=True)
-            if backward == "residuals" and schedule.has_backward:
-                if kind == Kind.FORWARD:
-                    columns["residual_slot"][at] = residuals[rank].put(item)
-                else:
-                    done = kind != Kind.BACKWARD_INPUT
-                    columns["residual_slot"][at] = residuals[rank].get(item, free=done)
-        for rank, action in enumerate(row):
-            to = None if action is None else schedule.next_rank(rank, action)
-            if action is None or to is None:
-                continue
-            if action.kind == Kind.FORWARD:
-                item, buffer, column = (action.stage + 1, action.microbatch), inputs, "input"
-            else:
-                item, buffer, column = (action.stage - 1, action.microbatch), gradients, "gradient"
-            columns[f"receive_{column}_slot"][tick, to] = buffer[to].put(item)
-    sizes = [max(one.size for one in buffer) for buffer in (inputs, gradients, stashes, residuals)]
+        actions = [(rank, action) for rank, action in enumerate(row) if action is not None]
+        for rank, action in actions:
+            at, item = (tick, rank), (action.stage, action.microbatch)
+            kinds[at], microbatches[at] = action.kind, action.microbatch
+            chunks[at] = action.stage // schedule.ranks
+            for name, use in _uses(schedule, action, backward):
+                waiting[name].used[at] = use(waiting[name].buffers[rank], item)
+        # What arrives is written when all have read.
+        for rank, action in actions:
+            to = schedule.next_rank(rank, action)
+            if to is not None:
+                forward = action.kind == Kind.FORWARD
+                item = (action.stage + (1 if forward else -1), action.microbatch)
+                there = waiting["input" if forward else "gradient"]
+                there.received[tick, to] = there.buffers[to].put(item)
     return Slots(
-        **columns,
-        num_input_slots=sizes[0],
-        num_gradient_slots=sizes[1],
-        num_stash_slots=sizes[2],
-        num_residual_slots=sizes[3],
+        kind=kinds,
+        microbatch=microbatches,
+        chunk=chunks,
+        input_slot=waiting["input"].used,
+        gradient_slot=waiting["gradient"].used,
+        receive_input_slot=waiting["input"].received,
+        receive_gradient_slot=waiting["gradient"].received,
+        stash_slot=waiting["stash"].used,
+        residual_slot=waiting["residual"].used,
+        num_input_slots=waiting["input"].size,
+        num_gradient_slots=waiting["gradient"].size,
+        num_stash_slots=waiting["stash"].size,
+        num_residual_slots=waiting["residual"].size,
         has_backward=schedule.has_backward,
     )
