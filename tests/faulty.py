@@ -12,12 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-# tensorboardX loads PyTorch where there is one, which takes longer than a whole run here.
-sys.modules["torch"] = None  # type: ignore[assignment]
-
-from jaxtrain import __main__  # noqa: E402 - after PyTorch is hidden
-from jaxtrain.run.attempts import begin, supervise  # noqa: E402
-from jaxtrain.run.attempts.phases import Phases  # noqa: E402
+from jaxtrain import __main__
+from jaxtrain.run.attempts import begin, supervise
+from jaxtrain.run.attempts.phases import Phases
 
 PROCESS = int(os.environ.get("PROCESS", "0"))
 

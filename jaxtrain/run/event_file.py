@@ -1,18 +1,21 @@
-"""The event file that TensorBoard reads, one an attempt.
+"""The event file that TensorBoard reads, one an attempt: protobuf's bytes, written by hand.
 
-tensorboardX has the messages and the checksum; its own writer has a thread that ends in a traceback
-of its own where the disk is full.
+Four messages are needed (tensorboard/compat/proto: event.proto, summary.proto). The packages that
+have them load PyTorch or TensorFlow where there is one, for seconds before a run's first step.
 """
 
-import importlib
+import functools
 import socket
 import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from jaxtrain.run.appended import Appended
+
+_STARTED = 1  # SessionLog.START
 
 
 class EventFile:
@@ -24,40 +27,76 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        # Here, because it takes more than a second to import: only runs that write files pay.
-        from tensorboardX.record_writer import masked_crc32c
-
-        # Made by protobuf while they are imported: type checkers do not see what is in them.
-        event, summary = (
-            importlib.import_module(f"tensorboardX.proto.{name}_pb2")
-            for name in ("event", "summary")
-        )
-        self._event, self._summary, self._checksum = event.Event, summary.Summary, masked_crc32c
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard wants the seconds and "tfevents"; the nanoseconds, because two attempts within
         # one second would write into one file.
         now, host = time.time_ns(), socket.gethostname()
         self._file = Appended(folder / f"events.out.tfevents.{now // 10**9}.{host}.{now}")
-        self._append(event.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._append(event(time.time(), 0, _bytes(3, b"brain.Event:2")))
         purged = first_step + 1 if first_step else 0
-        start = event.SessionLog(status=event.SessionLog.START)
-        self._append(event.Event(wall_time=time.time(), step=purged, session_log=start))
+        self._append(event(time.time(), purged, _bytes(7, _number(1, _STARTED))))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the values of a step."""
-        scalars = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
-        ]
-        summary = self._summary(value=scalars)
-        self._append(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._append(event(time.time(), step, summary(values)))
 
     def close(self) -> None:
         """Writes the rest; raises FullDiskError where it cannot."""
         self._file.close()
 
-    def _append(self, event: Any) -> None:
+    def _append(self, content: bytes) -> None:
         # A TFRecord: the length and its checksum, the bytes and theirs.
-        content = event.SerializeToString()
         length = struct.pack("<Q", len(content))
-        sums = (struct.pack("<I", self._checksum(part)) for part in (length, content))
+        sums = (struct.pack("<I", masked_checksum(part)) for part in (length, content))
         self._file.append(length + next(sums) + content + next(sums))
+
+
+def event(wall_time: float, step: int, what: bytes) -> bytes:
+    """An Event's bytes: wall_time is field 1, step 2, and what it tells comes last."""
+    return b"\x09" + struct.pack("<d", wall_time) + (_number(2, step) if step else b"") + what
+
+
+def summary(values: Mapping[str, float]) -> bytes:
+    """Field 5 of an Event: a Summary of Values, each a tag (1) and a float32 (2)."""
+    with np.errstate(over="ignore"):  # what is too large is infinite
+        numbers = {name: np.array(value, "<f4").tobytes() for name, value in values.items()}
+    parts = (_bytes(1, name.encode()) + b"\x15" + number for name, number in numbers.items())
+    return _bytes(5, b"".join(_bytes(1, part) for part in parts))
+
+
+def _bytes(field: int, content: bytes) -> bytes:
+    """A field that holds text or a message."""
+    return bytes([field << 3 | 2]) + _varint(len(content)) + content
+
+
+def _number(field: int, value: int) -> bytes:
+    """A field that holds a number, 0 or more."""
+    return bytes([field << 3]) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; all but the last byte have the eighth."""
+    digits = []
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])
+
+
+def masked_checksum(content: bytes) -> int:
+    """CRC-32C (RFC 3720, appendix B.4), rotated and moved as TFRecords want it."""
+    crc, table = 0xFFFFFFFF, _table()
+    for byte in content:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@functools.cache
+def _table() -> tuple[int, ...]:
+    """What a byte does to the checksum: its eight steps of division by the polynomial."""
+
+    def step(crc: int) -> int:
+        return (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+
+    return tuple(functools.reduce(lambda crc, _: step(crc), range(8), byte) for byte in range(256))
