@@ -54,6 +54,23 @@ def test_equal_arrays_share_their_reasons():
     assert all(row.explained for row in rows)
 
 
+def test_two_layers_in_one_array_are_not_taken_for_another_weights_one():
+    """[2, 256, 256] of the queries has as many bytes as one layer's [256, 512] of the gate."""
+    expected = [
+        meant("all-reduce", "data", 2, 200, "gradients: gate"),
+        meant("all-reduce", "data", 2, 100, "gradients: query"),
+    ]
+    found = [
+        moved("all-reduce", "data", 1, 200, shape=(2, 256, 256)),
+        moved("all-reduce", "data", 1, 400, shape=(2, 256, 512)),
+    ]
+    rows = audit(found, expected, SIZES)
+    assert {row.cause: row.bytes for row in rows} == {
+        "gradients: gate": 400 * KIB,
+        "gradients: query": 200 * KIB,
+    }
+
+
 def test_named_scopes_decide_between_equal_arrays():
     expected = [
         meant("all-reduce", "data", 1, 100, "attention output"),

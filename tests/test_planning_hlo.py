@@ -115,6 +115,31 @@ def test_branches_count_as_taken_unless_the_caller_knows_better(mesh):
     }
 
 
+def test_a_loop_inside_a_branch_multiplies_the_callers_count(mesh):
+    """A stage's layers, in each of its ticks."""
+
+    def scheduled(x):
+        def layer(x, _):
+            return jnp.sin(jax.lax.psum(x, "b")), None
+
+        def tick(x, t):
+            def stage(x):
+                with jax.named_scope("stage"):
+                    return jax.lax.scan(layer, x, None, length=5)[0]
+
+            return jax.lax.cond(t < 3, stage, jnp.cos, x), None
+
+        return jax.lax.scan(tick, x, jnp.arange(9))[0]
+
+    def counts(branch_counts):
+        return [
+            one.count for one in found_in(scheduled, mesh, (16, 128), REPLICATED, branch_counts)
+        ]
+
+    assert counts(None) == [9 * 5]
+    assert counts({"stage": 3}) == [3 * 5]
+
+
 def test_a_loop_that_ends_when_it_likes_is_refused(mesh):
     def until_small(x):
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: jax.lax.psum(x, "b") / 8, x)

@@ -1,6 +1,7 @@
 """Holds a compiled step's collectives against the textbook's: what has no reason is flagged."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -51,8 +52,9 @@ def audit(
 ) -> list[Row]:
     """A row for every reason and for everything without one, the largest first.
 
-    Both sides are matched by kind, axis and size, so that equal arrays share their reasons. What
-    remains is tried in the forms that the compiler is free to choose:
+    Both sides are matched by kind, axis and size, so that equal arrays share their reasons: first
+    those that run as often as they should, one by one or all layers' as one array. What remains is
+    tried in the forms that the compiler is free to choose:
 
     - the arrays of several layers as one;
     - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
@@ -71,7 +73,8 @@ def audit(
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
     left = [_Left(one, one.count) for one in found]
-    for match in (matching.same, matching.stacked, matching.whole, matching.joined):
+    exact = (functools.partial(match, exact=True) for match in (matching.same, matching.stacked))
+    for match in (*exact, matching.same, matching.stacked, matching.whole, matching.joined):
         left = [rest for one in left for rest in match(one)]
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
@@ -132,23 +135,27 @@ class _Matching:
         """Devices along an axis, or along several joined by "+"."""
         return math.prod(self.sizes[name] for name in axis.split("+"))
 
-    def same(self, left: _Left) -> list[_Left]:
-        """Kind, axis and size agree."""
+    def same(self, left: _Left, *, exact: bool = False) -> list[_Left]:
+        """Kind, axis and size agree; exact: and how often it runs."""
         one, count = left.found, left.count
         for other in self._nearest(one, one.kind):
+            if exact and other.count != count:
+                continue
             if count and other.expected.axis == one.axis and other.expected.bytes == one.bytes:
                 taken = min(count, other.count)
                 self._take(one, other, taken, taken, other.expected.cause)
                 count -= taken
         return _rest(left, count)
 
-    def stacked(self, left: _Left) -> list[_Left]:
-        """The arrays of several layers as one."""
+    def stacked(self, left: _Left, *, exact: bool = False) -> list[_Left]:
+        """The arrays of several layers as one; exact: of all the layers."""
         one, count = left.found, left.count
         for other in self._nearest(one, one.kind):
             size = other.expected.bytes
             layers = one.bytes // size  # arrays of `size` in this one
             fits = other.expected.axis == one.axis and one.bytes % size == 0 and layers in one.shape
+            if exact and other.count != count * layers:
+                continue
             if count and fits and other.count >= layers:
                 taken = min(count, other.count // layers)
                 self._take(one, other, taken, taken * layers, other.expected.cause)

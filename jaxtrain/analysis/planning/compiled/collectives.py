@@ -78,8 +78,9 @@ def collectives(
     Args:
       text: `compiled.as_text()`, from a TPU or GPU compile: the CPU backend rewrites collectives.
       mesh: the mesh of the program, or its axes' sizes, outermost first.
-      branch_counts: runs a step of the collectives in a named scope, in place of what loops say. A
-        branch of a conditional otherwise counts as if it were taken every time.
+      branch_counts: runs a step of a named scope, in place of what the loops around it say; loops
+        inside of it multiply. A branch of a conditional otherwise counts as if it were taken every
+        time.
 
     Raises:
       ValueError: a loop around a collective does not say how often it runs.
@@ -110,16 +111,23 @@ class _Walk:
 
     def run(self) -> Iterator[Collective]:
         entry = self.module.computations[self.module.entry]
-        yield from self.computation(entry, 1, "", entry.name, {})
+        yield from self.computation(entry, 1, 1, "", entry.name, {})
 
     def computation(
-        self, inside: Computation, count: int | None, op_name: str, path: str, chains: dict
+        self,
+        inside: Computation,
+        count: int | None,
+        scoped: int | None,
+        op_name: str,
+        path: str,
+        chains: dict,
     ) -> Iterator[Collective]:
         """The collectives of a computation that runs `count` times a step.
 
         Args:
           inside: the computation.
           count: None where a loop does not say.
+          scoped: how often it runs for each run of the scope that has a count, as `count`.
           op_name: of the caller, for instructions that lost their own.
           path: the calls that lead here: one computation may be called from several places.
           chains: the gathers seen already that are spread over fusions (see _CHAIN).
@@ -136,16 +144,24 @@ class _Walk:
                         continue
                 if kind == "all-reduce" and inside.name.startswith(_TPU_REDUCE_SCATTER):
                     kind = "reduce-scatter"
-                yield from self.collective(kind, inside, one, count, name, f"{path}/{one.name}")
+                given = self.given_count(name)
+                runs = count if given is None else _times(given, scoped)
+                yield from self.collective(kind, inside, one, runs, name, f"{path}/{one.name}")
                 continue
-            runs = count
+            runs, within = count, scoped
             if one.opcode == "while":
                 trips = self.module.trip_count(one)
-                runs = None if trips is None or count is None else count * trips
+                runs = _times(count, trips)
+                within = scoped if self.given_count(name) is None else _times(scoped, trips)
             for called in one.called:
                 below = chains if one.opcode == "fusion" else {}
                 yield from self.computation(
-                    self.module.computations[called], runs, name, f"{path}/{one.name}", below
+                    self.module.computations[called],
+                    runs,
+                    within,
+                    name,
+                    f"{path}/{one.name}",
+                    below,
                 )
 
     def collective(
@@ -165,8 +181,6 @@ class _Walk:
         axis = mesh_axes(groups, self.sizes, pairs=pairs)
         if not axis:
             return  # groups of one device: nothing moves
-        given = self.given_count(op_name)
-        count = count if given is None else given
         if count is None:
             raise ValueError(f"a loop around {one.name} ({op_name}) does not say how often it runs")
         for tensor in self.module.operand_tensors(inside, one):
@@ -191,6 +205,11 @@ class _Walk:
             if re.search(rf"(?<!\w){re.escape(scope)}(?!\w)", op_name):
                 return count
         return None
+
+
+def _times(count: int | None, trips: int | None) -> int | None:
+    """Runs of a loop's body; None where either is not known."""
+    return None if count is None or trips is None else count * trips
 
 
 def _product(sizes: Mapping[str, int]) -> int:
