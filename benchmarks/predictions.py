@@ -22,7 +22,6 @@ from scipy import optimize, stats
 
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import FITTED, Fitted, Pieces, peak_flops, pieces
@@ -31,7 +30,6 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.run.show.picture import Picture
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.program import flops_per_step, resolved
-from jaxtrain.training.settings import Config
 
 FILE = Path(__file__).with_name("published_runs.csv")
 # Chips of one share each; the other shares are one for a family.
@@ -83,8 +81,6 @@ def read(row: dict[str, str]) -> Point:
     assert peak is not None
     needed = memory(config, layout, target.chip.kind)
     moved = expected(config, layout)
-    if row["published_reduces_gradients_once"] == "yes":
-        moved = [_once(one, config) for one in moved]
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=needed.update_bytes)
     return Point(
         row["id"],
@@ -95,16 +91,6 @@ def read(row: dict[str, str]) -> Point:
         counted,
         row["use_for_fit"] == "True",
     )
-
-
-def _once(one: Expected, config: Config) -> Expected:
-    """Gradients that the published program adds up on each device before they are reduced."""
-    if not one.cause.startswith("gradients") or "pipe" in one.axis:
-        return one
-    times = config.train.accumulation * (
-        config.pipeline.microbatches if config.mesh.pipe > 1 else 1
-    )
-    return dataclasses.replace(one, count=max(1, one.count // times))
 
 
 def shares_of(chip: str) -> Fitted:

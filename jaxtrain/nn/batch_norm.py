@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel.sharding import mean_over_batch
+
 _OVER = (0, 1, 2)
 Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -32,8 +34,10 @@ def batch_norm(
     # Sums of x and x^2 come from one pass over x (and one reduction between devices), those of
     # x and (x - mean)^2 from two; but mean(x^2) - mean(x)^2 cancels where the mean is large.
     from_shift = x_BHWC.astype(jnp.float32) - shift_C
-    offset_C = from_shift.mean(_OVER)
-    variance_C = jnp.maximum(jnp.square(from_shift).mean(_OVER) - jnp.square(offset_C), 0)
+    offset_C, square_C = mean_over_batch(
+        (from_shift.mean(_OVER), jnp.square(from_shift).mean(_OVER))
+    )
+    variance_C = jnp.maximum(square_C - jnp.square(offset_C), 0)
     mean_C = shift_C + offset_C
     return normalised(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
 
@@ -72,6 +76,7 @@ def _backward(
     factor_C = inverse_C * scale_C
     offset_C = (of_mean_C - factor_C * of_bias_C) / count
     slope_C = (2 * of_variance_C - factor_C * inverse_C**2 * along_x_C) / count
+    offset_C, slope_C = mean_over_batch((offset_C, slope_C))
     of_x = of_y * factor_C + centred * slope_C + offset_C
     of_scale_C = inverse_C * along_x_C
     dtype = scale_C.dtype

@@ -105,6 +105,7 @@ class Layout:
       tensor_layout: the table, a name in TABLES.
       whole: logical axes of parameters that are not split over the tensor axes, because their size
         does not divide: kv heads, each of which then serves several devices.
+      one_batch: those of `manual` whose devices have rows of one batch, which share its statistics.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -114,6 +115,7 @@ class Layout:
     manual: frozenset[str] = frozenset()
     tensor_layout: TensorLayout = "1d"
     whole: frozenset[str] = frozenset()
+    one_batch: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -285,36 +287,38 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     )
 
 
-def along(axis: str, function: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
-    """`function(*arguments)` run for every index of one mesh axis; the other axes stay explicit.
+def along(
+    over: tuple[str, ...], function: Callable[..., Any], *arguments: Any, out_specs: Any
+) -> Any:
+    """`function(*arguments)` run for every index of some mesh axes; the others stay explicit.
 
     Between the two regions the other axes are automatic: a `shard_map` of JAX 0.10 takes what no
     spec mentions for replicated over EXPLICIT axes, and gathers it at its boundary.
 
     Args:
-      axis: the mesh axis; collectives inside name it.
-      function: takes the arguments' parts along the axis.
+      over: the mesh axes; collectives inside name them.
+      function: takes the arguments' parts along these axes.
       arguments: pytrees of arrays.
       out_specs: the whole specs of the results, or a prefix of their tree.
     """
     layout = _LAYOUT.get()
     assert layout is not None, "no layout is active"
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arguments)
-    others = tuple(set(layout.mesh.axis_names) - layout.manual - {axis})
+    others = tuple(set(layout.mesh.axis_names) - layout.manual - set(over))
 
     def explicit(*parts: Any) -> Any:
-        with layout.inside(axis):
+        with layout.inside(*over):
             return function(*parts)
 
     def manual(*parts: Any) -> Any:
-        inside = _each_spec(specs, (axis,))
+        inside = _each_spec(specs, over)
         return jax.sharding.explicit_axes(explicit, axes=others, in_sharding=inside)(*parts)
 
     mapped = jax.shard_map(
         manual,
         in_specs=_each_spec(specs, others),
         out_specs=_each_spec(out_specs, others),
-        axis_names={axis},
+        axis_names=set(over),
         check_vma=False,
     )
     return jax.sharding.auto_axes(mapped, axes=others, out_sharding=out_specs)(*arguments)
@@ -327,6 +331,24 @@ def _each_spec(specs: Any, dropped: Collection[str]) -> Any:
         specs,
         is_leaf=lambda x: isinstance(x, P),
     )
+
+
+def mean_over_batch(means):  # noqa: ANN001, ANN201 - any pytree of arrays, the same out
+    """Means over the rows at hand, as means over all rows of their batch.
+
+    Explicit axes need no such word: there an array's own mean is over all of it. Devices along an
+    axis of `Layout.one_batch` each hold as many rows of the batch, and see their own alone.
+    """
+    layout = _LAYOUT.get()
+    if layout is None or not layout.one_batch:
+        return means
+    return jax.lax.pmean(means, tuple(sorted(layout.one_batch)))
+
+
+def size_of_batch(size: int) -> int:
+    """How many there are in the whole batch of what the rows at hand have so many of."""
+    layout = _LAYOUT.get()
+    return size if layout is None else size * layout.size(tuple(layout.one_batch))
 
 
 def activation_spec(axes: tuple[str, ...]) -> P | None:

@@ -30,6 +30,7 @@ from jaxtrain.training.pipeline.engine import Engine
 from jaxtrain.training.pipeline.parts import Parts
 from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_schedule
 from jaxtrain.training.pipeline.stages import Stages, deal
+from jaxtrain.training.reduction import local_gradients, sum_gradients, summed_once
 
 
 @jax.tree_util.register_dataclass
@@ -288,7 +289,6 @@ class Program:
           batch: the global batch, or the rows of it that are one replica's.
           counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
         """
-        weights = to_compute(state.params, self.precision.compute)
         counts = self.objective.counts(batch) if counts is None else counts
         if self.objective.draws:
             batch = numbered(batch)
@@ -296,14 +296,55 @@ class Program:
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
+        weights = to_compute(state.params, self.precision.compute)
+        axes = summed_once(self.layout, self.passes)
+        if axes:
+            grads, sums, statistics = local_gradients(
+                axes, self.layout, self._of_rows, batch,
+                weights, state.statistics, scales, state.step,
+            )  # fmt: skip
+            grads = sum_gradients(axes, self.layout, grads)
+        else:
+            grads, sums, statistics = self._of_rows(
+                self.layout, batch, weights, state.statistics, scales, state.step
+            )
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        return grads, self.objective.means(sums, counts), statistics
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes in a step: microbatches."""
+        return self.accumulation * (1 if self.stages is None else self.pipeline.microbatches)
+
+    def _of_rows(
+        self,
+        layout: Layout,
+        batch: Batch,
+        weights: nnx.State,
+        statistics: nnx.State,
+        scales: Sums,
+        step: jax.Array,
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """Gradients and sums of all microbatches of these rows, and the new statistics.
+
+        Gradients of several microbatches are float32; one's are in the dtype of its computation.
+
+        Args:
+          layout: where everything goes, these rows being all that it knows of.
+          batch: the rows.
+          weights: the parameters in the compute dtype.
+          statistics: the running statistics.
+          scales: for each count of the objective, what the sums over it are multiplied by.
+          step: optimizer steps taken.
+        """
+        program = dataclasses.replace(self, layout=layout)
 
         def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
-            params = self._with_gradient(weights, slices)
-            sums, statistics = self.sums(params, statistics, micro, train=True, step=state.step)
+            params = program._with_gradient(weights, slices)
+            sums, statistics = program.sums(params, statistics, micro, train=True, step=step)
             return self.objective.total(sums, scales), (sums, statistics)
 
         # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
-        layout = self.layout
         of = reshard(weights, layout.gradient, layout) if layout.zero == 2 else weights
         gradient = jax.grad(loss_fn, has_aux=True)
 
@@ -311,26 +352,25 @@ class Program:
             if self.stages is None:
                 grads, (sums, statistics) = gradient(of, statistics, micro)
             else:
-                grads, sums = self._through_stages(weights, of, micro, scales, True)
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+                grads, sums = program._through_stages(weights, of, micro, scales, True)
             return grads, sums, statistics
 
         if self.accumulation == 1:
-            grads, sums, statistics = one(state.statistics, batch)
-        else:
+            return one(statistics, batch)
 
-            def add(carry: Any, micro: Batch) -> tuple[Any, None]:
-                grads, sums, statistics = carry
-                more_grads, more_sums, statistics = one(statistics, micro)
-                total = jax.tree.map(jnp.add, (grads, sums), (more_grads, more_sums))
-                return (*total, statistics), None
+        def add(carry: Any, micro: Batch) -> tuple[Any, None]:
+            grads, sums, statistics = carry
+            more_grads, more_sums, statistics = one(statistics, micro)
+            more_grads = _as_float32(more_grads)
+            total = jax.tree.map(jnp.add, (grads, sums), (more_grads, more_sums))
+            return (*total, statistics), None
 
-            micros = split_microbatches(batch, self.accumulation)
-            first = jax.tree.map(lambda x: x[0], micros)
-            shapes = jax.eval_shape(one, state.statistics, first)[:2]
-            zeros = jax.tree.map(_zeros, shapes)
-            (grads, sums, statistics), _ = jax.lax.scan(add, (*zeros, state.statistics), micros)
-        return grads, self.objective.means(sums, counts), statistics
+        micros = split_microbatches(batch, self.accumulation)
+        first = jax.tree.map(lambda x: x[0], micros)
+        grads, sums, _ = jax.eval_shape(one, statistics, first)
+        zeros = jax.tree.map(_zeros, (jax.eval_shape(_as_float32, grads), sums))
+        (grads, sums, statistics), _ = jax.lax.scan(add, (*zeros, statistics), micros)
+        return grads, sums, statistics
 
     def sums(
         self,
@@ -471,6 +511,10 @@ def _with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
         slices,
         is_leaf=is_variable,
     )
+
+
+def _as_float32(tree):  # noqa: ANN001, ANN202 - any pytree of arrays
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Statistic, constant, normal, param
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
-from jaxtrain.parallel.sharding import shard
+from jaxtrain.parallel.sharding import shard, size_of_batch
 
 IMAGES = ("batch", "height", "width", "channels_in")
 KERNEL = ("height", "width", "channels_in", "channels")
@@ -216,7 +216,7 @@ class NormedConvolution(nnx.Module):
         x_BHWC, mean_C, variance_C = batch_norm(
             x_BHWC, scale_C, bias_C, mean.get_value(), self.epsilon
         )
-        count = x_BHWC.size // x_BHWC.shape[-1]
+        count = size_of_batch(x_BHWC.size // x_BHWC.shape[-1])
         return x_BHWC, {
             "mean": self._moved(mean, mean_C),
             # The running variance is the unbiased estimate, the one that normalises is not.

@@ -157,7 +157,7 @@ class ExchangeProgram(abc.ABC):
             # A vmap of them says how the results are laid out; what runs is one replica's program.
             shapes = jax.eval_shape(on_shapes, *arguments)
             specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
-            return along("data", one, *arguments, out_specs=specs)
+            return along(("data",), one, *arguments, out_specs=specs)
 
         return all_replicas
 

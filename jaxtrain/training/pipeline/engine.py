@@ -92,7 +92,7 @@ class Engine:
         outer = reshard(outer, inside.parameter, inside)
         of_outer = reshard(of_outer, inside.gradient, inside)
         grads_layers, grads_outer, sums = along(
-            "pipe",
+            ("pipe",),
             body,
             columns,
             valid,

@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_
 from jaxtrain.training.pipeline.schedules import make_schedule
 from jaxtrain.training.pipeline.slots import sends
 from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.reduction import summed_once
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
 
@@ -182,6 +183,16 @@ class Facts:
         """Bytes of one number of a weight's gradient when it is reduced: norms and routers compute
         in float32."""
         return 4 if weight.role in ("norm", "router") else self.value_bytes
+
+    def summed_bytes(self, weight: Weight) -> int:
+        """Bytes of one number of a weight's gradient when it crosses once a step: float32, where
+        microbatches were summed."""
+        return 4 if self.passes > 1 or self.size("pipe") > 1 else self.gradient_bytes(weight)
+
+    @functools.cached_property
+    def summed_once(self) -> tuple[str, ...]:
+        """Mesh axes that gradients cross once a step and not once a pass."""
+        return () if self.replicas_alone else summed_once(self.layout, self.passes)
 
     @functools.cached_property
     def micros(self) -> int:

@@ -117,8 +117,14 @@ class _Weight:
     # -- gradients --------------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[Expected]:
+        yield from self.every_pass()
+        yield from self.once()
+        yield from self.over_pipe()
+
+    def every_pass(self) -> Iterator[Expected]:
+        """What the backward pass of every microbatch reduces."""
         facts = self.facts
-        axes = self.reduced_over()
+        axes = [axis for axis in self.reduced_over() if axis not in facts.summed_once]
         times = facts.passes * self.layers
         if self.is_tied and facts.size("pipe") > 1:
             times *= 2  # the first stage's part and the last one's
@@ -145,13 +151,36 @@ class _Weight:
             yield Expected(
                 "all-gather", facts.joined(whole_at_rest), times, size, cause, "N (k-1)/k"
             )
-        yield from self.over_pipe()
+
+    def once(self) -> Iterator[Expected]:
+        """What crosses after the last microbatch: to where it is updated, summed in float32."""
+        facts, axes = self.facts, self.weight.axes
+        over = [axis for axis in self.reduced_over() if axis in facts.summed_once]
+        if not over:
+            return
+        held = [axis for _, axis in split_over(facts.layout.gradient(axes))]
+        size = math.prod(self.weight.shape) // facts.devices(held)
+        size *= facts.summed_bytes(self.weight)
+        cause = f"gradients: {self.name}"
+        updated = [axis for _, axis in split_over(facts.layout.moment(axes))]
+        scattered = [axis for axis in over if axis in updated]
+        rest = [axis for axis in over if axis not in scattered]
+        if scattered:
+            yield Expected(
+                "reduce-scatter", facts.joined(scattered), self.layers, size, cause,
+                "N (k-1)/k a step",
+            )  # fmt: skip
+            size //= facts.devices(scattered)
+        if rest:
+            yield Expected(
+                "all-reduce", facts.joined(rest), self.layers, size, cause, "2 N (k-1)/k a step"
+            )
 
     def scatters_to(self):  # noqa: ANN201 - one of the layout's methods
-        """Where a gradient goes when it is reduced.
+        """Where a gradient goes when a pass reduces it.
 
-        In ZeRO 1 a loop (over layers or microbatches) carries whole gradients: only what stands
-        outside every loop goes straight to the shards that are updated.
+        In ZeRO 1 replicas that agree in another way carry whole gradients in loops (over layers or
+        microbatches): only what stands outside every loop goes straight to what is updated.
         """
         facts = self.facts
         looped = self.weight.is_layer or facts.passes > 1
@@ -203,3 +232,7 @@ class _Weight:
             yield Expected(
                 "collective-permute", facts.joined(split), 2, held, f"update: {self.name}", "N / k"
             )
+            if "fsdp" in facts.summed_once:  # the sum's shards too, on the way in
+                held = 4 * self.elements // facts.devices(split)
+                cause = f"gradients: {self.name}"
+                yield Expected("collective-permute", facts.joined(split), 1, held, cause, "N / k")

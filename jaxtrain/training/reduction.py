@@ -1,0 +1,166 @@
+"""Gradients that stay on their devices until a step's last microbatch, and cross the mesh once.
+
+A device's gradient of its own rows is summed over microbatches without a word to the others along
+`data` (and along `fsdp`, where that axis shards no gradient). One exchange follows: an all-reduce,
+or, where a device updates a shard alone, a reduce-scatter along `fsdp` and an all-reduce of the
+shard along `data` (arXiv 1910.02054, section 7).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import layout as in_memory
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.sharding import (
+    Layout,
+    along,
+    current_layout,
+    is_variable,
+    logical_axes,
+    on_each_device,
+    parts_of,
+    without,
+)
+from jaxtrain.training.objectives.losses import Sums
+
+# A device's gradients, sums and new statistics, from its rows of the batch.
+OfRows = Callable[..., tuple[nnx.State, Sums, nnx.State]]
+
+
+def summed_once(layout: Layout, passes: int) -> tuple[str, ...]:
+    """The mesh axes that gradients cross once a step; those of the batch left out do so every pass.
+
+    Of one pass these are none where a whole gradient is all-reduced, which each layer's is beside
+    the backward pass of the layer before. Left to the compiler, a gradient that is scattered along
+    one axis and summed along another is summed whole over both.
+
+    Args:
+      layout: the step's.
+      passes: forward and backward passes in a step: microbatches.
+    """
+    if "data" in layout.manual:
+        return ()  # replicas that agree in another way: see `Exchange`
+    names = {"data"} if layout.zero >= 2 else {"data", "fsdp"}
+    of_batch = parts_of(layout.activation(("batch",))[0])
+    axes = tuple(axis for axis in of_batch if axis in names)
+    scatters = layout.tensor_layout != "1d" or (layout.zero >= 1 and layout.mesh.shape["fsdp"] > 1)
+    return axes if passes > 1 or scatters else ()
+
+
+def local_gradients(
+    axes: tuple[str, ...], layout: Layout, of_rows: OfRows, batch: Batch, *arguments: Any
+) -> tuple[nnx.State, Sums, nnx.State]:
+    """Each device's own gradients [k, ...], sums over all rows, and the new statistics.
+
+    Args:
+      axes: from `summed_once`; k devices along them.
+      layout: the step's.
+      of_rows: (layout, rows, *arguments) -> gradients, sums and statistics of these rows alone; the
+        statistics are those of the whole batch (see `sharding.mean_over_batch`).
+      batch: the global batch.
+      arguments: pytrees of arrays that all devices along the axes have alike, parameters first.
+    """
+
+    def one(rows: Batch, *arguments: Any) -> tuple[nnx.State, Sums, nnx.State]:
+        inside = current_layout()
+        assert inside is not None, "along() has made one current"
+        inside = dataclasses.replace(inside, one_batch=frozenset(axes))
+        rows = jax.tree.map(lambda x: x.squeeze(0), rows)
+        with inside.current():
+            grads, sums, statistics = of_rows(inside, rows, *arguments)
+        grads, sums = jax.tree.map(lambda x: x[None], (grads, sums))
+        return grads, sums, statistics
+
+    params, statistics = arguments[:2]
+    specs = jax.tree.map(
+        lambda v: v.replace(_of_device(axes, layout, logical_axes(v))), params, is_leaf=is_variable
+    )
+    kept = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, statistics)
+    grads, sums, statistics = along(
+        axes, one, _rows_of_devices(axes, layout, batch), *arguments,
+        out_specs=(specs, P(axes), kept),
+    )  # fmt: skip
+    return grads, jax.tree.map(lambda x: x.sum(0), sums), statistics
+
+
+def _of_device(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> P:
+    inside = dataclasses.replace(layout, manual=layout.manual | set(axes))
+    return P(axes, *inside.gradient(names))
+
+
+def _rows_of_devices(axes: tuple[str, ...], layout: Layout, batch: Batch) -> Batch:
+    """The batch [k, rows, ...]: what one dimension had over several axes stays where it is."""
+    (rows,) = dataclasses.replace(layout, manual=layout.manual | set(axes)).activation(("batch",))
+    k = layout.size(axes)
+
+    def one(x: jax.Array) -> jax.Array:
+        shape = (k, x.shape[0] // k, *x.shape[1:])
+        return jax.lax.reshape(x, shape, out_sharding=P(axes, rows))
+
+    return jax.tree.map(one, batch)
+
+
+def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nnx.State:
+    """The sum of the devices' gradients, in the dtype they are given in, each crossing once.
+
+    Args:
+      axes: from `summed_once`.
+      layout: the step's.
+      grads: from `local_gradients`: [k, ...], k split over the axes.
+
+    Returns:
+      Gradients laid out as the moments are, but for dimensions that other axes split too: fsdp
+      comes after those.
+    """
+    leaves, structure = jax.tree.flatten(grads, is_leaf=is_variable)
+    given = [_of_device(axes, layout, logical_axes(v)) for v in leaves]
+    dims = [_scattered(axes, layout.moment(logical_axes(v))) for v in leaves]
+    made = [_with_fsdp(P(*spec[1:]), dim) for spec, dim in zip(given, dims, strict=True)]
+
+    def on_one(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            _sum(x[0], axes, dim, "layers" in logical_axes(v))
+            for x, dim, v in zip(arrays, dims, leaves, strict=True)
+        ]
+
+    sums = on_each_device(on_one, (given,), made)([v.get_value() for v in leaves])
+    return structure.unflatten(v.replace(x) for v, x in zip(leaves, sums, strict=True))
+
+
+def _scattered(axes: tuple[str, ...], moment: P) -> int | None:
+    """The dimension along which devices keep a shard each of what they sum; None: all keep all."""
+    if "fsdp" not in axes:
+        return None
+    return next((dim for dim, part in enumerate(moment) if "fsdp" in parts_of(part)), None)
+
+
+def _with_fsdp(spec: P, dim: int | None) -> P:
+    if dim is None:
+        return spec
+    return P(*spec[:dim], without((*parts_of(spec[dim]), "fsdp"), ()), *spec[dim + 1 :])
+
+
+def _sum(x: jax.Array, axes: tuple[str, ...], dim: int | None, lead: int) -> jax.Array:
+    """x summed along these axes; of dimension `dim`, if any, fsdp's devices keep a part each.
+
+    Of `lead` dimensions of layers, the scattered one and all others, rows lie after rows in memory:
+    XLA's TPU compiler scatters rows of whole tiles (8 of float32, 16 of bfloat16), and sums the
+    whole of an array that it may lay out as it likes.
+    """
+    if dim is None:
+        return jax.lax.psum(x, axes)
+    moved = jnp.moveaxis(x, dim, lead)
+    rows = moved.reshape(*moved.shape[: lead + 1], -1)
+    rows = in_memory.with_layout_constraint(rows, in_memory.Layout(tuple(range(rows.ndim))))
+    shard = jax.lax.psum_scatter(rows, "fsdp", scatter_dimension=lead, tiled=True)
+    rest = tuple(axis for axis in axes if axis != "fsdp")
+    shard = jax.lax.psum(shard, rest) if rest else shard
+    return jnp.moveaxis(
+        shard.reshape(*shard.shape[: lead + 1], *moved.shape[lead + 1 :]), lead, dim
+    )

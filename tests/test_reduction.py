@@ -1,0 +1,146 @@
+"""Gradients that cross the mesh once a step are one device's, in every mode that has microbatches.
+
+How often they cross is counted in tests/test_traffic.py and tests/test_planning_traffic.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_layout, make_program
+from parity import assert_equal, evaluate
+from test_resnet import assert_same, step_on
+from test_step import BATCH, MODELS
+
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.parallel.sharding import Layout, mean_over_batch, on_each_device, size_of_batch
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.reduction import summed_once
+
+P = jax.P
+LLAMA = MODELS["llama"]
+MODEL = {
+    "llama": dataclasses.replace(LLAMA, num_layers=4, num_kv_heads=8),
+    # With a capacity, drops depend on the rows and not on where they lie.
+    "mixture": Mixtral(
+        vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, mlp_dim=48,
+        num_experts=4, capacity_factor=1.0, context_length=16,
+    ),
+    "dropless": Mixtral(
+        vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, mlp_dim=48,
+        num_experts=4, capacity_factor=None, context_length=16,
+    ),
+}  # fmt: skip
+FULL = Execution(kernel="xla", remat=POLICIES["full"])
+ULYSSES = Execution(kernel="xla", context_parallel="ulysses")
+BUBBLE = Pipeline(schedule="zero_bubble", microbatches=2)
+CASES = {
+    "zero 1, chunks, remat": (
+        "llama", {"data": 2, "fsdp": 2, "tensor": 2, "zero": 1},
+        {"accumulation": 2, "loss": Loss(chunk_size=4), "execution": FULL},
+    ),
+    "experts": ("mixture", {"data": 2, "expert": 2, "tensor": 2}, {"accumulation": 2}),
+    "zero bubble, zero 1": (
+        "llama", {"data": 2, "fsdp": 2, "pipe": 2, "zero": 1},
+        {"accumulation": 2, "pipeline": BUBBLE},
+    ),
+    "dropless, zero 1": (
+        "dropless", {"data": 2, "expert": 2, "fsdp": 2, "zero": 1}, {"accumulation": 2},
+    ),
+    "hsdp, residuals": (
+        "llama", {"data": 2, "fsdp": 2, "pipe": 2},
+        {"pipeline": Pipeline(microbatches=4, backward="residuals")},
+    ),
+    "context": (
+        "llama", {"data": 2, "context": 2, "pipe": 2},
+        {"pipeline": Pipeline(microbatches=2), "execution": ULYSSES},
+    ),
+}  # fmt: skip
+QUICK = ["zero 1, chunks, remat", "experts", "zero bubble, zero 1"]
+
+
+@functools.cache
+def one_device(model):
+    return evaluate(make_program(MODEL[model], make_layout()), BATCH)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+def test_gradients_of_many_microbatches_are_one_devices(name, capfd):
+    model, sizes, changes = CASES[name]
+    expected = one_device(model)
+    capfd.readouterr()
+    found = evaluate(make_program(MODEL[model], make_layout(**sizes), **changes), BATCH)
+    assert "nvoluntary full rematerialization" not in capfd.readouterr().err
+    assert_equal(found, expected)
+
+
+def test_statistics_of_a_microbatch_are_those_of_all_its_rows():
+    """On brightness that grows with the row: a device's own mean is not the microbatch's."""
+    found = step_on(make_layout(1, data=2, fsdp=2), accumulation=2)
+    assert_same(found, step_on(make_layout(), accumulation=2))
+
+
+def test_a_mean_over_the_batch_is_over_the_rows_of_all_its_devices():
+    layout = make_layout(data=4)
+    rows = np.arange(8.0, dtype=np.float32)
+
+    def one(x):
+        one_batch = dataclasses.replace(layout, one_batch=frozenset({"data"}))
+        with one_batch.current():
+            assert size_of_batch(x.size) == 8
+            return mean_over_batch(x.mean(keepdims=True))
+
+    with layout.active():
+        placed = jax.device_put(rows, layout.named(P("data")))
+        means = jax.jit(lambda x: on_each_device(one, (P("data"),), P("data"))(x))(placed)
+    np.testing.assert_array_equal(means, [3.5] * 4)
+    assert mean_over_batch(rows) is rows  # on explicit axes a mean is that of all rows already
+
+
+def test_half_precision_gradients_are_summed_between_devices():
+    """In the dtype of the computation where there is one microbatch: near float32's."""
+    program = make_program(
+        LLAMA, make_layout(2, data=2, fsdp=4), precision=Precision(compute="bfloat16")
+    )
+    found, exact = evaluate(program, BATCH), evaluate(make_program(LLAMA, make_layout()), BATCH)
+
+    def norm(tree):
+        return np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree)))
+
+    off = jax.tree.map(np.subtract, found["gradients"], exact["gradients"])
+    assert norm(off) < 2e-2 * norm(exact["gradients"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "passes", "axes"),
+    [
+        ({"zero": 0, "data": 2, "fsdp": 4}, 2, ("data", "fsdp")),
+        ({"zero": 1, "data": 2, "fsdp": 4}, 2, ("data", "fsdp")),
+        ({"zero": 2, "data": 2, "fsdp": 4}, 2, ("data",)),
+        ({"zero": 3, "data": 2, "fsdp": 4}, 2, ("data",)),
+        ({"zero": 3, "fsdp": 8}, 2, ()),
+        ({"zero": 1, "data": 2, "expert": 4}, 2, ("data",)),
+        # One pass: where a scatter would be left to the compiler.
+        ({"zero": 0, "data": 2, "fsdp": 4}, 1, ()),
+        ({"zero": 1, "fsdp": 8}, 1, ("fsdp",)),
+        ({"zero": 1, "data": 8}, 1, ()),
+        ({"zero": 3, "data": 2, "fsdp": 4}, 1, ("data",)),
+    ],
+    ids=str,
+)
+def test_which_axes_gradients_cross_once(layout, passes, axes):
+    assert summed_once(make_layout(**layout), passes) == axes
+
+
+def test_replicas_that_agree_in_another_way_sum_as_they_did():
+    layout: Layout = dataclasses.replace(make_layout(1, data=2, fsdp=4), manual=frozenset({"data"}))
+    assert summed_once(layout, 2) == ()
