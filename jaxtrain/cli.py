@@ -94,7 +94,9 @@ def _ended(arguments: argparse.Namespace) -> int:
     import jax
 
     from jaxtrain.config.errors import ConfigError, UserError
+    from jaxtrain.parallel.devices import pass_over_libtpu
 
+    pass_over_libtpu()
     try:
         return _run(arguments)
     except ConfigError as error:

@@ -2,7 +2,10 @@
 
 import collections
 import contextlib
-from collections.abc import Sequence
+import importlib.metadata
+import importlib.util
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +25,49 @@ def offer_cpu_devices(count: int) -> None:
     """Splits the CPU into `count` devices; where JAX has opened its backend already, nothing."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def has_tpu_chips(root: Path = Path("/")) -> bool:
+    """Device files of TPUs: /dev/accel0 (v2 to v4) or /dev/vfio/0 (later ones)."""
+    return any(root.glob("dev/accel[0-9]*")) or any(root.glob("dev/vfio/[0-9]*"))
+
+
+def pass_over_libtpu() -> None:
+    """Has JAX leave libtpu alone on a machine without accelerators; call it before the backend.
+
+    libtpu compiles for TPUs that are not there (`jaxtrain[tpu]`, `jaxtrain[dev]`). JAX tries it at
+    the start of every process, and it then writes errors to the terminal, past Python, about TPUs
+    that it does not find. Where anything says that there is an accelerator, nothing is changed, and
+    no word of a library's is hidden anywhere.
+    """
+    settings: Any = jax.config  # whose attributes are made at run time
+    plugins = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+    platforms = platforms_without_libtpu(
+        settings.jax_platforms,
+        is_installed=importlib.util.find_spec("libtpu") is not None,
+        plugins=plugins,
+    )
+    if platforms is not None:
+        jax.config.update("jax_platforms", platforms)
+
+
+def platforms_without_libtpu(
+    chosen: str | None, *, is_installed: bool, plugins: Collection[str], root: Path = Path("/")
+) -> str | None:
+    """What `jax_platforms` is to be where libtpu would find no TPU; None: it stays as it is.
+
+    Args:
+      chosen: what it is: by the user, or by JAX, which says "tpu,cpu" where it sees TPUs.
+      is_installed: whether libtpu is.
+      plugins: names of JAX's other plugins.
+      root: of the file system.
+    """
+    nvidia = ("nvidia[0-9]*", "nvidiactl", "dxg")
+    has_gpus = any(any(root.glob(f"dev/{name}")) for name in nvidia)
+    others = [name for name in plugins if not name.startswith("xla_cuda")]
+    if chosen or not is_installed or has_tpu_chips(root) or has_gpus or others:
+        return None
+    return "cpu"
 
 
 def simulate_devices(count: int) -> None:
@@ -55,6 +101,7 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
       UserError: JAX already runs on another number of devices in this process.
     """
     keep_compiled_programs()
+    pass_over_libtpu()
     simulated = SIMULATED_DEVICES if count is None else count
     offer_cpu_devices(simulated)
     if jax.default_backend() == "cpu":
@@ -72,6 +119,7 @@ def chosen_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     Raises:
       UserError: there is none, one stands there twice, or a process of the run has none of them.
     """
+    pass_over_libtpu()
     if devices is None:
         return jax.devices()
     chosen = list(devices)

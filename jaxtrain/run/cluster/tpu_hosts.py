@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.devices import has_tpu_chips
 from jaxtrain.run.cluster.cluster import Cluster, Kind
 from jaxtrain.run.cluster.launchers import DEFAULT_PORT, address, integer, sentence
 
@@ -36,7 +37,7 @@ def tpu_vm(environment: Mapping[str, str], root: Path = Path("/")) -> Cluster | 
     """
     host = environment.get("GCE_METADATA_HOST", "metadata.google.internal")
     if "GCE_METADATA_HOST" not in environment and (
-        "TPU_SKIP_MDS_QUERY" in environment or not _has_chips(root)
+        "TPU_SKIP_MDS_QUERY" in environment or not has_tpu_chips(root)
     ):
         return None
     try:
@@ -87,11 +88,6 @@ def _slices(
         hosts=hosts,
         found=sentence(kind, process, count, coordinator, more),
     )
-
-
-def _has_chips(root: Path) -> bool:
-    """/dev/accel0 (TPU v2 to v4) or /dev/vfio/0 (later ones)."""
-    return any(root.glob("dev/accel[0-9]*")) or any(root.glob("dev/vfio/[0-9]*"))
 
 
 def _ask(host: str, name: str) -> str | None:
