@@ -160,6 +160,7 @@ def _of_full_disk(error: OSError) -> str | None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from jaxtrain.run import commands as run
+    from jaxtrain.run.huggingface import commands as huggingface
 
     match arguments.command:
         case "train":
@@ -171,6 +172,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return run.generate(arguments)
         case "inspect":
             return run.inspect(arguments)
+        case "import-hf":
+            return huggingface.import_hf(arguments)
+        case "export-hf":
+            return huggingface.export_hf(arguments)
         case "data":
             return run.data(arguments)
         case "prepare":

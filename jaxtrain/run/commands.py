@@ -68,7 +68,7 @@ def train(
     workdir = run_folder(name, arguments.workdir)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     try:
-        with begin.begin(config, workdir, flags, say=_sayer(console)) as attempt:
+        with begin.begin(config, workdir, flags, say=sayer(console)) as attempt:
             output.when_closed(attempt.request_stop)
             if not attempt.is_first:
                 console = quiet()
@@ -120,7 +120,9 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
     return trainer.train(profile=profile)
 
 
-def _sayer(console: Console) -> Callable[[str], None]:
+def sayer(console: Console) -> Callable[[str], None]:
+    """What prints a line as it is."""
+
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -211,7 +213,7 @@ def data(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluates a checkpoint and prints one JSON line."""
-    trainer = _open_run(arguments)
+    trainer = open_run(arguments)
     values = trainer.evaluate()
     other = trainer.other_data()
     if other is not None:
@@ -224,7 +226,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Prints a sample from a trained language model."""
-    trainer = _open_run(arguments)
+    trainer = open_run(arguments)
     sample = trainer.generate(
         arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,
@@ -252,8 +254,13 @@ def inspect(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _open_run(arguments: argparse.Namespace) -> Trainer:
-    """The trainer of a run's folder with a checkpoint restored, changing nothing there."""
+def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -> Trainer:
+    """The trainer of a run's folder with a checkpoint restored, changing nothing there.
+
+    Args:
+      arguments: the parsed command line.
+      console: where is said what people should know; None is standard error.
+    """
     keep_compiled_programs()
     folder = _existing_run(arguments.workdir, arguments.step)
     bindings, allow_imports = arguments.gin_bindings, arguments.allow_imports
@@ -264,7 +271,7 @@ def _open_run(arguments: argparse.Namespace) -> Trainer:
             file.write_bytes((folder / file.name).read_bytes())
         config = load_config(file, bindings, allow_imports=allow_imports)
     # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
     say_notes(console, config.notes)
     return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
 

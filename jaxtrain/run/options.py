@@ -42,7 +42,8 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, inspect, data, prepare, configs, plot, sweep and supervise."""
+    """Adds train, eval, generate, inspect, import-hf, export-hf, data, prepare, configs, plot, sweep
+    and supervise."""
     command = add("train", "trains, or continues from the newest checkpoint")
     command.add_argument(
         "config",
@@ -97,6 +98,22 @@ def add_run_commands(add: Add) -> None:
         action="store_true",
         help="read every array and check it against its fingerprint",
     )
+
+    command = add("import-hf", "makes a run of a Hugging Face folder")
+    command.add_argument("source", metavar="SRC_DIR", help="config.json and safetensors")
+    command.add_argument("--workdir", metavar="DIR", required=True, help="the run's new folder")
+    command.add_argument(
+        "--simulate-devices", type=int, metavar="N", help="read onto N simulated CPU devices"
+    )
+    add_config_options(command)
+
+    command = add("export-hf", "makes a Hugging Face folder of a run")
+    _add_checkpoint_options(command)
+    command.add_argument("--out", metavar="DST_DIR", required=True, help="the new folder")
+    command.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the files"
+    )
+    add_config_options(command)
 
     command = add("data", "opens a config's data: what is known of it, its first examples")
     command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")

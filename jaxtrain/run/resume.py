@@ -4,12 +4,13 @@ import dataclasses
 import importlib.metadata
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
@@ -48,6 +49,23 @@ def describe(
         "data": {"next_batch": next_batch, **_position(config, digest)},
         "layer_order": program.layer_order,
         "versions": versions(),
+    }
+
+
+def describe_parameters(config: Config, program: Program) -> dict[str, Any]:
+    """What is saved beside parameters alone, of a run that has not begun.
+
+    Args:
+      config: the run's configuration.
+      program: whose layout and order of layers they have.
+    """
+    return {
+        "format": FORMAT,
+        "config": config.operative(),
+        "data": {"next_batch": 0},
+        "layer_order": program.layer_order,
+        "versions": versions(),
+        "only_parameters": True,
     }
 
 
@@ -105,8 +123,8 @@ def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str |
       config: the configuration that opened the data.
       dataset: the opened data.
     """
-    saved = extra["data"][_DIGEST]
-    if saved == dataset.digest:
+    saved = extra["data"].get(_DIGEST)
+    if saved in (None, dataset.digest):  # parameters alone were trained on nothing here
         return None
     setting, pythons = _other_setting(extra["config"], config), _other_python(extra, config)
     if setting is not None:
@@ -219,16 +237,33 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
     A pipeline keeps its layers in stage order; where the saved order is another one they are read
     in that order and then dealt out again.
     """
-    saved = checkpoints.extra(step).get("layer_order")
-    if saved == program.layer_order or not isinstance(program, Program):
-        return checkpoints.restore(step, program.abstract_state())
+    if isinstance(program, Program):
+        return _restore(checkpoints, step, program, lambda state: state)
+    return checkpoints.restore(step, program.abstract_state())
+
+
+def restore_parameters(checkpoints: Checkpoints, step: int, program: Program) -> nnx.State:
+    """The parameters of `step` alone, in the program's layout; nothing else is read."""
+    found = _restore(checkpoints, step, program, lambda state: {"params": state.params})
+    return found["params"]
+
+
+def _restore(
+    checkpoints: Checkpoints, step: int, program: Program, part: Callable[[TrainState], Any]
+) -> Any:
+    """A part of the state, whatever mesh and stages wrote it."""
+    saved, whole_state = checkpoints.extra(step).get("layer_order"), program.abstract_state()
+    wanted_part = part(whole_state)
+    partial = wanted_part is not whole_state
+    if saved == program.layer_order:
+        return checkpoints.restore(step, wanted_part, partial=partial)
     num_layers = _num_layers(program)
     present = list(range(num_layers)) if saved is None else saved
     wanted = program.layer_order or list(range(num_layers))
-    state = checkpoints.restore(step, _in_order(program, present))
+    state = checkpoints.restore(step, part(_in_order(program, present)), partial=partial)
     whole = dataclasses.replace(program.layout, manual=frozenset({"pipe"}))
 
-    def deal(state: TrainState) -> TrainState:
+    def deal(state: Any) -> Any:
         def one(variable: Any) -> Any:
             if not (is_variable(variable) and is_layer(variable)):
                 return variable
@@ -239,7 +274,7 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
 
         return jax.tree.map(one, state, is_leaf=is_variable)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state())
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted_part)
     with program.layout.active():
         return jax.jit(deal, out_shardings=shardings)(state)
 

@@ -16,6 +16,7 @@ from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.metrics_file import METRICS_FILE
+from jaxtrain.run.start import first_parameters, restored_parameters
 from jaxtrain.training.exchange.program import ExchangeProgram
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState
@@ -147,11 +148,19 @@ class SavedRun:
             self._checkpoints.close()
 
     def _fresh(self) -> TrainState:
-        return self._program.create(self._config.train.seed)
+        train, params = self._config.train, None
+        if train.start_from is not None:
+            params = first_parameters(train.start_from, self._config, self._program.plain)
+            self._report(f"Parameters from {train.start_from}; everything else is fresh")
+        return self._program.create(train.seed, params)
 
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         assert self._checkpoints is not None
         extra = self._checkpoints.extra(step)
+        if extra.get("only_parameters"):
+            params = restored_parameters(self._checkpoints, step, self._config, self._program.plain)
+            self.extra = extra
+            return self._program.create(self._config.train.seed, params), 0
         if dataset is not None:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
             for note in resume.other_rate(extra, self._config, step):

@@ -5,7 +5,8 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +27,8 @@ from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.generate import Sampling, continued, write
+from jaxtrain.run.huggingface.exporting import Dtype, export_run
+from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
 from jaxtrain.run.metrics import MetricsLog, lacks_evaluation, open_log
 from jaxtrain.run.metrics_file import lines_of
@@ -41,7 +44,8 @@ from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.program import make_program, resolve_kernel
-from jaxtrain.training.settings import Config
+from jaxtrain.training.published import SCHEME
+from jaxtrain.training.settings import Config, load_config
 from jaxtrain.training.step import Program, TrainState
 from jaxtrain.training.stepper import Stepper
 
@@ -143,6 +147,51 @@ class Trainer:
         if self._folder is not None and jax.process_index() == 0:
             write_atomically(self._folder.local / "config.gin", config.operative().encode())
             self._folder.push_soon()
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        path: str | Path,
+        workdir: str | Place | None = None,
+        *,
+        bindings: Sequence[str] = (),
+        console: Console | None = None,
+    ) -> Self:
+        """A trainer that starts with the parameters of a Hugging Face folder: that of `hf:PATH`.
+
+        Args:
+          path: the folder: config.json and safetensors.
+          workdir: the run's folder; None keeps everything in memory.
+          bindings: gin bindings, such as "Mesh.tensor = 2".
+          console: as of `Trainer`.
+
+        Raises:
+          UserError: the folder is none, or its model asks for what is not done here.
+        """
+        return cls(load_config(f"{SCHEME}{path}", bindings), workdir, console=console)
+
+    def export_huggingface(self, path: str | Path, *, dtype: Dtype = "float32") -> Receipt:
+        """Writes the model that evaluation and generation use as a Hugging Face folder.
+
+        Args:
+          path: the folder, which is not there yet or empty.
+          dtype: of its files.
+
+        Returns:
+          How far the written model is that of this run.
+
+        Raises:
+          UserError: the model is known nowhere else, or the folder cannot be made.
+        """
+        return export_run(
+            str(path),
+            self.config,
+            self.program.plain,
+            self.program.consensus(self.state).params,
+            self.workdir,
+            dtype=dtype,
+            console=self.console,
+        )
 
     @functools.cached_property
     def dataset(self) -> Dataset:

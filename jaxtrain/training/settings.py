@@ -7,7 +7,7 @@ import pkgutil
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import jaxtrain.data
 import jaxtrain.models
@@ -22,6 +22,7 @@ from jaxtrain.config.errors import (
 )
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.shipped import configs_folder, find_config
+from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.published import SCHEME, config_text
 
 
 @configurable
@@ -205,6 +207,8 @@ class Train:
       save_every: how often a checkpoint is written; the end always is.
       bad_records: how many examples may be unreadable; each is replaced by a row that weighs
         nothing. 0 stops at the first.
+      start_from: what a run takes its first parameters from, and nothing else: another run's
+        folder, its newest checkpoint, or a Hugging Face folder. None draws them from the seed.
     """
 
     model: Model
@@ -218,6 +222,7 @@ class Train:
     eval_batches: int | None = None
     save_every: int = 0
     bad_records: int = 0
+    start_from: Annotated[str | None, PathOr()] = None
 
     def __post_init__(self) -> None:
         refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
@@ -306,8 +311,9 @@ def load_config(
 
     Args:
       source: a path to a .gin file, or the name of a shipped one; gin text, which is a `str` of
-        more than one line; a `Config`; or sections of one, such as `[Train(...), Mesh(fsdp=4)]`:
-        those that are left out have their defaults.
+        more than one line; a `Config`; sections of one, such as `[Train(...), Mesh(fsdp=4)]`:
+        those that are left out have their defaults; or `hf:DIR` with a Hugging Face folder, whose
+        model it then is and whose parameters it starts from.
       bindings: gin bindings such as "Mesh.tensor = 2", the later over the earlier.
       allow_imports: let the file or the text import modules from outside jaxtrain.
 
@@ -321,6 +327,8 @@ def load_config(
     imports: Sequence[str] = ()
     if isinstance(source, str) and "\n" in source:
         file = gin_files.Text(source, "text")
+    elif isinstance(source, str) and source.startswith(SCHEME):
+        file = gin_files.Text(config_text(source), source)
     elif isinstance(source, str | Path):
         file = find_config(str(source))
     else:

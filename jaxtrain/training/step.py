@@ -1,5 +1,6 @@
 """TrainState, init, train_step and eval_step: pure functions, made once for a run."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -91,12 +92,18 @@ class Program:
 
     # -- state -----------------------------------------------------------------------------------
 
-    def init(self, key: jax.Array) -> TrainState:
-        """A fresh state; the same key gives the same bits on every mesh."""
-        _, params, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
-        params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
-        if self.stages is not None:
-            params = self.stages.to_stages(params)
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
+        """A fresh state; the same key gives the same bits on every mesh.
+
+        Args:
+          key: of what is drawn.
+          params: the parameters to start from, as a state holds them; None draws them.
+        """
+        _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
+        if params is None:
+            params = jax.tree.map(lambda x: x.astype(self.precision.params), drawn)
+            if self.stages is not None:
+                params = self.stages.to_stages(params)
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
         return TrainState(
@@ -143,11 +150,18 @@ class Program:
         }
         return TrainState(**of)
 
-    def create(self, seed: int) -> TrainState:
-        """A fresh state, created in place: no device ever holds more than its shards."""
-        shapes = self.shapes()
+    def create(self, seed: int, params: nnx.State | None = None) -> TrainState:
+        """A fresh state, created in place: no device ever holds more than its shards.
+
+        Args:
+          seed: of what is drawn.
+          params: the parameters to start from, which are taken away; None draws them.
+        """
+        out = self.state_shardings(self.shapes())
+        init = jax.jit(self.init, out_shardings=out, donate_argnums=1)
         # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
-        return jax.jit(self.init, out_shardings=self.state_shardings(shapes))(jax.random.key(seed))
+        with contextlib.nullcontext() if params is None else self.layout.active():
+            return init(jax.random.key(seed), params)
 
     def batch_shardings(self, batch: Batch) -> Batch:
         """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""

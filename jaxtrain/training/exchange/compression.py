@@ -123,9 +123,9 @@ class Compressed(ExchangeProgram):
 
     codec: Codec
 
-    def init(self, key: jax.Array) -> TrainState:
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
         """A fresh state; `exchange` holds what each replica has left to send, float32 [k, ...]."""
-        state = self.plain.init(key)
+        state = self.plain.init(key, params)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
         return dataclasses.replace(state, exchange=to_replicas(zeros, self.replicas))
 

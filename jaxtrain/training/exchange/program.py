@@ -1,6 +1,7 @@
 """What programs whose replicas agree in another way have in common: a state with replicas in it."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -49,8 +50,11 @@ class ExchangeProgram(abc.ABC):
         return self.plain.layer_order
 
     @abc.abstractmethod
-    def init(self, key: jax.Array) -> TrainState:
-        """A fresh state, all replicas alike; the same parameters as the synchronous program's."""
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
+        """A fresh state, all replicas alike; the same parameters as the synchronous program's.
+
+        Arguments as of `Program.init`.
+        """
 
     @abc.abstractmethod
     def state_shardings(self, state: TrainState) -> TrainState:
@@ -94,10 +98,15 @@ class ExchangeProgram(abc.ABC):
         return with_shardings(shapes, self.state_shardings(shapes))
 
     @final
-    def create(self, seed: int) -> TrainState:
-        """A fresh state, created in place: no device ever holds more than its shards."""
-        shapes = self.shapes()
-        return jax.jit(self.init, out_shardings=self.state_shardings(shapes))(jax.random.key(seed))
+    def create(self, seed: int, params: nnx.State | None = None) -> TrainState:
+        """A fresh state, created in place: no device ever holds more than its shards.
+
+        Arguments as of `Program.create`.
+        """
+        out = self.state_shardings(self.shapes())
+        init = jax.jit(self.init, out_shardings=out, donate_argnums=1)
+        with contextlib.nullcontext() if params is None else self.layout.active():
+            return init(jax.random.key(seed), params)
 
     @final
     def batch_shardings(self, batch: Batch) -> Batch:

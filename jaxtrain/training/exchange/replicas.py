@@ -43,13 +43,13 @@ class Replicas(ExchangeProgram):
 
     rule: Rule
 
-    def init(self, key: jax.Array) -> TrainState:
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
         """A fresh state, all replicas alike; the same parameters as the synchronous program's.
 
         `exchange` holds, beside the rule's memory, the `targets` that each replica has seen since
         the last exchange and its `spread` at it, both float32 [k].
         """
-        state = self.plain.init(key)
+        state = self.plain.init(key, params)
         memory = self.rule.first_memory(state.params)
         zeros = jnp.zeros(self.replicas, jnp.float32)
         no_step: Any = ()

@@ -1,0 +1,67 @@
+"""A published model's config.json as it is read: sizes out of it, and what it asks in vain."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class Asked:
+    """What a config.json asks for; what is not done here is collected rather than raised.
+
+    Attributes:
+      content: the whole of it.
+      reasons: why it cannot be done here, a clause each.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        self.reasons: list[str] = []
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number; required where it has no default."""
+        value = self._value(key, default)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        return self._refuse(key, value, "a whole number", 1)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; required where it has no default."""
+        value = self._value(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        return self._refuse(key, value, "a number", 1.0)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if isinstance(value, bool):
+            return value
+        return self._refuse(key, value, "true or false", default)
+
+    def table(self, key: str) -> "Asked":
+        """An object of its own, empty where there is none; its reasons are this one's."""
+        value = self.content.get(key)
+        if value is not None and not isinstance(value, dict):
+            value = self._refuse(key, value, "an object", {})
+        inner = Asked(value or {})
+        inner.reasons = self.reasons
+        return inner
+
+    def only(self, key: str, allowed: Iterable[Any], *, default: Any) -> None:
+        """Refuses what is none of these; None, or no such key, means the default."""
+        value, allowed = self._value(key, default), list(allowed)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool)
+                   for one in allowed):  # fmt: skip
+            self._refuse(key, value, " or ".join(map(repr, allowed)), None)
+
+    def refuse(self, reason: str) -> None:
+        """One reason more."""
+        self.reasons.append(reason)
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.content.get(key)
+        return default if value is None else value
+
+    def _refuse(self, key: str, value: Any, allowed: str, instead: Any) -> Any:
+        told = f"{key} is missing" if value is None else f"{key} = {value!r}"
+        self.reasons.append(f"{told}; here it is {allowed}")
+        return instead

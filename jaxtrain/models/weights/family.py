@@ -1,0 +1,110 @@
+"""A family of published models: what it is called, its settings and its names, both ways."""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jaxtrain.models.weights
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.names import Name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models whose config.json and tensors follow one pattern; `FAMILY` of a file of this package.
+
+    Attributes:
+      architecture: what config.json calls it, "LlamaForCausalLM".
+      model_type: and in short, "llama".
+      model: the class of our sizes.
+      read: the settings of `model` that a config.json asks for.
+      write: what config.json says of sizes; None: they are no model of this family.
+      names: the map between its tensors and our parameters.
+      prefix: what all names but that of an output matrix begin with; files of a model without its
+        output matrix may lack it.
+      buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
+    """
+
+    architecture: str
+    model_type: str
+    model: type
+    read: Callable[[Asked], Mapping[str, Any]]
+    write: Callable[[Any], Mapping[str, Any] | None]
+    names: Callable[[Any], tuple[Name, ...]]
+    prefix: str
+    buffers: str = r"(?!)"
+
+
+def families() -> list[Family]:
+    """All of them."""
+    modules = pkgutil.iter_modules(jaxtrain.models.weights.__path__, "jaxtrain.models.weights.")
+    found = [vars(importlib.import_module(module.name)).get("FAMILY") for module in modules]
+    return [one for one in found if isinstance(one, Family)]
+
+
+def family_of(content: Mapping[str, Any], *, where: str) -> Family:
+    """The family that a config.json is of.
+
+    Raises:
+      UserError: it is of none that is known here; offers the nearest.
+    """
+    known = {family.architecture: family for family in families()}
+    asked = content.get("architectures") or [f"model_type {content.get('model_type')!r}"]
+    for name in asked:
+        if name in known:
+            return known[name]
+    by_type = {family.model_type: family for family in known.values()}
+    if content.get("model_type") in by_type and not content.get("architectures"):
+        return by_type[content["model_type"]]
+    hint = did_you_mean(str(asked[0]), known)
+    raise UserError(f"{where}: the architecture {asked[0]} is not known here{hint}")
+
+
+def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
+    """The family and the sizes that a config.json asks for.
+
+    Args:
+      content: of config.json.
+      where: the file, for the message.
+
+    Raises:
+      UserError: everything that it asks for and that is not done here, in one message.
+    """
+    family, asked = family_of(content, where=where), Asked(content)
+    asked.only("quantization_config", [None], default=None)
+    settings, model = family.read(asked), None
+    try:
+        model = family.model(**settings)
+    except UserError as error:
+        asked.reasons += str(error).splitlines()
+    if asked.reasons or model is None:
+        lines = "\n".join(f"  {reason}" for reason in asked.reasons)
+        raise UserError(f"{where}: it asks for what is not done here:\n{lines}")
+    return family, model
+
+
+def family_for(model: Model, preferred: str | None) -> tuple[Family, dict[str, Any]]:
+    """The family that sizes are of elsewhere, and what its config.json says of them.
+
+    Args:
+      model: the sizes.
+      preferred: the model_type of the files that the run began with, where several would do.
+
+    Raises:
+      UserError: there is none.
+    """
+    fitting = []
+    for family in families():
+        said = family.write(model) if isinstance(model, family.model) else None
+        if said is not None:
+            fitting.append((family, dict(said)))
+    if not fitting:
+        raise UserError(
+            f"Train.model=@{type(model).__name__}() with these settings is no architecture that "
+            f"is known elsewhere; there are {', '.join(f.architecture for f in families())}"
+        )
+    return next((one for one in fitting if one[0].model_type == preferred), fitting[0])

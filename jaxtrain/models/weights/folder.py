@@ -1,0 +1,219 @@
+"""A folder of a published model: its config.json, its tensors by name, and what lies beside them.
+
+Nothing in it is trusted: only JSON and safetensors are read, names in an index are names of files
+in the folder, and no link leads out of it.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.buckets import on_disk
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights.family import Family, model_of
+from jaxtrain.models.weights.names import their_shapes
+from jaxtrain.models.weights.safetensors import DTYPES, Tensor, read_header
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+# What is carried along: with it the exported model is used as the imported one was.
+CARRIED = (
+    CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "generation_config.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder with a config.json.
+
+    Attributes:
+      path: the folder.
+    """
+
+    path: Path
+
+    @classmethod
+    def at(cls, name: str, *, named: str) -> "Folder":
+        """The folder of this name.
+
+        Args:
+          name: a path.
+          named: the argument that it came in, for messages.
+
+        Raises:
+          UserError: there is no such folder, or no config.json in it.
+        """
+        path = on_disk(name)
+        with refused_path(f"{named} {name}", needs="name a folder that can be read"):
+            if not (path / CONFIG).is_file():
+                raise UserError(
+                    f"{named} {name}: no Hugging Face folder there (no {CONFIG}); it is what "
+                    "save_pretrained writes and what the hub serves as a snapshot"
+                )
+        return cls(path.absolute())
+
+    @functools.cached_property
+    def content(self) -> Mapping[str, Any]:
+        """What config.json says."""
+        return self._json(CONFIG)
+
+    @functools.cached_property
+    def asked(self) -> tuple[Family, Model]:
+        """The family and the sizes that config.json asks for; UserError says what in vain."""
+        return model_of(self.content, where=str(self.path / CONFIG))
+
+    def carried(self) -> dict[str, bytes]:
+        """The files that go along with the weights, by name."""
+        files = {name: self.path / name for name in CARRIED}
+        return {
+            name: self._inside(file).read_bytes() for name, file in files.items() if file.exists()
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name; only headers are read.
+
+        Raises:
+          UserError: there is no safetensors file, or one of them is not what it should be.
+        """
+        found: dict[str, Tensor] = {}
+        for file in self._files():
+            for name, tensor in read_header(self._inside(file)).items():
+                if name in found:
+                    raise UserError(f"{self.path}: {name} stands in two of its files")
+                found[name] = tensor
+        return found
+
+    def _files(self) -> list[Path]:
+        index = self.path / INDEX
+        if index.exists():
+            return [self.path / name for name in self._indexed(self._json(INDEX))]
+        if (self.path / WEIGHTS).exists():
+            return [self.path / WEIGHTS]
+        pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in _PICKLES)
+        if pickles:
+            raise UserError(
+                f"{self.path}: its weights are in a pickle ({pickles[0]}), which runs code when it "
+                "is opened and is not read here; where you trust it, convert it with "
+                "transformers: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
+            )
+        raise UserError(f"{self.path}: no weights there ({WEIGHTS} or {INDEX})")
+
+    def _indexed(self, content: Mapping[str, Any]) -> list[str]:
+        """The files that an index names, once each."""
+        table = content.get("weight_map")
+        values = list(table.values()) if isinstance(table, dict) else []
+        for name in values:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]*\.safetensors", name):
+                raise UserError(
+                    f"{self.path / INDEX} names {name!r}, which is no safetensors file in its "
+                    "folder; fetch it again from a source that you trust"
+                )
+        names = list(dict.fromkeys(values))
+        missing = [name for name in names if not (self.path / name).exists()]
+        if missing or not names:
+            raise UserError(
+                f"{self.path}: {INDEX} names {len(names)} files, of which {len(missing)} are not "
+                f"there ({', '.join(missing[:_MAX_SHOWN])}); fetch them again"
+            )
+        return names
+
+    def _json(self, name: str) -> Mapping[str, Any]:
+        file = self._inside(self.path / name)
+        try:
+            content = json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is no JSON ({error}); fetch it again") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{file} is no JSON object; fetch it again")
+        return content
+
+    def _inside(self, file: Path) -> Path:
+        """The file itself, where it lies in the folder; the hub's cache links to its own blobs."""
+        real, root = file.resolve(), self.path.resolve()
+        blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+        if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
+            raise UserError(
+                f"{file} is a link that leads out of its folder, to {real}; put the file itself "
+                "there where you trust it"
+            )
+        return real
+
+
+def match(
+    family: Family,
+    model: Model,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, Tensor],
+    *,
+    where: str,
+) -> dict[str, Tensor]:
+    """The stored tensors by the names of the family's map.
+
+    Args:
+      family: the map.
+      model: our sizes.
+      shapes: of our parameters, by name.
+      stored: what the folder holds.
+      where: the folder, for the message.
+
+    Raises:
+      UserError: tensors that are missing, left over, of another shape or no floating numbers.
+    """
+    wanted = their_shapes(family.names(model), shapes)
+    bare = not any(name.startswith(family.prefix) for name in stored)
+    found, problems = {}, []
+    for name, shape in wanted.items():
+        there = name.removeprefix(family.prefix) if bare else name
+        tensor = stored.get(there)
+        if tensor is None:
+            problems.append(f"{there} {list(shape)} is missing")
+            continue
+        found[name] = tensor
+        if tensor.shape != shape:
+            problems.append(f"{there} is {list(tensor.shape)}; here it is {list(shape)}")
+        elif tensor.dtype not in DTYPES:
+            problems.append(f"{there} is {tensor.dtype}; here it is {', '.join(DTYPES)}")
+    taken = set(found.values())
+    for name, tensor in stored.items():
+        if tensor not in taken and not re.fullmatch(family.buffers, name):
+            problems += _left_over(name, tensor, found, tied="lm_head.weight" not in wanted)
+    if problems:
+        shown = [f"  {one}" for one in problems[:_MAX_SHOWN]]
+        shown += [f"  and {len(problems) - _MAX_SHOWN} more"] * (len(problems) > _MAX_SHOWN)
+        raise UserError(
+            "\n".join([f"{where}: its tensors are not those of {_written(family, model)}:", *shown])
+        )
+    return found
+
+
+def _written(family: Family, model: Model) -> str:
+    sizes = " ".join(f"{key}={value}" for key, value in (family.write(model) or {}).items())
+    return f"{family.architecture} with {sizes}"
+
+
+def _left_over(
+    name: str, tensor: Tensor, found: Mapping[str, Tensor], *, tied: bool
+) -> Iterable[str]:
+    """A clause for a tensor that has no place; an output matrix that is the embedding has one."""
+    embedding = next(iter(found.values()), None)
+    same = (tensor.dtype, tensor.shape)
+    if tied and name == "lm_head.weight" and embedding is not None:
+        if (embedding.dtype, embedding.shape) == same and _equal(tensor, embedding):
+            return
+        yield f"{name} is another than the embedding, which it is tied to by {CONFIG}"
+        return
+    yield f"{name} {list(tensor.shape)} has no place in this architecture"
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return all((a == b).all() for a, b in zip(one.open(), other.open(), strict=True))

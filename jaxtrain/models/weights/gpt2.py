@@ -1,0 +1,78 @@
+"""GPT-2: names and settings elsewhere. Its products are stored as [in, out], as ours are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.names import Name
+
+_LAYER = "transformer.h.{L}"
+_NAMES = (
+    Name("transformer.wte.weight", "token_embedding", "VD->VD"),
+    Name("transformer.wpe.weight", "position_embedding", "CD->CD"),
+    Name(f"{_LAYER}.ln_1.weight", "layers/attention_norm_scale", "LD->D"),
+    Name(f"{_LAYER}.ln_1.bias", "layers/attention_norm_bias", "LD->D"),
+    Name(f"{_LAYER}.attn.c_attn.weight", "layers/qkv", "LPDNH->D(PNH)"),
+    Name(f"{_LAYER}.attn.c_attn.bias", "layers/qkv_bias", "LPNH->(PNH)"),
+    Name(f"{_LAYER}.attn.c_proj.weight", "layers/out", "LNHD->(NH)D"),
+    Name(f"{_LAYER}.attn.c_proj.bias", "layers/out_bias", "LD->D"),
+    Name(f"{_LAYER}.ln_2.weight", "layers/mlp_norm_scale", "LD->D"),
+    Name(f"{_LAYER}.ln_2.bias", "layers/mlp_norm_bias", "LD->D"),
+    Name(f"{_LAYER}.mlp.c_fc.weight", "layers/up", "LDF->DF"),
+    Name(f"{_LAYER}.mlp.c_fc.bias", "layers/up_bias", "LF->F"),
+    Name(f"{_LAYER}.mlp.c_proj.weight", "layers/down", "LFD->FD"),
+    Name(f"{_LAYER}.mlp.c_proj.bias", "layers/down_bias", "LD->D"),
+    Name("transformer.ln_f.weight", "norm_scale", "D->D"),
+    Name("transformer.ln_f.bias", "norm_bias", "D->D"),
+)
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    width = asked.whole("n_embd")
+    asked.only("n_inner", [4 * width], default=4 * width)
+    asked.only("activation_function", ["gelu_new", "gelu_pytorch_tanh"], default="gelu_new")
+    asked.only("tie_word_embeddings", [True], default=True)
+    asked.only("scale_attn_weights", [True], default=True)
+    asked.only("scale_attn_by_inverse_layer_idx", [False], default=False)
+    asked.only("add_cross_attention", [False], default=False)
+    return {
+        "vocab_size": asked.whole("vocab_size"),
+        "num_layers": asked.whole("n_layer"),
+        "embed_dim": width,
+        "num_heads": asked.whole("n_head"),
+        "context_length": asked.whole("n_positions", 1024),
+        "norm_eps": asked.number("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _write(model: GPT) -> Mapping[str, Any]:
+    return {
+        "vocab_size": model.vocab_size,
+        "n_layer": model.num_layers,
+        "n_embd": model.embed_dim,
+        "n_head": model.num_heads,
+        "n_positions": model.context_length,
+        "n_inner": None,
+        "layer_norm_epsilon": model.norm_eps,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    }
+
+
+def _names(_: GPT) -> tuple[Name, ...]:
+    return _NAMES
+
+
+FAMILY = Family(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    model=GPT,
+    read=_read,
+    write=_write,
+    names=_names,
+    prefix="transformer.",
+    # The causal mask, in files of transformers before 4.
+    buffers=r".*\.attn\.(bias|masked_bias)",
+)

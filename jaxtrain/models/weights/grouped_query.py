@@ -1,0 +1,123 @@
+"""What families with grouped queries and rotary positions share: settings and names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.names import Name
+
+# Of the layers of all of them.
+ATTENTION = (
+    Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
+    Name("model.layers.{L}.self_attn.q_proj.weight", "layers/query", "LDNH->(NH)D"),
+    Name("model.layers.{L}.self_attn.k_proj.weight", "layers/key", "LDKH->(KH)D"),
+    Name("model.layers.{L}.self_attn.v_proj.weight", "layers/value", "LDKH->(KH)D"),
+    Name("model.layers.{L}.self_attn.o_proj.weight", "layers/out", "LNHD->D(NH)"),
+    Name("model.layers.{L}.post_attention_layernorm.weight", "layers/mlp_norm_scale", "LD->D"),
+)
+MLP = (
+    Name("model.layers.{L}.mlp.gate_proj.weight", "layers/gate", "LDF->FD"),
+    Name("model.layers.{L}.mlp.up_proj.weight", "layers/up", "LDF->FD"),
+    Name("model.layers.{L}.mlp.down_proj.weight", "layers/down", "LFD->DF"),
+)
+PREFIX = "model."
+# Llama's first files hold the rotary frequencies, a tensor a layer.
+BUFFERS = r".*rotary_emb\.inv_freq"
+
+
+def around(model: GroupedQuerySizes) -> tuple[Name, ...]:
+    """What stands before and after the layers."""
+    ends = (
+        Name("model.embed_tokens.weight", "token_embedding", "VD->VD"),
+        Name("model.norm.weight", "norm_scale", "D->D"),
+    )
+    return ends if model.tie_embeddings else (*ends, Name("lm_head.weight", "output", "VD->VD"))
+
+
+def dense_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
+    """Of a model whose layers have attention and one SwiGLU."""
+    return (*around(model), *ATTENTION, *MLP)
+
+
+def read_sizes(
+    asked: Asked, *, norm_eps: float, context_length: int, rope_theta: float, kv_heads: int | None
+) -> dict[str, Any]:
+    """The settings of `GroupedQuerySizes`, but for a window; defaults as the family has them.
+
+    Args:
+      asked: the config.json.
+      norm_eps, context_length, rope_theta: what holds where it does not say.
+      kv_heads: likewise; None: as many as query heads.
+    """
+    heads, width = asked.whole("num_attention_heads"), asked.whole("hidden_size")
+    asked.only("head_dim", [width // max(heads, 1)], default=width // max(heads, 1))
+    asked.only("hidden_act", ["silu", "swish"], default="silu")
+    return {
+        "vocab_size": asked.whole("vocab_size"),
+        "num_layers": asked.whole("num_hidden_layers"),
+        "embed_dim": width,
+        "num_heads": heads,
+        "num_kv_heads": asked.whole("num_key_value_heads", kv_heads or heads),
+        "mlp_dim": asked.whole("intermediate_size"),
+        "context_length": asked.whole("max_position_embeddings", context_length),
+        "norm_eps": asked.number("rms_norm_eps", norm_eps),
+        "tie_embeddings": asked.flag("tie_word_embeddings", False),
+        **_read_rope(asked, rope_theta),
+    }
+
+
+def read_window(asked: Asked, default: int | None) -> int | None:
+    """Tokens a query sees back; null is all of them, no such key the family's default."""
+    if asked.content.get("sliding_window", default) is None:
+        return None
+    return asked.whole("sliding_window", default)
+
+
+def _read_rope(asked: Asked, theta: float) -> dict[str, Any]:
+    """Rotary positions: one object in files of transformers 5, theta beside a scaling before it."""
+    rope = asked.table("rope_parameters")
+    if not rope.content:
+        rope = asked.table("rope_scaling")
+        theta = asked.number("rope_theta", theta)
+    kind = rope.content.get("rope_type") or rope.content.get("type") or "default"
+    found: dict[str, Any] = {"rope_theta": rope.number("rope_theta", theta)}
+    rope.only("partial_rotary_factor", [1.0], default=1.0)
+    if kind == "llama3":
+        found |= {
+            "rope_scaling": rope.number("factor"),
+            "rope_low_frequency_factor": rope.number("low_freq_factor"),
+            "rope_high_frequency_factor": rope.number("high_freq_factor"),
+            "rope_original_context_length": rope.whole("original_max_position_embeddings"),
+        }
+    elif kind != "default":
+        asked.refuse(f"rope_type = {kind!r}; here it is 'default' or 'llama3'")
+    return found
+
+
+def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
+    """What config.json says of them, as transformers 4 and 5 both read it."""
+    scaling = None
+    if model.rope_scaling != 1:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling,
+            "low_freq_factor": model.rope_low_frequency_factor,
+            "high_freq_factor": model.rope_high_frequency_factor,
+            "original_max_position_embeddings": model.rope_original_context_length,
+        }
+    return {
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.embed_dim,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.mlp_dim,
+        "max_position_embeddings": model.context_length,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "hidden_act": "silu",
+    }

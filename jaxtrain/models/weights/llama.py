@@ -1,0 +1,35 @@
+"""Llama 1 to 3.2 and what is built like them, such as SmolLM2: names and settings elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights import grouped_query
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    asked.only("attention_bias", [False], default=False)
+    asked.only("mlp_bias", [False], default=False)
+    return grouped_query.read_sizes(
+        asked, norm_eps=1e-6, context_length=2048, rope_theta=10000.0, kv_heads=None
+    )
+
+
+def _write(model: Llama) -> Mapping[str, Any] | None:
+    if model.sliding_window is not None:
+        return None
+    return {**grouped_query.write_sizes(model), "attention_bias": False, "mlp_bias": False}
+
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    model=Llama,
+    read=_read,
+    write=_write,
+    names=grouped_query.dense_names,
+    prefix=grouped_query.PREFIX,
+    buffers=grouped_query.BUFFERS,
+)

@@ -1,0 +1,32 @@
+"""Mistral: Llama with a sliding window (arXiv 2310.06825); names and settings elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights import grouped_query
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    sizes = grouped_query.read_sizes(
+        asked, norm_eps=1e-6, context_length=131072, rope_theta=10000.0, kv_heads=8
+    )
+    return {**sizes, "sliding_window": grouped_query.read_window(asked, 4096)}
+
+
+def _write(model: Llama) -> Mapping[str, Any]:
+    return {**grouped_query.write_sizes(model), "sliding_window": model.sliding_window}
+
+
+FAMILY = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    model=Llama,
+    read=_read,
+    write=_write,
+    names=grouped_query.dense_names,
+    prefix=grouped_query.PREFIX,
+    buffers=grouped_query.BUFFERS,
+)

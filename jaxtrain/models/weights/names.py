@@ -1,0 +1,97 @@
+"""A name map: which tensor of a published model is which part of which parameter, both ways.
+
+A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H] is a tensor
+[N H, D] for each L: letters in brackets are one dimension there, and a letter that is missing there
+stands in the tensor's name, `"layers.{L}.q_proj.weight"`. Reading the line from the right gives
+theirs to ours, from the left ours to theirs, so that one is the inverse of the other.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+_DIMENSION = re.compile(r"\(([A-Z]+)\)|([A-Z])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """One kind of tensor there, and the parameter here that is made of such.
+
+    Attributes:
+      theirs: the tensor's name, a letter in braces for each dimension of ours that it is one of.
+      ours: the parameter's name, "/" between a module and what is in it.
+      form: our dimensions, "->", theirs; the letters in braces come first among ours.
+    """
+
+    theirs: str
+    ours: str
+    form: str
+
+    def __post_init__(self) -> None:
+        assert "".join(sorted(self.named + "".join(self._groups))) == "".join(sorted(self._here))
+        assert self._here.startswith(self.named), f"{self.form}: {self.named} must come first"
+
+    @functools.cached_property
+    def named(self) -> str:
+        """The letters that stand in the tensor's name."""
+        return "".join(re.findall(r"\{([A-Z])\}", self.theirs))
+
+    @property
+    def _here(self) -> str:
+        return self.form.partition("->")[0]
+
+    @functools.cached_property
+    def _groups(self) -> tuple[str, ...]:
+        """The letters of each of their dimensions."""
+        found = _DIMENSION.findall(self.form.partition("->")[2])
+        return tuple(several or one for several, one in found)
+
+    def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Every tensor of this kind: its place in our leading dimensions, and its name.
+
+        Args:
+          shape: of our parameter.
+        """
+        sizes = shape[: len(self.named)]
+        for place in itertools.product(*map(range, sizes)):
+            yield place, self.theirs.format(**dict(zip(self.named, place, strict=True)))
+
+    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each tensor, where our parameter has this one."""
+        sizes = dict(zip(self._here, shape, strict=True))
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
+
+    def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """A view of a tensor with the dimensions that one place of our parameter has.
+
+        Args:
+          tensor: of `their_shape`; nothing of it is read.
+          shape: of our parameter.
+        """
+        sizes = dict(zip(self._here, shape, strict=True))
+        there = "".join(self._groups)
+        apart = tensor.reshape([sizes[letter] for letter in there])
+        return apart.transpose([there.index(letter) for letter in self._here[len(self.named) :]])
+
+    def to_theirs(self, part: np.ndarray) -> np.ndarray:
+        """The tensor that one place of our parameter is there."""
+        here = self._here[len(self.named) :]
+        sizes = dict(zip(here, part.shape, strict=True))
+        turned = part.transpose([here.index(letter) for letter in "".join(self._groups)])
+        return turned.reshape([math.prod(sizes[one] for one in group) for group in self._groups])
+
+
+def their_shapes(
+    names: Iterable[Name], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that parameters of these shapes are there, by its name."""
+    return {
+        tensor: name.their_shape(shapes[name.ours])
+        for name in names
+        for _, tensor in name.tensors(shapes[name.ours])
+    }

@@ -1,0 +1,157 @@
+"""The safetensors format: a file's tensors, each read by itself, and files written in order.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
+begin and end of its bytes after the header), and the bytes. A header is data from elsewhere:
+whatever it claims is checked against the file before a byte is read.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.disks import writing
+from jaxtrain.config.errors import UserError
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
+    "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64,
+}  # fmt: skip
+_LONGEST_HEADER = 100_000_000  # bytes, as the format's own readers have it
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    Attributes:
+      file: the file.
+      begin: its first byte, from the start of the file.
+      dtype: as the format writes it, "BF16".
+      shape: its shape.
+    """
+
+    file: Path
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
+
+    def open(self) -> np.ndarray:
+        """The tensor as it lies in the file: only what is looked at is read.
+
+        The mapping ends with the last view of it, so that what was read does not stay in memory.
+        """
+        if not math.prod(self.shape):
+            return np.empty(self.shape, DTYPES[self.dtype])
+        return np.memmap(self.file, DTYPES[self.dtype], "r", self.begin, self.shape)
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name.
+
+    Raises:
+      UserError: it is no safetensors file, or its header claims what cannot be.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise _malformed(file, f"a header of {length} bytes does not fit into its {size} bytes")
+        text = stream.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        found = {name: _tensor(file, 8 + length, row) for name, row in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _malformed(file, f"its header: {str(error) or type(error).__name__}") from error
+    end = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda one: (one[1].begin, one[1].bytes)):
+        if tensor.begin != end:
+            raise _malformed(file, f"{name} does not begin where the tensor before it ends")
+        end += tensor.bytes
+    if end != size:
+        raise _malformed(file, f"its tensors end at byte {end}, the file at {size}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError("a name stands in it twice")
+    return dict(pairs)
+
+
+def _tensor(file: Path, start: int, row: Mapping[str, Any]) -> Tensor:
+    begin, end = row["data_offsets"]
+    shape = tuple(row["shape"])
+    numbers = (begin, end, *shape)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise ValueError(f"{numbers} are no offsets and sizes")
+    if row["dtype"] not in _BITS:
+        raise ValueError(f"the dtype {row['dtype']!r} is none of the format's")
+    tensor = Tensor(file, start + begin, row["dtype"], shape)
+    if end - begin != tensor.bytes:
+        raise ValueError(f"{list(shape)} of {row['dtype']} are not {end - begin} bytes")
+    return tensor
+
+
+def _malformed(file: Path, detail: str) -> UserError:
+    return UserError(f"{file} is no safetensors file ({detail}); fetch it again")
+
+
+def write(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    tensors: Iterable[np.ndarray],
+) -> None:
+    """Writes a file, one tensor after the other.
+
+    Args:
+      file: where to; none with this name is there.
+      shapes: of each tensor, by name, in the order in which they come.
+      dtype: of all of them, one of DTYPES.
+      tensors: themselves, of any floating dtype; taken one at a time.
+
+    Raises:
+      FullDiskError: there is no room; nothing is left of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors' bytes begin at a multiple of 8
+    done = False
+    try:
+        with writing(file), file.open("xb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for shape, tensor in zip(shapes.values(), tensors, strict=True):
+                assert tensor.shape == shape, f"{tensor.shape} is not {shape}"
+                stream.write(raw(tensor.astype(DTYPES[dtype], copy=False)))
+        done = True
+    finally:
+        if not done:
+            file.unlink(missing_ok=True)
+
+
+def raw(tensor: np.ndarray) -> Any:
+    """The bytes of a tensor as a file has them, a buffer."""
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)

@@ -1,0 +1,40 @@
+"""What import-hf and export-hf do."""
+
+import argparse
+
+from jaxtrain.config.buckets import place
+from jaxtrain.parallel.compilation import keep_compiled_programs
+from jaxtrain.run.commands import open_run, sayer
+from jaxtrain.run.huggingface.importing import import_run
+from jaxtrain.run.show.progress import say_notes, terminal
+from jaxtrain.run.status import DONE, FAILED
+from jaxtrain.training.published import SCHEME
+from jaxtrain.training.settings import load_config
+
+
+def import_hf(arguments: argparse.Namespace) -> int:
+    """Makes a run of a Hugging Face folder."""
+    keep_compiled_programs()
+    console, bindings = terminal(), list(arguments.gin_bindings)
+    if arguments.simulate_devices is not None:
+        bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
+    name = SCHEME + arguments.source.removeprefix(SCHEME)
+    config = load_config(name, bindings, allow_imports=arguments.allow_imports)
+    say_notes(console, config.notes)
+    workdir = place(arguments.workdir)
+    found = import_run(config, workdir, console=console, say=sayer(console))
+    console.print(
+        f"To go on: jaxtrain generate --workdir {workdir} --prompt TEXT, or eval, or train "
+        f"{workdir}/config.gin --workdir {workdir}",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+    return DONE if found.passed else FAILED
+
+
+def export_hf(arguments: argparse.Namespace) -> int:
+    """Makes a Hugging Face folder of a run."""
+    trainer = open_run(arguments, console=terminal())
+    found = trainer.export_huggingface(arguments.out, dtype=arguments.dtype)
+    return DONE if found.passed else FAILED

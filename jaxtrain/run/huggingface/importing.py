@@ -1,0 +1,102 @@
+"""A published model becomes a run: its parameters are the checkpoint of step 0."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxtrain.config.buckets import BucketPath, Place, require
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.data.text.source import TextData
+from jaxtrain.models.model import token_model
+from jaxtrain.models.weights.folder import TOKENIZER, Folder, match
+from jaxtrain.parallel.devices import platform_of_device, simulate_devices
+from jaxtrain.run import resume
+from jaxtrain.run.checkpoint.retention import refuse_others
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.huggingface import receipt
+from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
+from jaxtrain.training import layouts, preflight
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import Config
+
+# In a run's folder: the published model's config.json, tokenizer and the like, for its export.
+CARRIED_FOLDER = "huggingface"
+
+
+def import_run(
+    config: Config, workdir: Place, *, console: Console, say: Callable[[str], None]
+) -> receipt.Receipt:
+    """Makes the run's folder: config.gin, a sealed checkpoint of step 0, and what is carried along.
+
+    Args:
+      config: of `hf:DIR`, with what is bound otherwise.
+      workdir: the run's folder, which holds none yet.
+      console: where the receipt goes.
+      say: takes a line for people.
+
+    Raises:
+      UserError: the folder holds a run, or the configuration cannot run on these devices, or the
+        published model's files are not what they should be.
+    """
+    source = config.train.start_from
+    assert source is not None, "not a configuration of hf:DIR"
+    folder = Folder.at(source, named="SRC_DIR")
+    _refuse_taken(workdir)
+    config = _with_own_tokenizer(config, folder, workdir)
+    if config.mesh.simulated_devices:
+        simulate_devices(config.mesh.simulated_devices)
+    device = jax.local_devices()[0]
+    platform, kind = platform_of_device(device), device.device_kind
+    preflight.check(
+        config, device_count=jax.device_count(), platform=platform, kind=kind, reads_data=False
+    )
+    program = make_program(config, layouts.layout(config)).plain
+    params = read_parameters(folder, program, config.train.model)
+    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        carried = workdir / CARRIED_FOLDER
+        if isinstance(carried, Path):
+            carried.mkdir(parents=True, exist_ok=True)
+        for name, content in folder.carried().items():
+            write_atomically(carried / name, content)
+    checkpoints = Checkpoints(workdir, config.checkpoint, report=say)
+    try:
+        extra = resume.describe_parameters(config, program)
+        checkpoints.save(0, {"params": params}, extra)
+        checkpoints.wait()
+    finally:
+        checkpoints.close()
+    write_atomically(workdir / "config.gin", config.operative().encode())
+    (family, _), model = folder.asked, token_model(config.train.model)
+    stored = match(family, model, shapes_of(program), folder.tensors(), where=source)
+    made = their_tensors(family.names(model), params, program.layer_order)
+    found = receipt.compare(folder.path, family.architecture, stored, made, program, model, params)
+    content = json.dumps(found.to_json(), indent=1).encode()
+    write_atomically(carried / receipt.FILE, content)
+    found.show(console)
+    return found
+
+
+def _refuse_taken(workdir: Place) -> None:
+    if isinstance(workdir, BucketPath):
+        require("--workdir", workdir)
+    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        refuse_others(workdir)
+        if (workdir / "config.gin").exists() or (workdir / "checkpoints").exists():
+            raise UserError(
+                f"--workdir {workdir}: there is a run already; name a folder that is new"
+            )
+
+
+def _with_own_tokenizer(config: Config, folder: Folder, workdir: Place) -> Config:
+    """The configuration with the tokenizer that is carried along in place of the folder's."""
+    data = config.train.data
+    if not isinstance(data, TextData) or data.tokenizer != str(folder.path / TOKENIZER):
+        return config
+    root = workdir.absolute() if isinstance(workdir, Path) else workdir
+    data = dataclasses.replace(data, tokenizer=str(root / CARRIED_FOLDER / TOKENIZER))
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, data=data))

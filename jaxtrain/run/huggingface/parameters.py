@@ -1,0 +1,154 @@
+"""A published model's tensors as parameters on a mesh, and a state's parameters as such tensors.
+
+Each device's part of a parameter is read from the files by itself, some layers at a time: this
+machine holds 256 MiB of it, or one layer's part where that is more, and of the files the pages of
+one tensor.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights.folder import Folder, match
+from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.safetensors import Tensor
+from jaxtrain.run.checkpoint.leaves import flatten
+from jaxtrain.training.step import Program, parameter_shapes
+
+MOST_AT_ONCE = 1 << 28  # bytes
+
+
+def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by name, its layers in the model's order and number."""
+    names, leaves, _ = flatten(parameter_shapes(program.build))
+    return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+
+
+def read_parameters(folder: Folder, program: Program, model: Model) -> nnx.State:
+    """The parameters of a folder, in the program's layout, dtype and order of layers.
+
+    Args:
+      folder: of the published model.
+      program: what they are for.
+      model: its sizes.
+
+    Raises:
+      UserError: another architecture's, or tensors that do not fit.
+    """
+    family, _ = folder.asked
+    if not isinstance(model, family.model):
+        raise UserError(
+            f"{folder.path} holds a {family.architecture}, which is Train.model = "
+            f"@{family.model.__name__}(), not @{type(model).__name__}()"
+        )
+    shapes = shapes_of(program)
+    stored = match(family, model, shapes, folder.tensors(), where=str(folder.path))
+    of = {name.ours: name for name in family.names(model)}
+    names, leaves, treedef = flatten(program.abstract_state().params)
+    arrays = []
+    for ours, leaf in zip(names, leaves, strict=True):
+        order = program.layer_order if _is_stacked(of[ours]) else None
+        read = _Reader(of[ours], shapes[ours], stored, order, leaf.dtype)
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        # One device after the other: `jax.make_array_from_callback` would hold all their parts.
+        parts = [_placed(read, index, leaf.shape, device) for device, index in places.items()]
+        arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _placed(
+    read: "_Reader", index: tuple[slice, ...], shape: tuple[int, ...], device: jax.Device
+) -> jax.Array:
+    """The part of a parameter at this index, put together on its device out of a few layers'."""
+    rows = range(*index[0].indices(shape[0]))
+    row_bytes = read.row_bytes(index)
+    step = max(1, MOST_AT_ONCE // max(row_bytes, 1))
+    pieces = []
+    for first in rows[::step]:
+        some = slice(first, min(first + step, rows.stop))
+        piece = jax.device_put(read((some, *index[1:])), device)
+        pieces.append(piece.block_until_ready())
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def _is_stacked(name: Name) -> bool:
+    return name.named.startswith("L")
+
+
+class _Reader:
+    """Reads the part of a parameter that one device holds."""
+
+    def __init__(
+        self,
+        name: Name,
+        shape: tuple[int, ...],
+        stored: Mapping[str, Tensor],
+        order: list[int] | None,
+        dtype: Any,
+    ) -> None:
+        """For a parameter of this shape; `order` is the layer at each place, None the model's."""
+        self._name, self._shape, self._dtype = name, shape, dtype
+        self._order = order
+        self._at = {place: stored[there] for place, there in name.tensors(shape)}
+
+    def row_bytes(self, index: tuple[slice, ...]) -> int:
+        """Bytes of one place of the first dimension, of the part at this index."""
+        rest = zip(index[1:], self._shape[1:], strict=True)
+        size = math.prod(len(range(*part.indices(n))) for part, n in rest)
+        return size * np.dtype(self._dtype).itemsize
+
+    def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
+        named = len(self._name.named)
+        sizes = (len(self._order), *self._shape[1:]) if self._order is not None else self._shape
+        ranges = [range(*part.indices(size)) for part, size in zip(index, sizes, strict=True)]
+        out = np.zeros([len(one) for one in ranges], self._dtype)
+        for here in np.ndindex(out.shape[:named]):
+            place = tuple(one[at] for one, at in zip(ranges, here, strict=False))
+            if self._order is not None:
+                place = (self._order[place[0]], *place[1:])
+            if place[:1] == (-1,):
+                continue  # a place of a stage that has no layer
+            whole = self._name.to_ours(self._at[place].open(), self._shape)
+            out[here] = whole[index[named:]]
+        return out
+
+
+def their_tensors(
+    names: tuple[Name, ...], params: Any, order: list[int] | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor there and its name, made of a state's parameters one at a time.
+
+    Args:
+      names: the family's map.
+      params: a tree of parameters, all on devices of this process.
+      order: the layer at each place of stacked arrays, -1 for none; None: the model's.
+    """
+    found = dict(zip(*flatten(params)[:2], strict=True))
+    for name in names:
+        leaf = found[name.ours]
+        shape = leaf.shape
+        if order is None or not _is_stacked(name):
+            for place, there in name.tensors(shape):
+                yield there, name.to_theirs(_part(leaf, place))
+            continue
+        num_layers = sum(layer >= 0 for layer in order)
+        for place, there in name.tensors((num_layers, *shape[1:])):
+            yield there, name.to_theirs(_part(leaf, (order.index(place[0]), *place[1:])))
+
+
+def _part(leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:
+    """What stands at a place of the leading dimensions, put together from the devices' parts."""
+    out = np.empty(leaf.shape[len(place) :], leaf.dtype)
+    for shard in leaf.addressable_shards:
+        ranges = [range(*part.indices(n)) for part, n in zip(shard.index, leaf.shape, strict=True)]
+        if shard.replica_id == 0 and all(n in one for n, one in zip(place, ranges, strict=False)):
+            local = tuple(one.index(n) for n, one in zip(place, ranges, strict=False))
+            out[shard.index[len(place) :]] = np.asarray(shard.data[local])
+    return out

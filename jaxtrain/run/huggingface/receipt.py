@@ -1,0 +1,194 @@
+"""What an import or an export ends with: how the two sides were compared, and how far they agree.
+
+Every tensor is compared bit by bit with what the map makes of our parameters. Where transformers is
+installed the same tokens go through both models as well.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from jaxtrain.models.model import TokenModel
+from jaxtrain.models.weights.safetensors import Tensor, raw
+from jaxtrain.nn.execution import Execution
+from jaxtrain.run.logits import logits
+from jaxtrain.training.step import Program, TrainState
+
+FILE = "parity.json"
+TOLERANCE = 1e-4  # of the largest logit, at least of 1: float32 in another order of summation
+# Both models are in memory at one time, theirs in float32: 8 GB.
+MOST_PARAMETERS = 2_000_000_000
+_LENGTH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """How far the logits of the same tokens differ, in float32.
+
+    Attributes:
+      tokens: how many, drawn from a seed.
+      largest_difference: of all logits after all of them.
+      largest_logit: the largest absolute value, theirs.
+      transformers: the version compared with.
+    """
+
+    tokens: int
+    largest_difference: float
+    largest_logit: float
+    transformers: str
+
+    @property
+    def agree(self) -> bool:
+        """Whether they differ by rounding alone."""
+        return self.largest_difference <= TOLERANCE * max(1.0, self.largest_logit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Receipt:
+    """The comparison of a folder with a run's parameters.
+
+    Attributes:
+      folder: the published model.
+      architecture: what it calls itself.
+      parameters: how many there are.
+      digests: sha256 of each of its tensors as it lies in its file.
+      differing: names of the tensors that are not what our parameters are there.
+      logits: of both models; None where they were not compared.
+      why_not: the reason, where they were not.
+    """
+
+    folder: str
+    architecture: str
+    parameters: int
+    digests: dict[str, str]
+    differing: tuple[str, ...]
+    logits: Logits | None
+    why_not: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether both sides are the same model."""
+        return not self.differing and (self.logits is None or self.logits.agree)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for parity.json."""
+        return {"passed": self.passed, **dataclasses.asdict(self)}
+
+    def show(self, console: Console) -> None:
+        """Prints what was compared and how it came out."""
+        count = len(self.digests)
+        same = f"{count - len(self.differing)} of {count} tensors are bit for bit those of"
+        lines = [f"Parity: {same} {self.folder} ({self.architecture}, {self.parameters:,})"]
+        if self.differing:
+            lines.append(f"Differing: {', '.join(self.differing[:8])}")
+        if self.logits is None:
+            lines.append(f"Logits not compared: {self.why_not}")
+        else:
+            lines.append(
+                f"Largest difference of a logit over {self.logits.tokens} tokens: "
+                f"{self.logits.largest_difference:.2e}, of logits up to "
+                f"{self.logits.largest_logit:.3g} (transformers {self.logits.transformers})"
+            )
+        for line in lines:
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def compare(
+    folder: Path,
+    architecture: str,
+    stored: Mapping[str, Tensor],
+    made: Iterable[tuple[str, np.ndarray]],
+    program: Program,
+    model: TokenModel,
+    params: nnx.State,
+    *,
+    called: Path | None = None,
+) -> Receipt:
+    """Compares a folder's tensors with what our parameters are there, and both models' logits.
+
+    Args:
+      folder: of the published model.
+      architecture: what it calls itself.
+      stored: its tensors by the map's names.
+      made: the same of our parameters.
+      program: of the parameters.
+      model: their sizes.
+      params: themselves.
+      called: what the folder is going to be called.
+    """
+    digests, differing = {}, []
+    for name, ours in made:
+        theirs = np.asarray(stored[name].open())
+        digests[name] = sha256(raw(theirs)).hexdigest()
+        if not _same(theirs, ours):
+            differing.append(name)
+    count = sum(math.prod(tensor.shape) for tensor in stored.values())
+    found = why_not = None
+    if (
+        importlib.util.find_spec("transformers") is None
+        or importlib.util.find_spec("torch") is None
+    ):
+        why_not = "transformers and PyTorch are not installed"
+    elif model.experts is not None and model.experts.capacity_factor is not None:
+        why_not = "experts with a capacity leave tokens out, which transformers' do not"
+    elif count > MOST_PARAMETERS:
+        why_not = f"more than {MOST_PARAMETERS:,} parameters would be in memory twice"
+    else:
+        tokens = np.random.default_rng(0).integers(
+            0, model.vocab_size, (1, min(_LENGTH, model.context_length))
+        )
+        theirs = _logits_of_transformers(folder, tokens)
+        if isinstance(theirs, str):
+            why_not = theirs
+        else:
+            ours = logits_of(program, model, params, tokens)
+            difference = float(np.abs(ours - theirs).max())
+            version = importlib.metadata.version("transformers")
+            found = Logits(tokens.size, difference, float(np.abs(theirs).max()), version)
+    return Receipt(
+        str(called or folder), architecture, count, digests, tuple(differing), found, why_not
+    )
+
+
+def _same(theirs: np.ndarray, ours: np.ndarray) -> bool:
+    """Whether two tensors are equal bit for bit in the narrower of their dtypes."""
+    narrow = ours.dtype if ours.dtype.itemsize <= theirs.dtype.itemsize else theirs.dtype
+    return np.array_equal(raw(theirs.astype(narrow)), raw(ours.astype(narrow)))
+
+
+def logits_of(
+    program: Program, model: TokenModel, params: nnx.State, tokens_BT: np.ndarray
+) -> np.ndarray:
+    """Our logits [B, T, V], computed in float32."""
+    precision = dataclasses.replace(program.precision, compute="float32")
+    program = dataclasses.replace(program, precision=precision, execution=Execution())
+    nothing, zero = program.shapes().statistics, jnp.zeros(())
+    state = TrainState(step=zero, params=params, opt_state=(), statistics=nothing, loss_scale=zero)
+    return logits(program, model, state, tokens_BT)
+
+
+def _logits_of_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray | str:
+    """Theirs, or why there are none: only for this comparison, and never more than installed."""
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="float32", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False,
+        )  # fmt: skip
+    except (ImportError, OSError, ValueError) as error:
+        return f"transformers cannot load it ({str(error).splitlines()[0]})"
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens)).logits.float().numpy()

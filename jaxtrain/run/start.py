@@ -1,0 +1,54 @@
+"""Where a run's first parameters come from, when they are not drawn: `Train.start_from`."""
+
+from pathlib import Path
+
+from flax import nnx
+
+from jaxtrain.config.buckets import place
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.weights.folder import CONFIG, Folder
+from jaxtrain.run import resume
+from jaxtrain.run.checkpoint.leaves import OtherLeavesError
+from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.huggingface.parameters import read_parameters
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program
+
+
+def first_parameters(source: str, config: Config, program: Program) -> nnx.State:
+    """The parameters of another run's newest checkpoint, or of a Hugging Face folder.
+
+    Args:
+      source: the folder of either.
+      config: the run that starts with them.
+      program: its program, in whose layout they come.
+
+    Raises:
+      UserError: there is neither there, or another model.
+      CheckpointError: the checkpoint is damaged.
+    """
+    folder = place(source)
+    if isinstance(folder, Path) and (folder / CONFIG).is_file():
+        found = Folder.at(source, named="Train.start_from")
+        return read_parameters(found, program, config.train.model)
+    if not sealed_steps(folder / FOLDER):
+        raise UserError(
+            f"Train.start_from={source!r}: no run with a complete checkpoint there, and no Hugging "
+            f"Face folder (no {CONFIG}); name one of them, or None to draw the parameters"
+        )
+    checkpoints = Checkpoints(folder, config.checkpoint, read_only=True)
+    try:
+        return restored_parameters(checkpoints, max(checkpoints.steps()), config, program)
+    finally:
+        checkpoints.close()
+
+
+def restored_parameters(
+    checkpoints: Checkpoints, step: int, config: Config, program: Program
+) -> nnx.State:
+    """The parameters of a checkpoint; UserError, with the settings that differ, if another's."""
+    try:
+        return resume.restore_parameters(checkpoints, step, program)
+    except OtherLeavesError as error:
+        raise resume.with_settings(error, checkpoints.extra(step)["config"], config) from error

@@ -1,0 +1,45 @@
+"""A configuration for a published model: `hf:DIR` in place of a .gin file.
+
+Its sizes are those of DIR's config.json and its first parameters DIR's; everything else is a
+starting point for fine-tuning, to be bound otherwise as anything. Without a tokenizer.json its data
+are random tokens, until a source and a tokenizer are bound.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxtrain.models.model import token_model
+from jaxtrain.models.weights.folder import TOKENIZER, Folder
+
+SCHEME = "hf:"
+
+
+def config_text(name: str) -> str:
+    """The gin text for the Hugging Face folder that `hf:DIR` names.
+
+    Raises:
+      UserError: there is no such folder, or its config.json asks for what is not done here.
+    """
+    folder = Folder.at(name.removeprefix(SCHEME), named=SCHEME)
+    return "\n".join(_lines(folder)) + "\n"
+
+
+def _lines(folder: Folder) -> Iterator[str]:
+    model = token_model(folder.asked[1])
+    kind = type(model).__name__
+    yield f"Train.model = @{kind}()"
+    for field in dataclasses.fields(model):
+        yield f"{kind}.{field.name} = {getattr(model, field.name)!r}"
+    yield f"Train.start_from = {str(folder.path)!r}"
+    yield "Train.data = @TextData()"
+    if (folder.path / TOKENIZER).is_file():
+        yield f"TextData.tokenizer = {str(folder.path / TOKENIZER)!r}"
+    else:  # bytes would be other tokens than those that it was trained on
+        yield "TextData.source = 'synthetic'"
+        yield f"TextData.synthetic_vocab_size = {model.vocab_size}"
+    # A row is as long as the usual fine-tuning's, a learning rate a tenth of pretraining's.
+    yield f"TextData.sequence_length = {min(model.context_length, 1024)}"
+    yield "Train.steps = 1000"
+    yield "Train.global_batch_size = 8"
+    yield "Optimizer.learning_rate = 2e-5"
+    yield "Mesh.fsdp = -1"

@@ -1,0 +1,172 @@
+"""Random models of transformers come in, give its logits on every mesh, and go out bit for bit."""
+
+import functools
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxtrain.models.weights.folder import Folder
+from jaxtrain.models.weights.names import their_shapes
+from jaxtrain.models.weights.safetensors import raw, write
+from jaxtrain.run.huggingface import importing, parameters, receipt
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training import layouts
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import load_config
+
+torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24, **ENDS,
+}  # fmt: skip
+GPT2 = {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4, **ENDS}
+LLAMA31 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 12,
+}  # fmt: skip
+
+# Case -> transformers' name of the model, its settings, our mesh, the dtype of the files.
+CASES = {
+    "gpt2": ("GPT2", GPT2, ["Mesh.fsdp=8"], "float32"),
+    "gpt2-tensor": ("GPT2", {**GPT2, "vocab_size": 64, "n_embd": 48},
+                    ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
+    "llama": ("Llama", {**SIZES, "rope_parameters": LLAMA31}, ["Mesh.pipe=2", "Mesh.fsdp=4"],
+              "float32"),
+    "llama-tied-mqa": ("Llama", {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True},
+                       ["Mesh.fsdp=4", "Mesh.data=2"], "float16"),
+    "mistral": ("Mistral", {**SIZES, "vocab_size": 64, "num_key_value_heads": 4,
+                            "sliding_window": 3}, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "sliding_window": None},
+                ["Mesh.fsdp=2", "Mesh.expert=4"], "float32"),
+    "gpt2-one-layer": ("GPT2", {**GPT2, "n_layer": 1, "n_head": 2}, ["Mesh.data=8"],
+                       "float16"),
+    "llama-untied-mha": ("Llama", {**SIZES, "num_key_value_heads": 4, "vocab_size": 67},
+                         ["Mesh.context=2", "Mesh.fsdp=4"], "bfloat16"),
+    "mistral-no-window": ("Mistral", {**SIZES, "num_key_value_heads": 1, "sliding_window": None},
+                          ["Mesh.pipe=2", "Mesh.fsdp=4"], "float32"),
+    "mistral-tied": ("Mistral", {**SIZES, "sliding_window": 5, "tie_word_embeddings": True},
+                     ["Mesh.fsdp=8"], "float32"),
+    "mixtral-mqa": ("Mixtral", {**SIZES, "vocab_size": 64, "num_key_value_heads": 1,
+                                "num_local_experts": 6, "num_experts_per_tok": 3},
+                    ["Mesh.expert=2", "Mesh.data=2"], "bfloat16"),
+    "mixtral-window": ("Mixtral", {**SIZES, "num_local_experts": 2, "sliding_window": 4,
+                                   "tie_word_embeddings": True}, ["Mesh.pipe=2"], "float32"),
+}  # fmt: skip
+ALWAYS = ("gpt2", "llama", "llama-tied-mqa", "mistral", "mixtral")
+
+
+def random_model(kind: str, settings: dict) -> torch.nn.Module:
+    """With every parameter drawn, norms and biases too, wide enough that none is lost."""
+    torch.manual_seed(0)
+    made = getattr(transformers, kind + ("LMHeadModel" if kind == "GPT2" else "ForCausalLM"))(
+        getattr(transformers, f"{kind}Config")(**settings)
+    )
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            is_scale = "norm" in name or "ln_" in name
+            value.normal_(1.0 if is_scale and name.endswith("weight") else 0.0, 0.2)
+    return made.eval()
+
+
+def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.float().numpy()
+
+
+@functools.cache
+def from_pretrained(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in ALWAYS else pytest.mark.slow) for c in CASES],
+)
+def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_path):
+    kind, settings, mesh, dtype = CASES[case]
+    there = random_model(kind, settings).to(getattr(torch, dtype))
+    source, workdir, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    # Several files with an index, but for one case.
+    there.save_pretrained(source, max_shard_size="20KB" if case != "gpt2" else "5GB")
+    (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    theirs = from_pretrained(source)  # in float32, the values those of the files
+    tokens = np.random.default_rng(1).integers(0, settings["vocab_size"], (1, 24))
+    expected = logits(theirs, tokens)
+    assert np.abs(expected).max() > 1.0
+
+    config = load_config(f"hf:{source}", mesh)  # fsdp is what is left
+    found = importing.import_run(config, workdir, console=Console(quiet=True), say=print)
+    assert found.passed
+    assert not found.differing
+    assert found.logits is not None
+    assert found.logits.largest_difference < 1e-4
+
+    # As a run: read back from its checkpoint.
+    again = load_config(workdir / "config.gin")
+    trainer = Trainer(again, workdir, read_only=True)
+    program, model = trainer.program.plain, again.train.model
+    ours = receipt.logits_of(program, model, trainer.state.params, tokens)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
+
+    written = trainer.export_huggingface(out)
+    assert written.passed
+    assert np.array_equal(logits(from_pretrained(out), tokens), expected)
+    back = parameters.read_parameters(Folder(out), program, model)
+    same = jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), trainer.state.params, back)
+    assert all(jax.tree.leaves(same))
+    if dtype == "bfloat16":  # to the bytes that came in
+        trainer.export_huggingface(tmp_path / "narrow", dtype="bfloat16")
+        came, went = Folder(source).tensors(), Folder(tmp_path / "narrow").tensors()
+        for name, tensor in went.items():
+            assert np.array_equal(raw(tensor.open()), raw(came[name].open())), name
+    assert (out / "tokenizer_config.json").read_text() == '{"chat_template": "{{ messages }}"}'
+    for name in ("config.json", "generation_config.json"):
+        said = [json.loads((path / name).read_text()) for path in (source, out)]
+        assert said[0].get("eos_token_id") == said[1].get("eos_token_id") == 0, name
+    assert json.loads((out / "parity.json").read_text())["passed"]
+    assert json.loads((workdir / "huggingface" / "parity.json").read_text())["passed"]
+
+
+# -- how it is read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["Mesh.fsdp=8", "Mesh.data=8"])
+def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, mesh):
+    """Beside what stays on the devices; each layer's matrices are one parameter here."""
+    monkeypatch.setattr(parameters, "MOST_AT_ONCE", 1 << 20)
+    # Onto devices with memory of their own: simulated ones take the host's array for theirs.
+    put = jax.device_put
+    monkeypatch.setattr(
+        jax, "device_put", lambda value, device: put(value, device).copy().block_until_ready()
+    )
+    layers, width, wide = 6, 256, 2048
+    settings = {
+        "vocab_size": 64, "hidden_size": width, "intermediate_size": wide,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "model_type": "llama",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = load_config(f"hf:{tmp_path}", [mesh])
+    program = make_program(config, layouts.layout(config)).plain
+    family, model = Folder(tmp_path).asked
+    shapes = their_shapes(family.names(model), parameters.shapes_of(program))
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(shape, np.float32) for shape in shapes.values())
+    write(tmp_path / "model.safetensors", shapes, "BF16", values)
+    tracemalloc.start()
+    try:
+        params = parameters.read_parameters(Folder(tmp_path), program, model)
+        jax.block_until_ready(params)
+        stays, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    largest = 4 * width * wide  # bytes of the largest tensor, in float32
+    # JAX lets go of a host's array when it takes the next one: two pieces, of 6 layers' 12.
+    assert peak - stays < 2 * largest + 2**20

@@ -1,0 +1,248 @@
+"""An imported model is a run like any other; a run starts with another's parameters alone."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxtrain.cli import main
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.names import their_shapes
+from jaxtrain.models.weights.safetensors import raw, read_header, write
+from jaxtrain.run.huggingface import receipt
+from jaxtrain.run.huggingface.parameters import shapes_of
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training import layouts
+from jaxtrain.training.program import make_program
+from jaxtrain.training.settings import load_config
+
+README = Path(__file__).parent.parent / "README.md"
+MODEL = GPT(vocab_size=320, num_layers=2, embed_dim=32, num_heads=2, context_length=48)
+SHORT = ["-b", f"TextData.source='{README}'", "-b", "TextData.sequence_length=32",
+         "-b", "Train.steps=2", "-b", "Train.eval_batches=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_transformers():
+    """The receipt by digests: test_huggingface_models.py has the one by logits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receipt.importlib.util, "find_spec", lambda name: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A GPT-2's folder with a tokenizer of 320 tokens or fewer."""
+    folder = tmp_path_factory.mktemp("published") / "gpt2"
+    folder.mkdir()
+    family, said = family_for(MODEL, None)
+    content = {**said, "architectures": [family.architecture], "model_type": family.model_type}
+    (folder / "config.json").write_text(json.dumps({**content, "eos_token_id": 0}))
+    save(folder / "model.safetensors", seed=0)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([README.read_text()], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    (folder / "README.md").write_text("is not carried along")
+    return folder
+
+
+def save(file: Path, *, seed: int) -> None:
+    family, _ = family_for(MODEL, None)
+    shapes = their_shapes(family.names(MODEL), our_shapes())
+    rng = np.random.default_rng(seed)
+    values = (0.05 * rng.standard_normal(shape, np.float32) for shape in shapes.values())
+    write(file, shapes, "F32", values)
+
+
+def our_shapes() -> dict[str, tuple[int, ...]]:
+    config = load_config("gpt_quickstart", [
+        "Mesh.tensor=1", "Mesh.fsdp=8",
+        *(f"GPT.{name}={value}" for name, value in vars(MODEL).items()),
+    ])  # fmt: skip
+    return shapes_of(make_program(config, layouts.layout(config)).plain)
+
+
+@pytest.fixture(scope="module")
+def run(source, tmp_path_factory) -> Path:
+    """The imported run."""
+    workdir = tmp_path_factory.mktemp("runs") / "gpt2"
+    words = ["import-hf", str(source), "--workdir", str(workdir), "-b", "Mesh.fsdp=8", *SHORT]
+    assert main(words) == 0
+    return workdir
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {k: np.asarray(t.open()) for k, t in read_header(folder / "model.safetensors").items()}
+
+
+def test_the_receipt_has_the_digests_of_the_files(run, source, capsys):
+    said = json.loads((run / "huggingface" / "parity.json").read_text())
+    assert said["passed"]
+    assert said["why_not"] == "transformers and PyTorch are not installed"
+    assert said["digests"] == {
+        name: sha256(raw(value)).hexdigest() for name, value in tensors(source).items()
+    }
+    assert said["parameters"] == sum(value.size for value in tensors(source).values())
+
+
+def test_what_lies_beside_the_weights_comes_along_and_nothing_else(run, source):
+    carried = {path.name for path in (run / "huggingface").iterdir()}
+    names = {"config.json", "tokenizer.json", "generation_config.json"}
+    assert carried == {*names, "parity.json"}
+    for name in names:
+        assert (run / "huggingface" / name).read_bytes() == (source / name).read_bytes()
+    config = load_config(run / "config.gin")
+    assert config.train.data.tokenizer == str(run / "huggingface" / "tokenizer.json")
+    assert config.train.start_from == str(source)
+
+
+def test_it_evaluates_and_generates_as_any_run(run, capsys):
+    assert main(["eval", "--workdir", str(run)]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["step"] == 0
+    assert abs(values["eval_loss"] - np.log(320)) < 0.5  # small random weights know nothing
+    words = ["generate", "--workdir", str(run), "--prompt", "jax", "--max-new-tokens", "3"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("jax")
+    assert main(["inspect", "--workdir", str(run), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "Checkpoint of step 0" in out
+    assert "Verified: every array can be read" in out
+
+
+def test_it_trains_on_and_what_it_became_is_exported(run, source, tmp_path, capsys):
+    words = ["train", str(run / "config.gin"), "--workdir", str(run), "-b", "Train.save_every=1"]
+    # With another optimizer than it was imported with: it has not begun.
+    assert main([*words, "-b", "Optimizer.name='sgd'", "-b", "Checkpoint.keep=4"]) == 0
+    capsys.readouterr()
+    for step in ("0", "2"):
+        out = ["export-hf", "--workdir", str(run), "--step", step, "--out", str(tmp_path / step)]
+        assert main(out) == 0
+    said = capsys.readouterr().out
+    assert f"bit for bit those of {tmp_path / '2'} (GPT2LMHeadModel" in said
+    before, after = tensors(tmp_path / "0"), tensors(tmp_path / "2")
+    for name, value in tensors(source).items():
+        assert np.array_equal(raw(before[name]), raw(value)), name
+        assert after[name].shape == value.shape
+        assert np.abs(after[name] - value).max() > 0, name
+    assert (tmp_path / "2" / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
+    assert json.loads((tmp_path / "2" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_folder_that_is_taken_is_refused(run, source, tmp_path, capsys):
+    words = ["import-hf", str(source), "--workdir", str(run)]
+    assert main(words) == 2
+    assert f"--workdir {run}: there is a run already; name" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    words = ["export-hf", "--workdir", str(run), "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert f"--out {tmp_path} is there already; name a folder that is new" in (
+        capsys.readouterr().err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_refused_import_leaves_nothing(source, tmp_path, capsys):
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_text((source / "config.json").read_text())
+    (bad / "pytorch_model.bin").write_bytes(b"")
+    workdir = tmp_path / "run"
+    assert main(["import-hf", str(bad), "--workdir", str(workdir), "-b", "Mesh.fsdp=8"]) == 2
+    assert "its weights are in a pickle" in capsys.readouterr().err
+    assert not workdir.exists()
+
+
+def test_plan_reads_config_json_alone(source, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    words = ["plan", f"hf:{tmp_path}", "--target", "h100:1x8", "--no-compile"]
+    assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    # Norms and biases are whole on every device.
+    sizes = [x.size if x.ndim == 1 else x.size // 8 for x in tensors(source).values()]
+    assert plan["memory"]["params"] == 4 * sum(sizes)
+    assert plan["mesh"]["fsdp"] == 8
+
+
+# -- Train.start_from ------------------------------------------------------------------------------
+
+
+def same(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b)))
+
+
+def test_a_run_starts_with_another_runs_parameters_and_nothing_else(run, tmp_path):
+    there = Trainer(load_config(run / "config.gin"), run, read_only=True)
+    bindings = [
+        f"Train.start_from='{run}'", "Mesh.fsdp=4", "Mesh.pipe=2", "Train.seed=5",
+        "Optimizer.average_decay=0.9",
+    ]  # fmt: skip
+    config = load_config(run / "config.gin", bindings)
+    trainer = Trainer(config)  # another mesh, pipeline and optimizer
+    assert trainer.steps_done == 0
+    assert same(jax.device_get(trainer.state.params), jax.device_get(there.state.params))
+    # What the optimizer starts from is what the run starts from.
+    average = trainer.program.consensus(trainer.state).params
+    assert same(jax.device_get(average), jax.device_get(there.state.params))
+    assert f"Train.start_from = '{run}'" in config.operative()
+
+
+def test_replicas_start_alike(run):
+    config = load_config(
+        run / "config.gin",
+        [f"Train.start_from='{run}'", "Mesh.fsdp=4", "Mesh.data=2", "Exchange.method='local_sgd'"],
+    )
+    there = Trainer(load_config(run / "config.gin"), run, read_only=True)
+    for replicas, one in zip(
+        jax.tree.leaves(jax.device_get(Trainer(config).state.params)),
+        jax.tree.leaves(jax.device_get(there.state.params)),
+        strict=True,
+    ):
+        assert np.array_equal(replicas, np.stack([one, one]))
+
+
+def test_another_model_is_refused_with_the_settings_that_differ(run, source, tmp_path):
+    bindings = [f"Train.start_from='{run}'", "GPT.num_layers=3"]
+    with pytest.raises(UserError, match="GPT.num_layers = 2 wrote it, this configuration has 3"):
+        Trainer(load_config(run / "config.gin", bindings))
+    bindings = [f"Train.start_from='{source}'", "GPT.num_layers=3"]
+    with pytest.raises(UserError, match=r"transformer.h.2.ln_1.weight \[32\] is missing"):
+        Trainer(load_config(run / "config.gin", bindings))
+    with pytest.raises(UserError, match="holds a GPT2LMHeadModel, which is Train.model = @GPT"):
+        Trainer(load_config("lstm_quickstart", [f"Train.start_from='{source}'"]))
+    with pytest.raises(UserError, match="no run with a complete checkpoint there, and no Hugging"):
+        Trainer(load_config(run / "config.gin", [f"Train.start_from='{tmp_path}'"]))
+
+
+def test_from_huggingface_starts_with_the_folders_parameters(source, tmp_path):
+    trainer = Trainer.from_huggingface(
+        source,
+        bindings=[
+            "Mesh.fsdp=8",
+            f"TextData.source='{README}'",
+            "TextData.sequence_length=32",
+            "Train.steps=1",
+        ],
+    )
+    assert trainer.export_huggingface(tmp_path / "out").passed
+    written = tensors(tmp_path / "out")
+    for name, value in tensors(source).items():
+        assert np.array_equal(raw(written[name]), raw(value)), name
+    assert (tmp_path / "out" / "generation_config.json").exists()

@@ -1,0 +1,270 @@
+"""Name maps: each covers its model, is its own inverse, and reads the config.json it writes."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.models.weights.family import families, family_for, model_of
+from jaxtrain.models.weights.folder import Folder, match
+from jaxtrain.models.weights.names import their_shapes
+from jaxtrain.models.weights.safetensors import write
+from jaxtrain.run.checkpoint.leaves import flatten
+
+SMALL = {"vocab_size": 13, "num_layers": 3, "embed_dim": 12, "num_heads": 6, "context_length": 10}
+GROUPED = {**SMALL, "num_kv_heads": 2, "mlp_dim": 7}
+MODELS = {
+    "gpt2": GPT(**{**SMALL, "num_heads": 3}),
+    "llama": Llama(
+        **GROUPED, rope_scaling=8.0, rope_theta=5e5, rope_original_context_length=5, norm_eps=1e-6
+    ),
+    "mistral": Llama(**GROUPED, sliding_window=4, tie_embeddings=True),
+    "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
+}
+
+
+def shapes_of(model):
+    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    names, leaves, _ = flatten(shapes)
+    return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+
+
+def of(name):
+    return next(family for family in families() if family.model_type == name)
+
+
+def test_every_family_stands_here():
+    assert {family.model_type for family in families()} == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_map_covers_every_parameter_once_and_is_its_own_inverse(name):
+    model = MODELS[name]
+    shapes, names = shapes_of(model), of(name).names(model)
+    assert sorted(one.ours for one in names) == sorted(shapes)
+    theirs = their_shapes(names, shapes)
+    assert sum(map(math.prod, theirs.values())) == sum(map(math.prod, shapes.values()))
+    rng = np.random.default_rng(0)
+    for one in names:
+        ours = rng.standard_normal(shapes[one.ours])
+        back = np.full_like(ours, np.nan)
+        for place, tensor in one.tensors(ours.shape):
+            made = one.to_theirs(ours[place])
+            assert made.shape == theirs[tensor]
+            back[place] = one.to_ours(made, ours.shape)
+        assert np.array_equal(back, ours), one
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_come_back_from_the_config_json_that_they_make(name):
+    family, said = family_for(MODELS[name], name)
+    assert family.model_type == name
+    content = json.loads(json.dumps({**said, "model_type": name}))
+    assert model_of(content, where="config.json") == (family, MODELS[name])
+
+
+def test_sizes_that_are_known_nowhere_else_are_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        pass
+
+    with pytest.raises(UserError, match=r"Train.model=@Own\(\) .* is no architecture"):
+        family_for(Own(), None)
+
+
+# -- what a config.json asks for -------------------------------------------------------------------
+
+
+def refused(name, **changes):
+    _, said = family_for(MODELS[name], name)
+    content = {**said, "architectures": [of(name).architecture], **changes}
+    with pytest.raises(UserError) as raised:
+        model_of(content, where="there/config.json")
+    headline, *reasons = str(raised.value).splitlines()
+    assert headline == "there/config.json: it asks for what is not done here:"
+    return [reason.strip() for reason in reasons]
+
+
+def test_everything_that_is_not_done_here_is_said_in_one_message():
+    assert refused(
+        "llama",
+        hidden_act="gelu",
+        head_dim=64,
+        attention_bias=True,
+        rope_scaling={"type": "yarn", "factor": 4.0},
+        hidden_size="12",
+        vocab_size=None,
+        quantization_config={"bits": 4},
+    ) == [
+        "quantization_config = {'bits': 4}; here it is None",
+        "attention_bias = True; here it is False",
+        "hidden_size = '12'; here it is a whole number",
+        "head_dim = 64; here it is 0",
+        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
+        "vocab_size is missing; here it is a whole number",
+        "rope_type = 'yarn'; here it is 'default' or 'llama3'",
+        "Llama.embed_dim=1 does not divide by twice Llama.num_heads=6; the nearest embed_dim is 12",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+        ("gpt2", {"n_inner": 5}, "n_inner = 5; here it is 48"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False; here it is True"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True; here it is False"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1; here it is true or false"),
+        ("mistral", {"sliding_window": "all"}, "sliding_window = 'all'; here it is a whole number"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; here it is 0.0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "Mixtral.experts_per_token=9 with"),
+    ],
+)
+def test_a_setting_that_is_not_done_here_is_refused(name, changes, said):
+    assert any(said in reason for reason in refused(name, **changes))
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match=r"LlamaForCausalML is not known here; did you mean 'Llama"):
+        model_of({"architectures": ["LlamaForCausalML"]}, where="config.json")
+    with pytest.raises(UserError, match=r"model_type 'bloom' is not known here"):
+        model_of({"model_type": "bloom"}, where="config.json")
+
+
+def test_a_window_that_is_null_is_none_and_one_that_is_not_said_is_the_familys():
+    _, said = family_for(MODELS["mistral"], "mistral")
+    content = {**said, "model_type": "mistral"}
+    assert model_of({**content, "sliding_window": None}, where="")[1].sliding_window is None
+    del content["sliding_window"]
+    assert model_of(content, where="")[1].sliding_window == 4096  # of MistralConfig
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Mistral's folder, its tensors zeros."""
+    path = tmp_path / "model"
+    path.mkdir()
+    _, said = family_for(MODELS["mistral"], "mistral")
+    (path / "config.json").write_text(json.dumps({**said, "model_type": "mistral"}))
+    save(path / "model.safetensors", shapes_there())
+    return path
+
+
+def shapes_there():
+    model = MODELS["mistral"]
+    return their_shapes(of("mistral").names(model), shapes_of(model))
+
+
+def save(file, shapes):
+    file.unlink(missing_ok=True)
+    write(file, shapes, "F32", (np.zeros(shape, np.float32) for shape in shapes.values()))
+
+
+def matched(path):
+    found = Folder.at(str(path), named="SRC_DIR")
+    family, model = found.asked
+    return match(family, model, shapes_of(model), found.tensors(), where=str(path))
+
+
+def said_of(path):
+    with pytest.raises(UserError) as raised:
+        matched(path)
+    return str(raised.value)
+
+
+def test_a_whole_folder_matches_whatever_prefix_its_names_have(folder):
+    assert matched(folder).keys() == shapes_there().keys()
+    bare = {name.removeprefix("model."): shape for name, shape in shapes_there().items()}
+    save(folder / "model.safetensors", {**bare, "layers.0.rotary_emb.inv_freq": (1,)})
+    assert matched(folder).keys() == shapes_there().keys()
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed(folder):
+    shapes = shapes_there()
+    del shapes["model.norm.weight"]
+    shapes["model.layers.1.mlp.up_proj.weight"] = (12, 7)
+    shapes["model.layers.3.mlp.up_proj.weight"] = (7, 12)
+    save(folder / "model.safetensors", shapes)
+    headline, *lines = said_of(folder).splitlines()
+    assert f"{folder}: its tensors are not those of MistralForCausalLM with " in headline
+    assert [line.strip() for line in lines] == [
+        "model.norm.weight [12] is missing",
+        "model.layers.1.mlp.up_proj.weight is [12, 7]; here it is [7, 12]",
+        "model.layers.3.mlp.up_proj.weight [7, 12] has no place in this architecture",
+    ]
+
+
+def test_an_output_matrix_beside_a_tied_embedding_must_be_the_same(folder):
+    file, shapes = folder / "model.safetensors", shapes_there()
+    file.unlink()
+    values = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
+    write(file, {name: x.shape for name, x in values.items()}, "F32", values.values())
+    assert matched(folder).keys() == shapes.keys()
+    values["lm_head.weight"][3, 2] = 2.0
+    file.unlink()
+    write(file, {name: x.shape for name, x in values.items()}, "F32", values.values())
+    assert "lm_head.weight is another than the embedding" in said_of(folder)
+
+
+def test_a_pickle_is_refused_with_the_safe_way(folder):
+    (folder / "model.safetensors").unlink()
+    assert "no weights there (model.safetensors or model.safetensors.index.json)" in said_of(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04}.")
+    said = said_of(folder)
+    assert "its weights are in a pickle (pytorch_model.bin), which runs code" in said
+    assert "save_pretrained(DST)" in said
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", 3])
+def test_an_index_that_points_outside_is_refused(folder, name):
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"names {name!r}, which is no safetensors file in its folder" in said_of(folder)
+
+
+def test_an_index_whose_files_are_missing_is_refused(folder):
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "of which 1 are not there (model-00001-of-00002.safetensors)" in said_of(folder)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused_and_the_hubs_cache_is_not(folder, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (folder / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(UserError, match=re.escape(f"leads out of its folder, to {secret}")):
+        Folder(folder).carried()
+    # As huggingface_hub lays out its cache: names are links to blobs beside the snapshots.
+    blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        os.rename(folder / name, blobs / f"of-{name}")
+        (snapshot / name).symlink_to(f"../../blobs/of-{name}")
+    found = Folder.at(str(snapshot), named="SRC_DIR")
+    assert found.carried().keys() == {"config.json"}
+    assert matched(snapshot).keys() == shapes_there().keys()
+
+
+def test_a_folder_without_a_config_json_and_broken_json_are_refused(folder, tmp_path):
+    assert "no Hugging Face folder there (no config.json)" in said_of(tmp_path)
+    (folder / "config.json").write_text('{"model_type": ')
+    assert "config.json is no JSON (" in said_of(folder)
+    (folder / "config.json").write_text("[]")
+    assert "config.json is no JSON object" in said_of(folder)
