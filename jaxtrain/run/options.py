@@ -42,8 +42,8 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, inspect, import-hf, export-hf, data, prepare, configs, plot, sweep
-    and supervise."""
+    """Adds train, eval, generate, inspect, import-hf, export-hf, data, prepare, configs, plot,
+    sweep and supervise."""
     command = add("train", "trains, or continues from the newest checkpoint")
     command.add_argument(
         "config",
