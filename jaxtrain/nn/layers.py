@@ -3,6 +3,11 @@
 Letters: B batch, T length, D embed, N heads, H head_dim, V vocab.
 """
 
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import current_layout, logical_axes, on_each_device, parts_of, shard
+from jaxtrain.parallel.tables import MeshAxes
 
 
 def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:
@@ -27,46 +33,73 @@ def embed(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
     table_VD, layout = gather(table), current_layout()
     if layout is None:
         return table_VD[tokens_BT]
-    table_spec = layout.weight(logical_axes(table))
-    tokens_spec = layout.activation(("batch", "length"))
-    spec = P(*tokens_spec, None)
-    axes = parts_of(table_spec[0])
+    of_tokens, of_table = layout.activation(("batch", "length")), layout.weight(logical_axes(table))
+    split = _Split(of_tokens, of_table, rows=table_VD.shape[0] // layout.size(of_table[0]))
+    return shard(_embedded(split, tokens_BT, table_VD), ("batch", "length", "embed"))
 
-    def places(tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How a lookup lies on the devices.
+
+    Attributes:
+      tokens: of the tokens [B, T].
+      table: of the table [V, D], whole along D.
+      rows: of the table, on one device.
+    """
+
+    tokens: P
+    table: P
+    rows: int
+
+    @property
+    def stream(self) -> P:
+        """Of what is looked up, [B, T, D]."""
+        return P(*self.tokens, None)
+
+    def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which of the device's rows each token has, and whether it is the device's at all."""
-        V = table_VD.shape[0] // layout.size(axes)
-        place_BT = tokens_BT - (jax.lax.axis_index(axes) * V if axes else 0)
-        here_BT = (place_BT >= 0) & (place_BT < V)
+        axes = parts_of(self.table[0])
+        place_BT = tokens_BT - (jax.lax.axis_index(axes) * self.rows if axes else 0)
+        here_BT = (place_BT >= 0) & (place_BT < self.rows)
         return jnp.where(here_BT, place_BT, 0), here_BT[..., None]
 
-    def lookup(tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
-        place_BT, here_BT1 = places(tokens_BT)
-        return _sum_over(axes, jnp.where(here_BT1, rows_VD[place_BT], 0))
+    def look_up(self, tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
+        """On each device: [B, T, D] of its tokens, out of its rows and the others'."""
+        place_BT, here_BT1 = self.places(tokens_BT)
+        return _sum_over(self.table[:1], jnp.where(here_BT1, rows_VD[place_BT], 0))
 
-    def add_rows(tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
-        place_BT, here_BT1 = places(tokens_BT)
-        shape = (table_VD.shape[0] // layout.size(axes), gradient_BTD.shape[-1])
-        rows_VD = jnp.zeros(shape, gradient_BTD.dtype)
+    def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
+        """On each device: the gradient of its rows, out of its tokens and the others'."""
+        place_BT, here_BT1 = self.places(tokens_BT)
+        rows_VD = jnp.zeros((self.rows, gradient_BTD.shape[-1]), gradient_BTD.dtype)
         rows_VD = rows_VD.at[place_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
-        return _sum_over(tuple(n for part in tokens_spec for n in parts_of(part)), rows_VD)
-
-    @jax.custom_vjp
-    def embedded(table_VD: jax.Array) -> jax.Array:
-        return on_each_device(lookup, (tokens_spec, table_spec), spec)(tokens_BT, table_VD)
-
-    def forward(table_VD: jax.Array) -> tuple[jax.Array, None]:
-        return embedded(table_VD), None
-
-    def backward(_: None, gradient_BTD: jax.Array) -> tuple[jax.Array]:
-        # By hand: the transpose of the sum would be another one, and the compiler's own scatter-add
-        # gathers every device's activations where those are fewer bytes than the table.
-        return (on_each_device(add_rows, (tokens_spec, spec), table_spec)(tokens_BT, gradient_BTD),)
-
-    embedded.defvjp(forward, backward)
-    return shard(embedded(table_VD), ("batch", "length", "embed"))
+        return _sum_over(self.tokens, rows_VD)
 
 
-def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embedded(split: _Split, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+    run = on_each_device(split.look_up, (split.tokens, split.table), split.stream)
+    return run(tokens_BT, table_VD)
+
+
+def _forward(split: _Split, tokens_BT: jax.Array, table_VD: jax.Array) -> tuple[Any, jax.Array]:
+    return _embedded(split, tokens_BT, table_VD), tokens_BT
+
+
+def _backward(split: _Split, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> tuple[Any, Any]:
+    # By hand: the transpose of the sum would be another one, and the compiler's own scatter-add
+    # gathers every device's activations where those are fewer bytes than the table.
+    run = on_each_device(split.add_up, (split.tokens, split.stream), split.table)
+    return None, run(tokens_BT, gradient_BTD)
+
+
+_embedded.defvjp(_forward, _backward)
+
+
+def _sum_over(spec: Iterable[MeshAxes], x: jax.Array) -> jax.Array:
+    """The sum over all devices among which dimensions laid out so are split."""
+    axes = tuple(name for part in spec for name in parts_of(part))
     return jax.lax.psum(x, axes) if axes else x
 
 
