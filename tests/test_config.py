@@ -265,7 +265,7 @@ def test_what_has_no_value_is_told_what_it_takes(tmp_path):
     assert "@GPT(), @LSTM()" in model
     assert "Garden" not in model
     assert data == (
-        "Train.data has no value: bind it to one of @ImageData(), @TextData(), "
+        "Train.data has no value: bind it to one of @ImageData(), @TextData(), @VectorData(), "
         "such as Train.data = @ImageData()"
     )
     assert steps == "Train.steps has no value: bind it, such as Train.steps = 1"
@@ -475,4 +475,4 @@ def test_shipped_configs_build_abstractly(name):
         sharding = layout.named(layout.parameter(logical_axes(variable)))
         assert sharding.shard_shape(value.shape)  # raises where a size does not divide
     batch = loaded.train.data.abstract_batch(loaded.train.global_batch_size)
-    assert len(batch.inputs.shape) == {"tokens": 2, "images": 4}[model.inputs]
+    assert len(batch.inputs.shape) == {"tokens": 2, "images": 4, "vectors": 2}[model.inputs]
