@@ -212,3 +212,10 @@ def test_images_that_do_not_fit_the_model_are_refused():
     message = refused("ResNet.num_classes = 5", "ResNet.channels = 3", name="resnet_mnist5k")
     assert "ResNet.num_classes=5 is smaller than the data's 10 classes" in message
     assert "ResNet.channels=3, but the images of ImageData have 1" in message
+
+
+def test_a_batch_of_fewer_rows_than_devices_is_refused_with_a_batch_that_fits():
+    message = refused("Train.global_batch_size = 2", "Mesh.fsdp = 8", "Mesh.tensor = 1")
+    assert "Train.global_batch_size=2 does not divide over the 8 devices" in message
+    assert "the nearest multiple of 8 is 8" in message
+    assert "set Train.accumulation" not in message

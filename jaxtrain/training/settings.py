@@ -253,11 +253,12 @@ def refuse(settings: Train, layout: Layout | None, *, microbatches: int) -> Iter
     if batch % parts:
         over = f"the {devices} devices that split the batch times " if layout is not None else ""
         rest = devices * microbatches
-        fits = f", or set Train.accumulation={nearest_divisor(batch // rest, accumulation)}"
+        fits = ""
+        if batch % rest == 0:
+            fits = f", or set Train.accumulation={nearest_divisor(batch // rest, accumulation)}"
         yield (
             f"Train.global_batch_size={batch} does not divide over {over}{times}; the nearest "
-            f"multiple of {parts} is {nearest_multiple(batch, parts)}"
-            f"{fits if batch % rest == 0 else ''}"
+            f"multiple of {parts} is {nearest_multiple(batch, parts)}{fits}"
         )
 
 
