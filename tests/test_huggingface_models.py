@@ -46,6 +46,18 @@ CASES = {
                             "sliding_window": 3}, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "sliding_window": None},
                 ["Mesh.fsdp=2", "Mesh.expert=4"], "float32"),
+    "qwen2": ("Qwen2", {**SIZES, "num_hidden_layers": 2, "tie_word_embeddings": True},
+              ["Mesh.fsdp=8"], "bfloat16"),
+    "qwen3": ("Qwen3", {**SIZES, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16},
+              ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "qwen2-mqa": ("Qwen2", {**SIZES, "num_key_value_heads": 1}, ["Mesh.pipe=2"], "float32"),
+    "qwen2-mha": ("Qwen2", {**SIZES, "vocab_size": 64, "num_key_value_heads": 4},
+                  ["Mesh.tensor=4"], "float16"),
+    "qwen3-mqa-tied": ("Qwen3", {**SIZES, "num_key_value_heads": 1, "head_dim": 4,
+                                 "tie_word_embeddings": True}, ["Mesh.pipe=2"], "float32"),
+    "qwen3-mha": ("Qwen3", {**SIZES, "num_key_value_heads": 4, "head_dim": 8}, ["Mesh.data=2"],
+                  "float16"),
+    "llama-wide-heads": ("Llama", {**SIZES, "head_dim": 12}, ["Mesh.fsdp=8"], "float32"),
     "gpt2-one-layer": ("GPT2", {**GPT2, "n_layer": 1, "n_head": 2}, ["Mesh.data=8"],
                        "float16"),
     "llama-untied-mha": ("Llama", {**SIZES, "num_key_value_heads": 4, "vocab_size": 67},
@@ -60,7 +72,7 @@ CASES = {
     "mixtral-window": ("Mixtral", {**SIZES, "num_local_experts": 2, "sliding_window": 4,
                                    "tie_word_embeddings": True}, ["Mesh.pipe=2"], "float32"),
 }  # fmt: skip
-ALWAYS = ("gpt2", "llama", "llama-tied-mqa", "mistral", "mixtral")
+ALWAYS = ("gpt2", "llama", "llama-tied-mqa", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def random_model(kind: str, settings: dict) -> torch.nn.Module:

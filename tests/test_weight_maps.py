@@ -29,6 +29,8 @@ MODELS = {
         **GROUPED, rope_scaling=8.0, rope_theta=5e5, rope_original_context_length=5, norm_eps=1e-6
     ),
     "mistral": Llama(**GROUPED, sliding_window=4, tie_embeddings=True),
+    "qwen2": Llama(**GROUPED, qkv_bias=True),
+    "qwen3": Llama(**GROUPED, qk_norm=True, head_dim=4),
     "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
 }
 
@@ -99,7 +101,7 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
     assert refused(
         "llama",
         hidden_act="gelu",
-        head_dim=64,
+        head_dim=7,
         attention_bias=True,
         rope_scaling={"type": "yarn", "factor": 4.0},
         hidden_size="12",
@@ -109,11 +111,10 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         "quantization_config = {'bits': 4}; here it is None",
         "attention_bias = True; here it is False",
         "hidden_size = '12'; here it is a whole number",
-        "head_dim = 64; here it is 0",
         "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "vocab_size is missing; here it is a whole number",
         "rope_type = 'yarn'; here it is 'default' or 'llama3'",
-        "Llama.embed_dim=1 does not divide by twice Llama.num_heads=6; the nearest embed_dim is 12",
+        "Llama.head_dim=7 is no even number above 0; the nearest is 8",
     ]
 
 
@@ -129,6 +130,10 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1; here it is true or false"),
         ("mistral", {"sliding_window": "all"}, "sliding_window = 'all'; here it is a whole number"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; here it is 0.0"),
+        ("mixtral", {"head_dim": 8}, "head_dim = 8; here it is hidden_size / heads"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True; here it is False"),
         ("mixtral", {"num_experts_per_tok": 9}, "Mixtral.experts_per_token=9 with"),
     ],
 )

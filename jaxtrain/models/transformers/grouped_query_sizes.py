@@ -62,6 +62,21 @@ class GroupedQuerySizes(Protocol):
     @property
     def tie_embeddings(self) -> bool: ...
 
+    # What most have not: a model that has it has the setting.
+
+    @property
+    def head_dim(self) -> int | None:
+        """None: embed_dim / num_heads."""
+        return None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_norm(self) -> bool:
+        return False
+
     @property
     def block(self) -> Block:
         """What every layer computes."""
@@ -75,8 +90,13 @@ class GroupedQuerySizes(Protocol):
             "mlp_dim", "context_length", "rope_original_context_length",
         )  # fmt: skip
         refuse_not_positive(self, "rope_theta", "norm_eps")
-        # The halves of a head are rotated against each other, so head_dim is even.
-        if self.embed_dim % (2 * self.num_heads):
+        # The halves of a head are rotated against each other, so its width is even.
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            raise UserError(
+                f"{name}.head_dim={self.head_dim} is no even number above 0; the nearest is "
+                f"{nearest_multiple(self.head_dim, 2)}"
+            )
+        if self.head_dim is None and self.embed_dim % (2 * self.num_heads):
             pair = 2 * self.num_heads
             nearest = nearest_multiple(self.embed_dim, pair)
             raise UserError(
@@ -103,9 +123,9 @@ class GroupedQuerySizes(Protocol):
             )
 
     @property
-    def head_dim(self) -> int:
+    def key_dim(self) -> int:
         """Width of one attention head."""
-        return self.embed_dim // self.num_heads
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def layers(self) -> int:
@@ -118,8 +138,8 @@ class GroupedQuerySizes(Protocol):
         return AttentionFacts(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.head_dim,
+            key_dim=self.key_dim,
+            value_dim=self.key_dim,
             window=self.sliding_window,
         )
 
@@ -140,7 +160,7 @@ class GroupedQuerySizes(Protocol):
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            head_dim=self.key_dim,
             rotary=Rotary(
                 theta=self.rope_theta,
                 scaling=self.rope_scaling,
@@ -150,6 +170,8 @@ class GroupedQuerySizes(Protocol):
             ),
             window=self.sliding_window,
             residual_stddev=self.residual_stddev,
+            biases=self.qkv_bias,
+            norm=RMSNorm(dim=self.key_dim, epsilon=self.norm_eps) if self.qk_norm else None,
         )
 
     @property

@@ -22,7 +22,8 @@ class Llama(GroupedQuerySizes):
       vocab_size: rows of the embedding table.
       num_layers: blocks.
       embed_dim: width of the residual stream.
-      num_heads: query heads; embed_dim / num_heads is the head_dim.
+      num_heads: query heads.
+      head_dim: width of each head; None is embed_dim / num_heads.
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
         (grouped-query attention, arXiv 2305.13245).
       mlp_dim: width inside the SwiGLU (arXiv 2002.05202).
@@ -35,6 +36,9 @@ class Llama(GroupedQuerySizes):
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       sliding_window: tokens a query sees back, itself included (Mistral, arXiv 2310.06825); None
         is all of them.
+      qkv_bias: queries, keys and values have biases (Qwen 2, arXiv 2407.10671).
+      qk_norm: each head of queries and keys is normed before it is turned (Qwen 3, arXiv
+        2505.09388).
       norm_eps: epsilon of the RMS norms.
       tie_embeddings: the token embedding is the output matrix too.
     """
@@ -43,6 +47,7 @@ class Llama(GroupedQuerySizes):
     num_layers: int = 32
     embed_dim: int = 4096
     num_heads: int = 32
+    head_dim: int | None = None
     num_kv_heads: int = 8
     mlp_dim: int = 14336
     context_length: int = 8192
@@ -52,6 +57,8 @@ class Llama(GroupedQuerySizes):
     rope_high_frequency_factor: float = 4.0
     rope_original_context_length: int = 8192
     sliding_window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 

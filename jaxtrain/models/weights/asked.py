@@ -54,8 +54,9 @@ class Asked:
             self._refuse(key, value, " or ".join(map(repr, allowed)), None)
 
     def refuse(self, reason: str) -> None:
-        """One reason more."""
-        self.reasons.append(reason)
+        """One reason more, unless it is there already."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.content.get(key)
@@ -63,5 +64,5 @@ class Asked:
 
     def _refuse(self, key: str, value: Any, allowed: str, instead: Any) -> Any:
         told = f"{key} is missing" if value is None else f"{key} = {value!r}"
-        self.reasons.append(f"{told}; here it is {allowed}")
+        self.refuse(f"{told}; here it is {allowed}")
         return instead

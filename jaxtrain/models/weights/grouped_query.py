@@ -43,7 +43,7 @@ def dense_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
 def read_sizes(
     asked: Asked, *, norm_eps: float, context_length: int, rope_theta: float, kv_heads: int | None
 ) -> dict[str, Any]:
-    """The settings of `GroupedQuerySizes`, but for a window; defaults as the family has them.
+    """The settings of all of them, but for a window; defaults as the family has them.
 
     Args:
       asked: the config.json.
@@ -51,7 +51,6 @@ def read_sizes(
       kv_heads: likewise; None: as many as query heads.
     """
     heads, width = asked.whole("num_attention_heads"), asked.whole("hidden_size")
-    asked.only("head_dim", [width // max(heads, 1)], default=width // max(heads, 1))
     asked.only("hidden_act", ["silu", "swish"], default="silu")
     return {
         "vocab_size": asked.whole("vocab_size"),
@@ -65,6 +64,18 @@ def read_sizes(
         "tie_embeddings": asked.flag("tie_word_embeddings", False),
         **_read_rope(asked, rope_theta),
     }
+
+
+def read_head_dim(asked: Asked, default: int | None = None) -> int | None:
+    """The width of a head where it is another than embed_dim / num_heads, else None.
+
+    Args:
+      asked: the config.json.
+      default: what holds where it does not say; None: embed_dim / num_heads.
+    """
+    heads, width = asked.whole("num_attention_heads"), asked.whole("hidden_size")
+    found = asked.whole("head_dim", default or width // max(heads, 1))
+    return None if found * heads == width else found
 
 
 def read_window(asked: Asked, default: int | None) -> int | None:
@@ -112,7 +123,7 @@ def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
         "hidden_size": model.embed_dim,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
+        "head_dim": model.key_dim,
         "intermediate_size": model.mlp_dim,
         "max_position_embeddings": model.context_length,
         "rms_norm_eps": model.norm_eps,

@@ -12,13 +12,14 @@ from jaxtrain.models.weights.family import Family
 def _read(asked: Asked) -> Mapping[str, Any]:
     asked.only("attention_bias", [False], default=False)
     asked.only("mlp_bias", [False], default=False)
-    return grouped_query.read_sizes(
+    sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=2048, rope_theta=10000.0, kv_heads=None
     )
+    return {**sizes, "head_dim": grouped_query.read_head_dim(asked)}
 
 
 def _write(model: Llama) -> Mapping[str, Any] | None:
-    if model.sliding_window is not None:
+    if model.sliding_window is not None or model.qkv_bias or model.qk_norm:
         return None
     return {**grouped_query.write_sizes(model), "attention_bias": False, "mlp_bias": False}
 

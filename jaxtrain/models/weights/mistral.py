@@ -13,10 +13,16 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=131072, rope_theta=10000.0, kv_heads=8
     )
-    return {**sizes, "sliding_window": grouped_query.read_window(asked, 4096)}
+    return {
+        **sizes,
+        "head_dim": grouped_query.read_head_dim(asked),
+        "sliding_window": grouped_query.read_window(asked, 4096),
+    }
 
 
-def _write(model: Llama) -> Mapping[str, Any]:
+def _write(model: Llama) -> Mapping[str, Any] | None:
+    if model.qkv_bias or model.qk_norm:
+        return None
     return {**grouped_query.write_sizes(model), "sliding_window": model.sliding_window}
 
 

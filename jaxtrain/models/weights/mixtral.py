@@ -27,6 +27,8 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-5, context_length=131072, rope_theta=1000000.0, kv_heads=8
     )
+    if grouped_query.read_head_dim(asked) is not None:
+        asked.refuse(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
     return {
         **sizes,
         "num_experts": asked.whole("num_local_experts", 8),

@@ -11,15 +11,16 @@ import jax
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import rotate
-from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.layers import add_bias, rotate
+from jaxtrain.nn.norms import Norm
+from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
 from jaxtrain.nn.rotary import Rotary
 from jaxtrain.nn.transformer import LayerCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """Each key-value head serves num_heads / num_kv_heads query heads; no biases.
+    """Each key-value head serves num_heads / num_kv_heads query heads.
 
     Attributes:
       embed_dim: width of the residual stream.
@@ -28,6 +29,9 @@ class GroupedQuery:
       rotary: how positions turn queries and keys.
       window: tokens a query sees back, itself included; None is all of them.
       residual_stddev: spread of the weight that makes the result.
+      biases: whether the projections to queries, keys and values have biases (Qwen 2).
+      norm: of each head of the queries and of the keys before they are turned, each with
+        parameters of its own (QK-norm, arXiv 2302.05442); None: there is none.
     """
 
     embed_dim: int
@@ -37,6 +41,8 @@ class GroupedQuery:
     rotary: Rotary
     window: int | None
     residual_stddev: float
+    biases: bool = False
+    norm: Norm | None = None
 
     num_keys: ClassVar[int] = 4
 
@@ -45,15 +51,26 @@ class GroupedQuery:
         D, N, K, H = self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim
         kv_axes = ("embed", "kv_heads", "head_dim")
         into_residual = normal(self.residual_stddev)
-        return {
+        own = {
             "query": param(keys[0], (D, N, H), ("embed", "heads", "head_dim"), normal(0.02)),
             "key": param(keys[1], (D, K, H), kv_axes, normal(0.02)),
             "value": param(keys[2], (D, K, H), kv_axes, normal(0.02)),
             "out": param(keys[3], (N, H, D), ("heads", "head_dim", "embed"), into_residual),
         }
+        if self.biases:
+            zero = constant(0.0)
+            own |= {
+                "query_bias": param(keys[0], (N, H), ("heads", "head_dim"), zero),
+                "key_bias": param(keys[1], (K, H), ("kv_heads", "head_dim"), zero),
+                "value_bias": param(keys[2], (K, H), ("kv_heads", "head_dim"), zero),
+            }
+        if self.norm is not None:
+            for name, key in (("query_norm", keys[0]), ("key_norm", keys[1])):
+                own |= prefixed(name, self.norm.weights(key))
+        return own
 
     def matmul_parameters(self) -> int:
-        """All of them."""
+        """All but biases and norms."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.embed_dim
 
     def score_flops_per_token(self, sequence_length: int) -> float:
@@ -85,6 +102,13 @@ class GroupedQuery:
         q_BTNH = execution.contract("BTD,DNH->BTNH", h_BTD, own["query"])
         k_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["key"])
         v_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["value"])
+        if self.biases:
+            q_BTNH = add_bias(q_BTNH, own["query_bias"])
+            k_BTKH = add_bias(k_BTKH, own["key_bias"])
+            v_BTKH = add_bias(v_BTKH, own["value_bias"])
+        if self.norm is not None:
+            q_BTNH = self.norm(under("query_norm", own), q_BTNH)
+            k_BTKH = self.norm(under("key_norm", own), k_BTKH)
         q_BTNH = rotate(q_BTNH, positions_BT, radians)
         k_BTKH = rotate(k_BTKH, positions_BT, radians)
         if cache is not None:

@@ -1,0 +1,50 @@
+"""Qwen 2 and 2.5, dense: Llama with biases (arXiv 2407.10671); names and settings elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights import grouped_query
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.names import Name
+
+_LAYER = "model.layers.{L}.self_attn"
+_BIASES = (
+    Name(f"{_LAYER}.q_proj.bias", "layers/query_bias", "LNH->(NH)"),
+    Name(f"{_LAYER}.k_proj.bias", "layers/key_bias", "LKH->(KH)"),
+    Name(f"{_LAYER}.v_proj.bias", "layers/value_bias", "LKH->(KH)"),
+)
+
+
+def _names(model: Llama) -> tuple[Name, ...]:
+    return (*grouped_query.dense_names(model), *_BIASES)
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    sizes = grouped_query.read_sizes(
+        asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=None
+    )
+    # Its layers may have a window or not, one by one; here all have the same.
+    asked.only("use_sliding_window", [False], default=False)
+    return {**sizes, "qkv_bias": True}
+
+
+def _write(model: Llama) -> Mapping[str, Any] | None:
+    is_other = model.head_dim is not None or model.sliding_window is not None or model.qk_norm
+    if is_other or not model.qkv_bias:
+        return None
+    said = grouped_query.write_sizes(model)
+    return {**said, "use_sliding_window": False, "sliding_window": None}
+
+
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    model=Llama,
+    read=_read,
+    write=_write,
+    names=_names,
+    prefix=grouped_query.PREFIX,
+    buffers=grouped_query.BUFFERS,
+)

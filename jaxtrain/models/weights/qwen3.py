@@ -1,0 +1,48 @@
+"""Qwen 3, dense: Llama whose queries and keys are normed (arXiv 2505.09388); names elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights import grouped_query
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.names import Name
+
+_LAYER = "model.layers.{L}.self_attn"
+_NORMS = (
+    Name(f"{_LAYER}.q_norm.weight", "layers/query_norm_scale", "LH->H"),
+    Name(f"{_LAYER}.k_norm.weight", "layers/key_norm_scale", "LH->H"),
+)
+
+
+def _names(model: Llama) -> tuple[Name, ...]:
+    return (*grouped_query.dense_names(model), *_NORMS)
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    sizes = grouped_query.read_sizes(
+        asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=32
+    )
+    asked.only("attention_bias", [False], default=False)
+    asked.only("use_sliding_window", [False], default=False)
+    return {**sizes, "qk_norm": True, "head_dim": grouped_query.read_head_dim(asked, 128)}
+
+
+def _write(model: Llama) -> Mapping[str, Any] | None:
+    if not model.qk_norm or model.qkv_bias or model.sliding_window is not None:
+        return None
+    said = grouped_query.write_sizes(model)
+    return {**said, "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+
+
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    model=Llama,
+    read=_read,
+    write=_write,
+    names=_names,
+    prefix=grouped_query.PREFIX,
+    buffers=grouped_query.BUFFERS,
+)
