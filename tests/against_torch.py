@@ -104,13 +104,14 @@ class Twin:
             model = nnx.merge(program._graphdef(), state.params, state.statistics)
             run = jax.jit(lambda m, x, s: m(x, s, Execution(kernel="reference"), train=False)[0])
             found = run(model, batch.inputs, state.statistics)
+            found = found[0] if isinstance(found, tuple) else found
             gradients, metrics, statistics = jax.jit(program.gradients)(state, batch)
         np.testing.assert_allclose(found, expected, atol=OUTPUTS, rtol=OUTPUTS)
         self.network.train()
         mean = loss(self.network(theirs))
         mean.backward()
         total = sum(float(metrics[name]) for name in program.objective.minimised if name in metrics)
-        np.testing.assert_allclose(total, float(mean), atol=OUTPUTS, rtol=OUTPUTS)
+        np.testing.assert_allclose(total, float(mean.detach()), atol=OUTPUTS, rtol=OUTPUTS)
         moved = {name_of(p): v.get_value() for p, v in nnx.to_flat_state(statistics)}
         for path, value in self.taken(self.network.named_buffers()).items():
             np.testing.assert_allclose(moved[path], value, atol=OUTPUTS, rtol=OUTPUTS, err_msg=path)

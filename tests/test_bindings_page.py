@@ -35,7 +35,7 @@ def test_choices_units_and_defaults_are_spelled_out():
     assert "| `Train.steps` | int |  | optimizer steps of the whole run. |" in PAGE
     assert "| `Checkpoint.keep_every` | int or `None` | `None` | steps that are multiples" in PAGE
     models = ", ".join(f"`@{cls.__name__}()`" for cls in bindings.models())
-    assert "`@GPT()`, `@Llama()`" in models
+    assert "`@GPT()`" in models
     assert f"| `Train.model` | {models} |  |" in PAGE
 
 

@@ -35,7 +35,8 @@ SMALL = {
 
 def small(cls: type) -> Any:
     known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: size for name, size in SMALL.items() if name in known})
+    sizes = SMALL | {"depth": {"VGG": 11}.get(cls.__name__, SMALL["depth"])}
+    return cls(**{name: size for name, size in sizes.items() if name in known})
 
 
 MODELS = {cls.__name__: small(cls) for cls in models()}

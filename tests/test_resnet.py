@@ -263,6 +263,8 @@ def test_accumulation_carries_the_statistics_through_every_microbatch():
         (18, 224, 1.814, 11.690),
         (34, 224, 3.664, 21.798),
         (50, 224, 4.089, 25.557),
+        (101, 224, 7.801, 44.549),
+        (152, 224, 11.514, 60.193),
     ],
 )
 def test_flops_and_parameters_are_the_published_ones(depth, image, giga_multiply_adds, millions):

@@ -114,6 +114,8 @@ class Model(Protocol):
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one example: of its mathematics, without recomputation.
 
+        Raises UserError where examples of this shape are too small for it.
+
         Args:
           shape: of the example's inputs: (T,) tokens, an image (H, W, C), (S, T) tokens of a
             source and a target, a vector (D,).

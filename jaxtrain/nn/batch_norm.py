@@ -4,11 +4,15 @@ Letters: B batch, H height, W width, C channels.
 """
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from jaxtrain.parallel.sharding import mean_over_batch
+from jaxtrain.nn.parameters import Statistic, constant, param
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import mean_over_batch, size_of_batch
 
 _OVER = (0, 1, 2)
 Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -84,3 +88,79 @@ def _backward(
 
 
 batch_norm.defvjp(_forward, _backward)
+
+
+class BatchNorm(nnx.Module):
+    """Batch normalisation of C channels and its running statistics.
+
+    In training the mean and the variance are those of the GLOBAL batch: a mean over a sharded batch
+    dimension is reduced over the mesh.
+    """
+
+    def __init__(
+        self, key: jax.Array, channels: int, axis: str, *, momentum: float, epsilon: float,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Scales of `scale` and biases of 0.
+
+        Args:
+          key: not drawn from.
+          channels: C.
+          axis: what the channels mean.
+          momentum: weight of a new batch in the running statistics (PyTorch's momentum).
+          epsilon: added to the variance.
+          scale: what the scales start with.
+        """
+        self.scale = param(key, (channels,), (axis,), constant(scale), role="norm")
+        self.bias = param(key, (channels,), (axis,), constant(0.0), role="norm")
+        self.mean = Statistic(jnp.zeros((channels,), jnp.float32), axes=(axis,))
+        self.variance = Statistic(jnp.ones((channels,), jnp.float32), axes=(axis,))
+        self.momentum, self.epsilon = momentum, epsilon
+
+    def normed(
+        self, x_BHWC: jax.Array, statistics: Mapping[str, nnx.Variable], *, train: bool
+    ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
+        """The normed activations, and the running `mean` and `variance` after this batch."""
+        mean, variance = statistics["mean"], statistics["variance"]
+        scale_C, bias_C = gather(self.scale), gather(self.bias)
+        if not train:
+            of_runs = mean.get_value(), variance.get_value()
+            x_BHWC = normalised(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
+            return x_BHWC, {"mean": mean, "variance": variance}
+        x_BHWC, mean_C, variance_C = batch_norm(
+            x_BHWC, scale_C, bias_C, mean.get_value(), self.epsilon
+        )
+        count = size_of_batch(x_BHWC.size // x_BHWC.shape[-1])
+        return x_BHWC, {
+            "mean": self._moved(mean, mean_C),
+            # The running variance is the unbiased estimate, the one that normalises is not.
+            "variance": self._moved(variance, variance_C * (count / max(count - 1, 1))),
+        }
+
+    def _moved(self, running: nnx.Variable, batch_C: jax.Array) -> nnx.Variable:
+        return running.replace((1 - self.momentum) * running.get_value() + self.momentum * batch_C)
+
+
+class Running:
+    """The running statistics of a model's batch norms while a batch goes through it.
+
+    Norms are found by themselves: what stands between a model and its norms passes this on.
+    """
+
+    def __init__(self, model: nnx.Module, statistics: nnx.State, *, train: bool) -> None:
+        found = nnx.iter_graph(model)
+        self._paths = {id(norm): path for path, norm in found if isinstance(norm, BatchNorm)}
+        self._values = dict(nnx.to_flat_state(statistics))
+        self.train = train
+
+    def normed(self, x_BHWC: jax.Array, norm: BatchNorm) -> jax.Array:
+        """The activations normed, in training with the batch's own statistics."""
+        path = self._paths[id(norm)]
+        own = {name: self._values[*path, name] for name in ("mean", "variance")}
+        x_BHWC, moved = norm.normed(x_BHWC, own, train=self.train)
+        self._values |= {(*path, name): value for name, value in moved.items()}
+        return x_BHWC
+
+    def state(self) -> nnx.State:
+        """The statistics after this batch."""
+        return nnx.from_flat_state(list(self._values.items()))

@@ -3,9 +3,15 @@
 Letters: B batch, H height, W width, C channels in, D channels out, S size of the kernel.
 """
 
+import functools
+import itertools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import current_layout
@@ -16,21 +22,38 @@ _TILE_BYTES = 5 * 2**19
 Kept = tuple[jax.Array, jax.Array]
 
 
-def convolution(x_BHWC: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """x convolved with a kernel [S, S, C, D], S // 2 pixels of zeros on every side.
+def convolution(
+    x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int | None = None
+) -> jax.Array:
+    """x convolved with a kernel [S, S, C, D]; D is split over the mesh as the kernel's is.
 
-    PyTorch's padding: JAX's "SAME" pads a strided convolution on one side only.
+    Args:
+      x_BHWC: images, whole along C.
+      kernel: the kernel.
+      stride: pixels from one result to the next.
+      padding: pixels of zeros on every side, as PyTorch has them (JAX's "SAME" pads a strided
+        convolution on one side only); None is S // 2.
     """
-    if stride == 1 and _images_of_a_tile(x_BHWC, kernel):
+    if padding is None:
+        padding = kernel.shape[0] // 2
+    same = stride == 1 and padding == kernel.shape[0] // 2
+    if same and _images_of_a_tile(x_BHWC, kernel):
         return _with_tiles(x_BHWC, kernel)
-    return _convolved(x_BHWC, kernel, stride)
+    return _convolved(x_BHWC, kernel, stride, padding)
 
 
-def _convolved(x_BHWC: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-    padding = [(kernel.shape[0] // 2,) * 2] * 2
+def _convolved(
+    x_BHWC: jax.Array, kernel: jax.Array, stride: int = 1, padding: int | None = None
+) -> jax.Array:
+    border = kernel.shape[0] // 2 if padding is None else padding
+    of_x, of_kernel = jax.typeof(x_BHWC).sharding, jax.typeof(kernel).sharding
+    out = None
+    if not of_kernel.mesh.empty and of_kernel.spec[3] is not None:
+        out = P(of_x.spec[0], None, None, of_kernel.spec[3])
     return lax.conv_general_dilated(
-        x_BHWC, kernel, (stride, stride), padding, dimension_numbers=_ORDER
-    )
+        x_BHWC, kernel, (stride, stride), [(border, border)] * 2, dimension_numbers=_ORDER,
+        out_sharding=out,
+    )  # fmt: skip
 
 
 def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array) -> int:
@@ -91,54 +114,132 @@ _with_tiles.defvjp(lambda x, kernel: (_convolved(x, kernel), (x, kernel)), _back
 # -- pooling --------------------------------------------------------------------------------------
 
 
-def max_pool(x_BHWC: jax.Array) -> jax.Array:
-    """The largest of 3x3 pixels at stride 2, padded by one pixel on every side.
+class Window(NamedTuple):
+    """Which pixels become one.
+
+    Attributes:
+      size: pixels of a side.
+      stride: pixels from one result to the next.
+      rows, columns: pixels that stand before and after the image's own.
+    """
+
+    size: int
+    stride: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+def pooled_side(side: int, size: int, stride: int, padding: int = 0, *, ceil: bool = False) -> int:
+    """Pixels of a side after pooling; `ceil` lets the last window reach over the edge."""
+    free = side + 2 * padding - size
+    if not ceil:
+        return free // stride + 1
+    pooled = -(-free // stride) + 1
+    # As PyTorch's ceil_mode: a window that begins behind the image is left out.
+    return pooled - ((pooled - 1) * stride >= side + padding)
+
+
+def max_pool(
+    x_BHWC: jax.Array, size: int = 3, stride: int = 2, padding: int = 1, *, ceil: bool = False
+) -> jax.Array:
+    """The largest of size x size pixels; what is padded is never the largest.
 
     Its gradient goes to the first pixel that is the largest, as PyTorch's does.
+
+    Args:
+      x_BHWC: images.
+      size, stride, padding, ceil: as in `pooled_side`.
     """
+
+    def around(side: int) -> tuple[int, int]:
+        pooled = pooled_side(side, size, stride, padding, ceil=ceil)
+        return padding, max((pooled - 1) * stride + size - side - padding, padding * (not ceil))
+
+    window = Window(size, stride, around(x_BHWC.shape[1]), around(x_BHWC.shape[2]))
     if platform_of(jax.sharding.get_abstract_mesh()) == "tpu":  # has an instruction for both ways
-        return _pooled(x_BHWC)
-    return _pooled_by_index(x_BHWC)
+        return _pooled(x_BHWC, window)
+    return _pooled_by_index(x_BHWC, window)
 
 
-def _pooled(x_BHWC: jax.Array) -> jax.Array:
-    border = ((0, 0), (1, 1), (1, 1), (0, 0))
-    return lax.reduce_window(x_BHWC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), border)
+def _pooled(x_BHWC: jax.Array, window: Window) -> jax.Array:
+    size, stride, rows, columns = window
+    border = ((0, 0), rows, columns, (0, 0))
+    return lax.reduce_window(
+        x_BHWC, -jnp.inf, lax.max, (1, size, size, 1), (1, stride, stride, 1), border
+    )
 
 
-@jax.custom_vjp
-def _pooled_by_index(x_BHWC: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _pooled_by_index(x_BHWC: jax.Array, window: Window) -> jax.Array:
     """As `_pooled`; JAX's gradient scatters into the image, on GPUs by atomic additions."""
-    return _pooled(x_BHWC)
+    return _pooled(x_BHWC, window)
 
 
-def _pooled_forward(x_BHWC: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The result, and for each of its pixels which of the nine it was; an empty x for its shape."""
-    padded = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
-    H, W = x_BHWC.shape[1:3]
-    nine = [padded[:, i : i + H : 2, j : j + W : 2] for i in range(3) for j in range(3)]
-    largest, index = nine[0], jnp.zeros(nine[0].shape, jnp.uint8)
-    for k, pixel in enumerate(nine[1:], 1):
+def _pooled_forward(
+    x_BHWC: jax.Array, window: Window
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The result, and for each of its pixels which of the window it was; an x without channels."""
+    size, stride, rows, columns = window
+    padded = jnp.pad(x_BHWC, ((0, 0), rows, columns, (0, 0)), constant_values=-jnp.inf)
+    last_h, last_w = (padded.shape[i] - size + 1 for i in (1, 2))
+    those = [padded[:, i : i + last_h : stride, j : j + last_w : stride]
+             for i in range(size) for j in range(size)]  # fmt: skip
+    largest, index = those[0], jnp.zeros(those[0].shape, jnp.uint8)
+    for k, pixel in enumerate(those[1:], 1):
         index = jnp.where(pixel > largest, jnp.uint8(k), index)
         largest = jnp.maximum(largest, pixel)
     return largest, (index, x_BHWC[:, :, :, :0])
 
 
-def _pooled_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array]:
-    """The nine places, each spread over the image: one pass over it."""
+def _pooled_backward(
+    window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array]:
+    """The places of the window, each spread over the image: one pass over it."""
     index, like = kept
+    size, stride, rows, columns = window
     H, W = like.shape[1:3]
 
     def spread(k: int) -> jax.Array:
-        def edges(offset: int, size: int, pooled: int) -> tuple[int, int, int]:
-            before = offset - 1
-            return before, size - before - (2 * pooled - 1), 1
+        def edges(offset: int, side: int, pooled: int) -> tuple[int, int, int]:
+            return offset, side - offset - (stride * (pooled - 1) + 1), stride - 1
 
         here = jnp.where(index == k, gradient.astype(jnp.float32), 0.0)
-        rows, columns = edges(k // 3, H, index.shape[1]), edges(k % 3, W, index.shape[2])
-        return lax.pad(here, jnp.float32(0), ((0, 0, 0), rows, columns, (0, 0, 0)))
+        high = edges(k // size - rows[0], H, index.shape[1])
+        wide = edges(k % size - columns[0], W, index.shape[2])
+        return lax.pad(here, jnp.float32(0), ((0, 0, 0), high, wide, (0, 0, 0)))
 
-    return (sum((spread(k) for k in range(1, 9)), spread(0)).astype(gradient.dtype),)
+    total = sum((spread(k) for k in range(1, size * size)), spread(0))
+    return (total.astype(gradient.dtype),)
 
 
 _pooled_by_index.defvjp(_pooled_forward, _pooled_backward)
+
+
+def average_pool(x_BHWC: jax.Array, size: int, stride: int) -> jax.Array:
+    """The mean of size x size pixels, in float32."""
+    rows, columns = (pooled_side(side, size, stride) for side in x_BHWC.shape[1:3])
+    total = jnp.zeros((), jnp.float32)
+    for i, j in itertools.product(range(size), range(size)):
+        last_h, last_w = i + (rows - 1) * stride + 1, j + (columns - 1) * stride + 1
+        total = total + x_BHWC[:, i:last_h:stride, j:last_w:stride].astype(jnp.float32)
+    return (total / size**2).astype(x_BHWC.dtype)
+
+
+def pool_to(x_BHWC: jax.Array, side: int) -> jax.Array:
+    """Means over parts of the image, so that side x side are left; in float32.
+
+    Part i of n pixels goes from floor(i n / side) to ceil((i + 1) n / side), as PyTorch's
+    AdaptiveAvgPool2d has it: smaller images have pixels in several parts.
+    """
+    if x_BHWC.shape[1:3] == (side, side):
+        return x_BHWC
+
+    def parts(size: int) -> jax.Array:
+        place, part = np.arange(size), np.arange(side)[:, None]
+        here = (place >= part * size // side) & (place < -(-(part + 1) * size // side))
+        return jnp.asarray(here / here.sum(1, keepdims=True), jnp.float32)
+
+    _, H, W, _ = x_BHWC.shape
+    x_BHWC32 = x_BHWC.astype(jnp.float32)
+    pooled = jnp.einsum("BHWC,hH,wW->BhwC", x_BHWC32, parts(H), parts(W))
+    return pooled.astype(x_BHWC.dtype)

@@ -5,6 +5,7 @@ Letters: B batch, T length, D embed, F mlp.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -65,6 +66,24 @@ class SwiGLU:
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
+
+    Off CPUs (1 + tanh u) / 2 is sigmoid(2u). XLA's compiler for GPUs does not compute a tanh twice:
+    the backward pass, which does this again, would write it out and read it back.
+    """
+    x32 = x.astype(jnp.float32)
+    if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
+        return jax.nn.gelu(x32, approximate=True).astype(x.dtype)
+    u = math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32**3)
+    return (x32 * jax.nn.sigmoid(2 * u)).astype(x.dtype)
+
+
+def exact_gelu(x: jax.Array) -> jax.Array:
+    """The Gaussian error linear unit by the error function (arXiv 1606.08415), in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GELU:
     """down(gelu(up x)), with biases.
@@ -73,11 +92,13 @@ class GELU:
       embed_dim: width of the residual stream.
       mlp_dim: width inside.
       residual_stddev: spread of the weight that makes the result.
+      function: the unit itself, or what is used for it.
     """
 
     embed_dim: int
     mlp_dim: int
     residual_stddev: float
+    function: Callable[[jax.Array], jax.Array] = gelu
 
     num_keys: ClassVar[int] = 2
     scope: ClassVar[str] = "mlp"
@@ -109,19 +130,6 @@ class GELU:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
         up_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
-        h_BTF = gelu(add_bias(up_BTF, own["up_bias"]))
+        h_BTF = self.function(add_bias(up_BTF, own["up_bias"]))
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
         return add_bias(y_BTD, own["down_bias"]), {}
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
-
-    Off CPUs (1 + tanh u) / 2 is sigmoid(2u). XLA's compiler for GPUs does not compute a tanh twice:
-    the backward pass, which does this again, would write it out and read it back.
-    """
-    x32 = x.astype(jnp.float32)
-    if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
-        return jax.nn.gelu(x32, approximate=True).astype(x.dtype)
-    u = math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32**3)
-    return (x32 * jax.nn.sigmoid(2 * u)).astype(x.dtype)

@@ -15,8 +15,10 @@ class Predictor(Protocol):
 
     def __call__(
         self, inputs: jax.Array, statistics: Any, execution: Execution, *, train: bool
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Any, Any]:
         """Logits or numbers [B, C], and the running statistics after this batch.
+
+        Where the objective asks for more than one head's, a tuple of them.
 
         Args:
           inputs: float images [B, H, W, C], or vectors [B, D].

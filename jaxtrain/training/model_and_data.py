@@ -16,13 +16,12 @@ from jaxtrain.models.model import (
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.settings import Config
 
-# Who reads them: a sequence of tokens, a loop over equal layers, attention.
+# Who reads them: a sequence of tokens, a loop over equal layers.
 _OF_SEQUENCES = (
-    "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
+    "Attention.kernel", "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
     "Sharding.sequence_parallel", "Sharding.tensor_layout",
 )  # fmt: skip
 _OF_LAYERS = "Remat.policy", "Scan.layers_per_iteration"
-_OF_ATTENTION = ("Attention.kernel",)
 
 # What a model reads -> what to call that, and the source that gives it.
 _KINDS = {
@@ -57,6 +56,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
         yield from objective_named(model.objective).refuse_targets(batch.targets, model)
         if reads_images(model):
             yield from _images(model, data, inputs.shape[-1])
+            model.flops(inputs.shape[1:])  # refuses images that are too small
         elif reads_vectors(model):
             yield from _vectors(model, data, batch)
 
@@ -84,8 +84,6 @@ def _of_no_sequence(config: Config, model: Model) -> Iterator[str]:
     yield from _without_effect(config, *_OF_SEQUENCES)
     if model.layers is None:
         yield from _without_effect(config, *_OF_LAYERS)
-    if model.attention is None:
-        yield from _without_effect(config, *_OF_ATTENTION)
 
 
 def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:

@@ -92,7 +92,10 @@ class Outlook:
     @property
     def usable(self) -> list[str]:
         """The mesh axes that can split something of the model."""
-        return usable_axes(self.logical, attends=self.model.attention is not None)
+        usable = usable_axes(self.logical, attends=self.model.attention is not None)
+        # Stages and parts of a sequence are what objectives over tokens are put together from.
+        is_text = self.model.inputs == "tokens"
+        return [axis for axis in usable if is_text or axis not in ("pipe", "context")]
 
     @property
     def capacity(self) -> float | None:

@@ -65,7 +65,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
     if own.exchange.method != "synchronous":
         yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
                     lambda: going_on.exchanged(bench))  # fmt: skip
-    if own.train.model.attention is not None:
+    if text and own.train.model.attention is not None:
         yield Claim("kernel", f"attention {attend.written(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip
     if text:

@@ -34,7 +34,7 @@ UNIT = DEVICES
 VOCABULARY, HEAD_DIM, SEQUENCE, MAX_CHUNKS, MAX_GROUP, MAX_EXPERTS = 64, 8, 32, 4, 8, 4
 CLASSES = 16
 # The smallest published depth of the same form: stem, blocks and number of stages stay.
-DEPTHS = {34: 18, 56: 20, 32: 20}
+DEPTHS = {34: 18, 56: 20, 32: 20, 101: 50, 152: 50, 13: 11, 16: 11, 19: 11}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def shrink(own: Config) -> Small:
     if reads_tokens(model):
         config = _text(config, own, model, sizes, most, pipeline.virtual_stages)
     elif reads_images(model):
-        config = _images(config, own, model)
+        config = _images(config, own, model, most)
     elif reads_vectors(model):
         config = _vectors(config, own, model)
     return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
@@ -278,7 +278,7 @@ def _chunk(own: Loss, length: int) -> int | None:
     return SEQUENCE // (chunks if chunks <= 2 else MAX_CHUNKS)
 
 
-def _images(config: Config, own: Config, model: ImageModel) -> Config:
+def _images(config: Config, own: Config, model: ImageModel, most: MeshSizes) -> Config:
     data: Any = own.train.data
     fields = vars(model)
     classes = min(model.num_classes, CLASSES)
@@ -287,10 +287,17 @@ def _images(config: Config, own: Config, model: ImageModel) -> Config:
         small["depth"] = DEPTHS.get(fields["depth"], fields["depth"])
     if "width" in fields:
         small["width"] = UNIT
+    if "head_width" in fields:
+        small["head_width"] = 2 * UNIT
+    if model.attention is not None:
+        heads = max(most["tensor"], 2)
+        small |= {"num_layers": 2, "num_heads": heads, "embed_dim": HEAD_DIM * heads}
+        small |= {"mlp_dim": 4 * UNIT, "image_size": 2 * fields["patch_size"]}
+    changed = dataclasses.replace(model, **{n: v for n, v in small.items() if n in fields})
     pixels = data.abstract_batch(1).inputs.shape[1]
     values = {
         "source": "synthetic",
-        "image_size": min(pixels, model.least_pixels),
+        "image_size": min(pixels, changed.least_pixels),
         "num_classes": min(data.num_classes, classes),
         "heldout_split": None,
     }
@@ -298,9 +305,7 @@ def _images(config: Config, own: Config, model: ImageModel) -> Config:
         images = dataclasses.replace(data, **values)
     else:
         images = ImageData(**values, channels=data.abstract_batch(1).inputs.shape[-1])
-    train = dataclasses.replace(
-        config.train, model=dataclasses.replace(model, **small), data=images
-    )
+    train = dataclasses.replace(config.train, model=changed, data=images)
     return dataclasses.replace(config, train=train)
 
 

@@ -1,4 +1,4 @@
-"""ResNet for images: the ImageNet form (18, 34, 50, v1.5) and the CIFAR form (20, 32, 56).
+"""ResNet for images: the ImageNet form (18 to 152, v1.5) and the CIFAR form (20, 32, 56).
 
 Sources: He et al. 2015, "Deep Residual Learning" (arXiv 1512.03385), tables 1 and 6. v1.5: the
 stride of a bottleneck stands in its 3x3 convolution, as in torchvision. A shortcut whose shape
@@ -16,21 +16,24 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
-from jaxtrain.nn.batch_norm import batch_norm, normalised
+from jaxtrain.nn.batch_norm import BatchNorm
 from jaxtrain.nn.convolution import convolution, max_pool
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.parameters import Statistic, constant, normal, param
+from jaxtrain.nn.parameters import constant, normal, param
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
-from jaxtrain.parallel.sharding import shard, size_of_batch
+from jaxtrain.parallel.sharding import shard
 
 IMAGES = ("batch", "height", "width", "channels_in")
 KERNEL = ("height", "width", "channels_in", "channels")
 # He initialisation (arXiv 1502.01852) with the fan of the outputs, as torchvision draws it.
 HE_NORMAL = jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
-_BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+_BLOCKS_PER_STAGE = {
+    18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3),
+}  # fmt: skip
+_BOTTLENECKS = (50, 101, 152)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,9 @@ class ResNet:
     """Sizes of a ResNet; the defaults are ResNet-50 for ImageNet.
 
     Attributes:
-      depth: 18, 34, 50: stem 7x7/2 and 3x3/2 max pooling, four stages (50: bottlenecks); 20, 32,
-        56: stem 3x3, three stages of (depth - 2) / 6 basic blocks, for images of about 32 pixels.
+      depth: 18, 34, 50, 101, 152: stem 7x7/2 and 3x3/2 max pooling, four stages (bottlenecks from
+        50 on); 20, 32, 56: stem 3x3, three stages of (depth - 2) / 6 basic blocks, for images of
+        about 32 pixels.
       num_classes: classes to tell apart.
       channels: channels of the images: 3 for RGB, 1 for grey.
       width: channels of the first stage, doubled from stage to stage; None is the published width
@@ -69,7 +73,7 @@ class ResNet:
       norm_eps: epsilon of the batch norms.
     """
 
-    depth: Literal[18, 34, 50, 20, 32, 56] = 50
+    depth: Literal[18, 34, 50, 101, 152, 20, 32, 56] = 50
     num_classes: int = 1000
     channels: int = 3
     width: int | None = None
@@ -136,7 +140,7 @@ class ResNet:
         return plans
 
     def _block(self, channels_in: int, width: int, stride: int) -> BlockPlan:
-        if self.depth == 50:
+        if self.depth in _BOTTLENECKS:
             channels = 4 * width
             convolutions = (
                 Convolution(1, 1, channels_in, width),
@@ -182,49 +186,27 @@ class ResNet:
         return 3.0 * 2.0 * (total + self.features * self.num_classes)
 
 
-class NormedConvolution(nnx.Module):
+class NormedConvolution(BatchNorm):
     """A convolution without bias, then batch normalisation (arXiv 1502.03167).
 
     `__call__` maps activations [B, H, W, C_in] and this norm's running statistics to activations
-    [B, H/stride, W/stride, C] and new running statistics. In training the mean and the variance
-    are those of the GLOBAL batch: a mean over a sharded batch dimension is reduced over the mesh.
+    [B, H/stride, W/stride, C] and new running statistics.
     """
 
     def __init__(
         self, sizes: ResNet, plan: Convolution, key: jax.Array, *, scale: float = 1.0
     ) -> None:
-        C = plan.channels
+        C, momentum, epsilon = plan.channels, sizes.norm_momentum, sizes.norm_eps
+        super().__init__(key, C, "vector", momentum=momentum, epsilon=epsilon, scale=scale)
         self.kernel = param(key, (plan.size, plan.size, plan.channels_in, C), KERNEL, HE_NORMAL)
-        self.scale = param(key, (C,), ("vector",), constant(scale), role="norm")
-        self.bias = param(key, (C,), ("vector",), constant(0.0), role="norm")
-        self.mean = Statistic(jnp.zeros((C,), jnp.float32), axes=("vector",))
-        self.variance = Statistic(jnp.ones((C,), jnp.float32), axes=("vector",))
         self.stride = plan.stride
-        self.momentum, self.epsilon = sizes.norm_momentum, sizes.norm_eps
 
     def __call__(
         self, x_BHWC: jax.Array, statistics: Any, *, train: bool
     ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
         kernel = gather(self.kernel)
         x_BHWC = convolution(x_BHWC.astype(kernel.dtype), kernel, self.stride)
-        mean, variance = statistics["mean"], statistics["variance"]
-        scale_C, bias_C = gather(self.scale), gather(self.bias)
-        if not train:
-            of_runs = mean.get_value(), variance.get_value()
-            x_BHWC = normalised(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
-            return x_BHWC, {"mean": mean, "variance": variance}
-        x_BHWC, mean_C, variance_C = batch_norm(
-            x_BHWC, scale_C, bias_C, mean.get_value(), self.epsilon
-        )
-        count = size_of_batch(x_BHWC.size // x_BHWC.shape[-1])
-        return x_BHWC, {
-            "mean": self._moved(mean, mean_C),
-            # The running variance is the unbiased estimate, the one that normalises is not.
-            "variance": self._moved(variance, variance_C * (count / max(count - 1, 1))),
-        }
-
-    def _moved(self, running: nnx.Variable, batch_C: jax.Array) -> nnx.Variable:
-        return running.replace((1 - self.momentum) * running.get_value() + self.momentum * batch_C)
+        return self.normed(x_BHWC, statistics, train=train)
 
 
 class Block(nnx.Module):

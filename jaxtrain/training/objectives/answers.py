@@ -15,7 +15,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model, reads_images, vector_model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.predictor import Predictor
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.own_batch import refuse_form
@@ -28,9 +28,7 @@ class AnswerObjective(Objective[Predictor]):
     draws: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def of_answers(
-        self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
-    ) -> Sums:
+    def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
         """The sums of what the model gave; it is finite, and 0 where nothing counts."""
 
     def refuse_model(self, model: Model) -> Iterator[str]:
@@ -71,7 +69,12 @@ class AnswerObjective(Objective[Predictor]):
         counts = (mask_B != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))
         inputs = jnp.where(counts | jnp.isfinite(batch.inputs), batch.inputs, 0)
         answers_BC, statistics = model(inputs, statistics, execution, train=train)
-        answers_BC = jnp.where(mask_B[:, None] != 0, answers_BC, 0)
+
+        def kept(x_BC: jax.Array) -> jax.Array:
+            # Whole: few numbers, of which the losses look one up.
+            return jnp.where(mask_B[:, None] != 0, shard(x_BC, ("batch", "classes")), 0)
+
+        answers_BC = jax.tree.map(kept, answers_BC)
         return self.of_answers(answers_BC, batch, settings, train=train), statistics
 
     def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:

@@ -1,0 +1,79 @@
+"""AlexNet: five convolutions and three fully connected layers, which have most parameters.
+
+Sources: Krizhevsky et al. 2012, "ImageNet Classification with Deep Convolutional Neural Networks",
+in the form of Krizhevsky 2014 (arXiv 1404.5997) for one device, without local response
+normalisation, as torchvision has it.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
+from jaxtrain.nn.dropout import refuse_rate
+
+SIDE = 6  # pixels that are left of 224
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlexNet:
+    """Sizes of an AlexNet; the defaults are those for ImageNet.
+
+    Attributes:
+      num_classes: classes to tell apart.
+      channels: channels of the images: 3 for RGB, 1 for grey.
+      width: channels of the first convolution; the others have 3, 6, 4 and 4 times as many.
+      head_width: of the two layers before the classes.
+      dropout: share of what goes into each of those that training leaves out.
+    """
+
+    num_classes: int = 1000
+    channels: int = 3
+    width: int = 64
+    head_width: int = 4096
+    dropout: float = 0.5
+
+    inputs: ClassVar[Inputs] = "images"
+    objective = "classification"
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+    least_pixels = 63
+    settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "num_classes", "channels", "width", "head_width")
+        refuse_rate(self, "dropout", self.dropout)
+
+    @property
+    def plan(self) -> Plan:
+        """The convolutions and poolings."""
+        w, pooling = self.width, Pooling(3, 2)
+        return (
+            Convolution(self.channels, w, size=11, stride=4, padding=2), pooling,
+            Convolution(w, 3 * w, size=5, padding=2), pooling,
+            Convolution(3 * w, 6 * w),
+            Convolution(6 * w, 4 * w),
+            Convolution(4 * w, 4 * w), pooling,
+        )  # fmt: skip
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the fully connected layers."""
+        return self.head_width, self.head_width, self.num_classes
+
+    def build(self, key: jax.Array) -> ConvNet:
+        """The module with freshly drawn parameters."""
+        rates = (self.dropout, self.dropout, 0)
+        return ConvNet(self.plan, key, side=SIDE, widths=self.widths, rates=rates)
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one image; UserError where it is too small."""
+        refuse_side(self, self.plan, min(shape[:2]))
+        return flops(self.plan, SIDE, self.widths, shape)

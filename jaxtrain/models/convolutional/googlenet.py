@@ -1,0 +1,229 @@
+"""GoogLeNet, the first Inception: parallel convolutions of several sizes, and heads on the way.
+
+Source: Szegedy et al. 2014, "Going Deeper with Convolutions" (arXiv 1409.4842), table 1, without
+local response normalisation; with batch norms as torchvision has them. The heads on the way take
+means over 4 x 4 parts, so that images of any size do.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.batch_norm import Running
+from jaxtrain.nn.convnet import (
+    IMAGES,
+    Convolution,
+    Convolved,
+    Norm,
+    Pooling,
+    plan_multiply_adds,
+    refuse_side,
+)
+from jaxtrain.nn.convolution import pool_to
+from jaxtrain.nn.dense import HE, Dense, multiply_adds
+from jaxtrain.nn.dropout import dropout, refuse_rate
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.parameters import normal
+from jaxtrain.parallel.sharding import shard
+
+# Of each module: 1x1; 1x1 before 3x3, 3x3; 1x1 before 5x5, 5x5; 1x1 after pooling. None pools.
+MODULES = (
+    (64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), None,
+    (192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64),
+    (112, 144, 288, 32, 64, 64), (256, 160, 320, 32, 128, 128), None,
+    (256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128),
+)  # fmt: skip
+POOLING = Pooling(3, 2, ceil=True)
+AROUND = Pooling(3, 1, padding=1)  # inside a module
+HEADS_AFTER = (3, 6)  # modules; what goes into the fourth and into the seventh of the paper's
+HEAD_SIDE, HEAD_CHANNELS, HEAD_WIDTH = 4, 128, 1024
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoogLeNet:
+    """Sizes of a GoogLeNet; the defaults are those for ImageNet.
+
+    Attributes:
+      num_classes: classes to tell apart.
+      channels: channels of the images: 3 for RGB, 1 for grey.
+      batch_norm: normalise after each convolution.
+      width: channels of the first convolution; all others change with it.
+      dropout: share of what goes into the last layer that training leaves out.
+      auxiliary_dropout: the same of the heads on the way.
+    """
+
+    num_classes: int = 1000
+    channels: int = 3
+    batch_norm: bool = False
+    width: int = 64
+    dropout: float = 0.4
+    auxiliary_dropout: float = 0.7
+
+    inputs: ClassVar[Inputs] = "images"
+    objective = "auxiliary_classification"
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+    least_pixels = 32
+    settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "num_classes", "channels", "width")
+        refuse_rate(self, "dropout", self.dropout)
+        refuse_rate(self, "auxiliary_dropout", self.auxiliary_dropout)
+
+    def scaled(self, count: int) -> int:
+        """Channels where the paper has `count`."""
+        return max(count * self.width // 64, 1)
+
+    @property
+    def stem(self) -> tuple[Convolution | Pooling, ...]:
+        """What comes before the first module."""
+        w, wide = self.width, self.scaled(192)
+        first = Convolution(self.channels, w, size=7, stride=2, padding=3)
+        return first, POOLING, Convolution(w, w, 1, padding=0), Convolution(w, wide), POOLING
+
+    @property
+    def modules(self) -> tuple[tuple[Convolution, ...] | None, ...]:
+        """The six convolutions of each module; None pools."""
+        found, channels = [], self.scaled(192)
+        for counts in MODULES:
+            if counts is None:
+                found.append(None)
+                continue
+            one, in3, out3, in5, out5, pooled = map(self.scaled, counts)
+            found.append((
+                Convolution(channels, one, 1, padding=0),
+                Convolution(channels, in3, 1, padding=0), Convolution(in3, out3),
+                Convolution(channels, in5, 1, padding=0), Convolution(in5, out5, 5, padding=2),
+                Convolution(channels, pooled, 1, padding=0),
+            ))  # fmt: skip
+            channels = one + out3 + out5 + pooled
+        return tuple(found)
+
+    @property
+    def head_width(self) -> int:
+        """Of the hidden layer of a head on the way."""
+        return self.scaled(HEAD_WIDTH)
+
+    @property
+    def norm(self) -> Norm | None:
+        """Of every convolution."""
+        return Norm(epsilon=1e-3) if self.batch_norm else None
+
+    def build(self, key: jax.Array) -> "GoogLeNetModel":
+        """The module with freshly drawn parameters."""
+        return GoogLeNetModel(self, key)
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one image, 3 x 2 x the multiply-adds; UserError where too small."""
+        poolings = (POOLING,) * MODULES.count(None)
+        refuse_side(self, (*self.stem, *poolings), min(shape[:2]))
+        height, width = shape[:2]
+        total = plan_multiply_adds(self.stem, height, width)
+        for part in self.stem:
+            height, width = part.side(height), part.side(width)
+        for i, module in enumerate(self.modules):
+            if module is None:
+                height, width = POOLING.side(height), POOLING.side(width)
+                continue
+            total += sum(one.multiply_adds(height, width) for one in module)
+            if i in HEADS_AFTER:
+                before, hidden = channels_of(module), self.scaled(HEAD_CHANNELS)
+                flat = HEAD_SIDE**2 * hidden
+                total += HEAD_SIDE**2 * before * hidden
+                total += multiply_adds((flat, self.head_width, self.num_classes))
+        return 6.0 * (total + channels_of(self.modules[-1]) * self.num_classes)
+
+
+def channels_of(module: tuple[Convolution, ...] | None) -> int:
+    """Channels that come out of a module."""
+    assert module is not None, "a pooling"
+    return sum(module[i].channels for i in (0, 2, 4, 5))
+
+
+class Module(nnx.Module):
+    """Convolutions of three sizes and a pooling, side by side; their channels are joined."""
+
+    def __init__(self, plan: tuple[Convolution, ...], key: jax.Array, norm: Norm | None) -> None:
+        keys = jax.random.split(key, len(plan))
+        self.all = nnx.List([Convolved(p, k, norm) for p, k in zip(plan, keys, strict=True)])
+
+    def __call__(self, x: jax.Array, running: Running) -> jax.Array:
+        """Activations [B, H, W, C] to activations of the same pixels, whole along C."""
+
+        def run(i: int, x: jax.Array) -> jax.Array:
+            return jax.nn.relu(self.all[i](x, running))
+
+        x = shard(x, IMAGES)
+        branches = run(0, x), run(2, run(1, x)), run(4, run(3, x)), run(5, AROUND(x))
+        return jnp.concatenate([shard(branch, IMAGES) for branch in branches], -1)
+
+
+class Head(nnx.Module):
+    """Classes told on the way: means over parts, a convolution and two layers."""
+
+    def __init__(self, sizes: GoogLeNet, channels: int, key: jax.Array) -> None:
+        hidden, (first, second, third) = sizes.scaled(HEAD_CHANNELS), jax.random.split(key, 3)
+        plan = Convolution(channels, hidden, 1, padding=0)
+        self.convolution = Convolved(plan, first, sizes.norm)
+        self.dense = Dense(second, HEAD_SIDE**2 * hidden, sizes.head_width, HE)
+        self.out = Dense(third, sizes.head_width, sizes.num_classes, normal(0.01))
+        self.rate = sizes.auxiliary_dropout
+
+    def __call__(
+        self, x: jax.Array, running: Running, execution: Execution, place: int
+    ) -> jax.Array:
+        """Logits [B, C]."""
+        x = jax.nn.relu(self.convolution(pool_to(x, HEAD_SIDE), running))
+        x_BD = self.dense(shard(x, IMAGES).reshape(x.shape[0], -1), execution)
+        x_BD = dropout(jax.nn.relu(x_BD), self.rate, execution.draws, place)
+        return self.out(x_BD, execution)
+
+
+class GoogLeNetModel(nnx.Module):
+    """Images to a tuple of logits: the last head's, and in training those of the two before."""
+
+    def __init__(self, sizes: GoogLeNet, key: jax.Array) -> None:
+        key_stem, key_modules, key_heads, key_head = jax.random.split(key, 4)
+        stem = [part for part in sizes.stem if isinstance(part, Convolution)]
+        keys = jax.random.split(key_stem, len(stem))
+        self.stem = nnx.List([Convolved(p, k, sizes.norm) for p, k in zip(stem, keys, strict=True)])
+        plans = [plan for plan in sizes.modules if plan is not None]
+        keys = jax.random.split(key_modules, len(plans))
+        self.modules = nnx.List(
+            [Module(p, k, sizes.norm) for p, k in zip(plans, keys, strict=True)]
+        )
+        keys = zip(HEADS_AFTER, jax.random.split(key_heads), strict=True)
+        self.heads = nnx.List([Head(sizes, channels_of(sizes.modules[i]), k) for i, k in keys])
+        init = normal(0.01)
+        self.head = Dense(key_head, channels_of(plans[-1]), sizes.num_classes, init, role="output")
+        self.plan, self.rate = sizes.stem, sizes.dropout
+
+    def __call__(
+        self, images_BHWC: jax.Array, statistics: nnx.State, execution: Execution, *, train: bool
+    ) -> tuple[tuple[jax.Array, ...], nnx.State]:
+        """Logits [B, C], one or three; the rest as in `Predictor`."""
+        x, running = images_BHWC, Running(self, statistics, train=train)
+        stem, modules, heads, answers = iter(self.stem), iter(self.modules), iter(self.heads), []
+        with jax.named_scope("stem"):
+            for part in self.plan:
+                is_pooling = isinstance(part, Pooling)
+                x = part(x) if is_pooling else jax.nn.relu(next(stem)(x, running))
+        for i, counts in enumerate(MODULES):
+            with jax.named_scope(f"module_{i}"):
+                x = POOLING(x) if counts is None else next(modules)(x, running)
+            if train and i in HEADS_AFTER:
+                answers.append(next(heads)(x, running, execution, i))
+        with jax.named_scope("head"):
+            x_BD = x.astype(jnp.float32).mean((1, 2)).astype(x.dtype)
+            x_BD = dropout(x_BD, self.rate, execution.draws, 0)
+            return (self.head(x_BD, execution), *answers), running.state()

@@ -1,0 +1,86 @@
+"""LeNet-5 and the small networks of its form: two convolutions, each pooled, and three layers.
+
+Source: LeCun et al. 1998, "Gradient-Based Learning Applied to Document Recognition", figure 2, with
+every feature map connected to all before it and a softmax at the end.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
+from jaxtrain.nn.dense import ACTIVATIONS, Activation, before
+
+SIDE = 5  # pixels that are left of 28 with padding 2, and of 32 without
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeNet:
+    """Sizes of a LeNet; the defaults are LeNet-5 for MNIST's 28 pixels.
+
+    The usual course network for CIFAR-10 (conv 6, pool, conv 16, pool, 120-84-10) has channels=3,
+    padding=0, activation='relu' and pooling='max'.
+
+    Attributes:
+      num_classes: classes to tell apart.
+      channels: channels of the images: 3 for RGB, 1 for grey.
+      filters: channels of the two 5x5 convolutions.
+      hidden: widths of the two layers before the classes.
+      padding: pixels of zeros around the image: 2 for 28 pixels, 0 for 32. Of other sizes means
+        over parts are taken, so that 5 x 5 pixels are left.
+      activation: after every convolution and hidden layer.
+      pooling: of 2x2 pixels.
+    """
+
+    num_classes: int = 10
+    channels: int = 1
+    filters: tuple[int, int] = (6, 16)
+    hidden: tuple[int, int] = (120, 84)
+    padding: int = 2
+    activation: Activation = "tanh"
+    pooling: Literal["average", "max"] = "average"
+
+    inputs: ClassVar[Inputs] = "images"
+    objective = "classification"
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+    least_pixels = 16
+    settings: ClassVar[dict[str, str]] = {"fan_in": "hidden", "fan_out": "hidden"}
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "num_classes", "channels")
+        refuse_below(0, self, "padding")
+
+    @property
+    def plan(self) -> Plan:
+        """The convolutions and poolings."""
+        first, second = self.filters
+        pooling = Pooling(kind=self.pooling)
+        return (
+            Convolution(self.channels, first, size=5, padding=self.padding), pooling,
+            Convolution(first, second, size=5, padding=0), pooling,
+        )  # fmt: skip
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the fully connected layers."""
+        return *self.hidden, self.num_classes
+
+    def build(self, key: jax.Array) -> ConvNet:
+        """The module with freshly drawn parameters."""
+        return ConvNet(
+            self.plan, key, side=SIDE, widths=self.widths, rates=(0, 0, 0),
+            activation=ACTIVATIONS[self.activation], init=before(self.activation),
+        )  # fmt: skip
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one image; UserError where it is too small."""
+        refuse_side(self, self.plan, min(shape[:2]))
+        return flops(self.plan, SIDE, self.widths, shape)

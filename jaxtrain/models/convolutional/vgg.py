@@ -1,0 +1,85 @@
+"""VGG: stacks of 3x3 convolutions between poolings, and three fully connected layers.
+
+Source: Simonyan and Zisserman 2014 (arXiv 1409.1556), table 1, columns A, B, D and E; with batch
+norms as torchvision has them.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.convnet import ConvNet, Convolution, Norm, Plan, Pooling, flops, refuse_side
+from jaxtrain.nn.dropout import refuse_rate
+
+SIDE = 7  # pixels that are left of 224
+
+_PER_STAGE = {
+    11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4),
+}  # fmt: skip
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VGG:
+    """Sizes of a VGG; the defaults are VGG-16 for ImageNet.
+
+    Attributes:
+      depth: layers with weights.
+      num_classes: classes to tell apart.
+      channels: channels of the images: 3 for RGB, 1 for grey.
+      batch_norm: normalise after each convolution.
+      width: channels of the first stage; the others have 2, 4, 8 and 8 times as many.
+      head_width: of the two layers before the classes.
+      dropout: share of what goes into the last two layers that training leaves out.
+    """
+
+    depth: Literal[11, 13, 16, 19] = 16
+    num_classes: int = 1000
+    channels: int = 3
+    batch_norm: bool = False
+    width: int = 64
+    head_width: int = 4096
+    dropout: float = 0.5
+
+    inputs: ClassVar[Inputs] = "images"
+    objective = "classification"
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+    least_pixels = 32
+    settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "num_classes", "channels", "width", "head_width")
+        refuse_rate(self, "dropout", self.dropout)
+
+    @property
+    def plan(self) -> Plan:
+        """The convolutions and poolings."""
+        plan, channels_in = [], self.channels
+        for times, count in zip((1, 2, 4, 8, 8), _PER_STAGE[self.depth], strict=True):
+            for _ in range(count):
+                plan.append(Convolution(channels_in, times * self.width))
+                channels_in = times * self.width
+            plan.append(Pooling())
+        return plan
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the fully connected layers."""
+        return self.head_width, self.head_width, self.num_classes
+
+    def build(self, key: jax.Array) -> ConvNet:
+        """The module with freshly drawn parameters."""
+        norm, rates = Norm() if self.batch_norm else None, (0, self.dropout, self.dropout)
+        return ConvNet(self.plan, key, side=SIDE, widths=self.widths, rates=rates, norm=norm)
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one image; UserError where it is too small."""
+        refuse_side(self, self.plan, min(shape[:2]))
+        return flops(self.plan, SIDE, self.widths, shape)

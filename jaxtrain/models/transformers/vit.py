@@ -1,0 +1,189 @@
+"""Vision Transformer: an image as a row of patches, and a class token that tells of all of them.
+
+Source: Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words" (arXiv 2010.11929), equations 1 to
+4, without its dropout.
+Letters: B batch, H height, W width, C channels in, P patches, T tokens (P + 1), D embed, K numbers
+of a patch.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import AttentionFacts, Inputs
+from jaxtrain.nn.attention.attention import Mask
+from jaxtrain.nn.attention.multi_head import MultiHead
+from jaxtrain.nn.block import RESIDUAL, Block, residual_stddev
+from jaxtrain.nn.convnet import IMAGES
+from jaxtrain.nn.dense import Dense
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.mlp import GELU, exact_gelu
+from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
+from jaxtrain.parallel.gathering import dtype_of, gather
+from jaxtrain.parallel.sharding import reshape, shard
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViT:
+    """Sizes of a Vision Transformer; the defaults are ViT-B/16 for ImageNet.
+
+    Attributes:
+      num_classes: classes to tell apart.
+      channels: channels of the images: 3 for RGB, 1 for grey.
+      image_size: height and width of the images, in pixels.
+      patch_size: height and width of a patch, in pixels.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads; embed_dim / num_heads is the head_dim.
+      mlp_dim: width inside the MLP.
+      norm_eps: epsilon of the layer norms.
+    """
+
+    num_classes: int = 1000
+    channels: int = 3
+    image_size: int = 224
+    patch_size: int = 16
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 12
+    mlp_dim: int = 3072
+    norm_eps: float = 1e-6
+
+    inputs: ClassVar[Inputs] = "images"
+    objective = "classification"
+    experts = None
+    cached = ()
+    settings: ClassVar[dict[str, str]] = {
+        "embed": "embed_dim", "vocab_embed": "embed_dim", "fan_in": "embed_dim",
+        "fan_out": "num_classes", "heads": "num_heads", "mlp": "mlp_dim", "layers": "num_layers",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        sizes = [field.name for field in dataclasses.fields(self) if field.name != "norm_eps"]
+        refuse_below(1, self, *sizes)
+        refuse_not_positive(self, "norm_eps")
+        for name, parts in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
+            value, part = vars(self)[name], vars(self)[parts]
+            if value % part:
+                raise UserError(
+                    f"ViT.{name}={value} does not divide by ViT.{parts}={part}; the nearest "
+                    f"{name} is {nearest_multiple(value, part)}"
+                )
+
+    @property
+    def layers(self) -> int:
+        """All blocks are one stack."""
+        return self.num_layers
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """Every token sees every other."""
+        N, H = self.num_heads, self.embed_dim // self.num_heads
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
+
+    @property
+    def least_pixels(self) -> int:
+        """Of no other size: each place has an embedding of its own."""
+        return self.image_size
+
+    @property
+    def tokens(self) -> int:
+        """Patches, and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch."""
+        return self.patch_size**2 * self.channels
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes."""
+        D, N, stddev = self.embed_dim, self.num_heads, residual_stddev(self.num_layers)
+        return Block(
+            attention=MultiHead(
+                embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=stddev
+            ),
+            mlp=GELU(
+                embed_dim=D, mlp_dim=self.mlp_dim, residual_stddev=stddev, function=exact_gelu
+            ),
+            norm=LayerNorm(dim=D, epsilon=self.norm_eps),
+        )  # fmt: skip
+
+    def build(self, key: jax.Array) -> "ViTModel":
+        """The module with freshly drawn parameters."""
+        return ViTModel(self, key)
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one image: 6 a parameter and token, and attention in full.
+
+        Raises UserError for an image of another size.
+        """
+        if shape[:2] != (self.image_size,) * 2:
+            raise UserError(
+                f"ViT.image_size={self.image_size}, but the images have {shape[0]} x {shape[1]} "
+                f"pixels; set ViT.image_size={shape[0]}, or scale them to {self.image_size}"
+            )
+        T, D = self.tokens, self.embed_dim
+        blocks = self.num_layers * T * (self.block.matmul_parameters() + 2 * T * D)
+        return 6.0 * (blocks + (T - 1) * self.patch_numbers * D + D * self.num_classes)
+
+
+class ViTModel(nnx.Module):
+    """Images to logits."""
+
+    def __init__(self, sizes: ViT, key: jax.Array) -> None:
+        key_patches, key_class, key_places, key_layers, key_head = jax.random.split(key, 5)
+        D, K = sizes.embed_dim, sizes.patch_numbers
+        # As small as the positions are: of patches drawn larger these would be lost in the norm.
+        self.patches = param(key_patches, (K, D), ("narrow", "vocab_embed"), normal(0.02))
+        self.patches_bias = param(key_patches, (D,), ("vector",), constant(0.0))
+        self.class_token = param(key_class, (D,), ("vector",), normal(0.02))
+        self.position_embedding = param(
+            key_places, (sizes.tokens, D), ("place", "vocab_embed"), normal(0.02), role="position"
+        )
+        self.block, self.norm, self.patch_size = sizes.block, sizes.block.norm, sizes.patch_size
+        self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
+        for name, weight in prefixed("norm", self.norm.weights(key)).items():
+            setattr(self, name, weight)
+        self.head = Dense(key_head, D, sizes.num_classes, normal(0.01), role="output")
+
+    def embed(self, images_BHWC: jax.Array, execution: Execution) -> jax.Array:
+        """The residual stream [B, T, D] that goes into the first layer."""
+        B, H, W, C = images_BHWC.shape
+        S = self.patch_size
+        x = images_BHWC.astype(dtype_of(self.patches))
+        rows = jax.typeof(x).sharding.spec[0]
+        x = reshape(x, (B, H // S, S, W // S, S, C), (rows, *[None] * 5))
+        x, P = x.transpose(0, 1, 3, 2, 4, 5), (H // S) * (W // S)
+        x_BPK = reshape(x, (B, P, S * S * C), (rows, None, None))
+        x_BPD = add_bias(execution.contract("BPK,KD->BPD", x_BPK, self.patches), self.patches_bias)
+        first_D = gather(self.class_token).astype(x_BPD.dtype)
+        first_B1D = shard(jnp.broadcast_to(first_D, (B, 1, len(first_D))), RESIDUAL)
+        x_BTD = jnp.concatenate([first_B1D, shard(x_BPD, RESIDUAL)], 1)
+        return x_BTD + gather(self.position_embedding).astype(x_BTD.dtype)
+
+    def __call__(
+        self, images_BHWC: jax.Array, statistics: Any, execution: Execution, *, train: bool
+    ) -> tuple[jax.Array, Any]:
+        """Logits [B, C]; as in `Predictor`."""
+        del train
+        with jax.named_scope("embedding"):
+            x_BTD = self.embed(shard(images_BHWC, IMAGES), execution)
+        places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # the embedding has told them
+
+        def run_layer(layer: Any, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return self.block(layer, x_BTD, places_BT, Mask(causal=False), execution)[0], None
+
+        x_BTD, _ = execution.over_layers(run_layer, x_BTD, self.layers)
+        with jax.named_scope("head"):
+            x_BD = self.norm(under("norm", vars(self)), x_BTD[:, 0])
+            return self.head(x_BD, execution), statistics

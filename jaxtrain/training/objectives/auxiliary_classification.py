@@ -1,0 +1,34 @@
+"""Classification by several heads in training, of which the first alone answers afterwards.
+
+Source: Szegedy et al. 2014 (arXiv 1409.4842), section 5: heads on layers in the middle of a deep
+network bring gradients there, their losses weighted by 0.3.
+"""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.training.objectives.classification import Classification
+from jaxtrain.training.objectives.losses import Loss, Sums, losses
+
+WEIGHT = 0.3
+
+
+class AuxiliaryClassification(Classification):
+    """As `Classification`, of a model whose answers are a tuple: its own, then other heads'."""
+
+    name: ClassVar[str] = "auxiliary_classification"
+    minimised: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
+
+    def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
+        """`loss` and `accuracy` of the first, and of the others the weighted `auxiliary_loss`."""
+        first, *others = answers_BC
+        sums = super().of_answers(first, batch, settings, train=train)
+        if others:
+            of_others = [
+                losses(logits_BC, batch.targets, batch.loss_mask, settings, train=train).sum()
+                for logits_BC in others
+            ]
+            sums["auxiliary_loss"] = WEIGHT * sum(of_others, jnp.zeros(()))
+        return sums
