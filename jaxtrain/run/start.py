@@ -6,7 +6,8 @@ from flax import nnx
 
 from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.folder import CONFIG, Folder
+from jaxtrain.models.weights.folder import CONFIG
+from jaxtrain.models.weights.published import published
 from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
@@ -17,10 +18,10 @@ from jaxtrain.training.step import Program
 
 
 def first_parameters(source: str, config: Config, program: Program) -> nnx.State:
-    """The parameters of another run's newest checkpoint, or of a Hugging Face folder.
+    """The parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF file.
 
     Args:
-      source: the folder of either.
+      source: the folder or the file.
       config: the run that starts with them.
       program: its program, in whose layout they come.
 
@@ -29,8 +30,8 @@ def first_parameters(source: str, config: Config, program: Program) -> nnx.State
       CheckpointError: the checkpoint is damaged.
     """
     folder = place(source)
-    if isinstance(folder, Path) and (folder / CONFIG).is_file():
-        found = Folder.at(source, named="Train.start_from")
+    if isinstance(folder, Path) and (folder.suffix == ".gguf" or (folder / CONFIG).is_file()):
+        found = published(source, named="Train.start_from")
         return read_parameters(found, program, config.train.model)
     if not sealed_steps(folder / FOLDER):
         raise UserError(

@@ -9,31 +9,32 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxtrain.models.model import token_model
-from jaxtrain.models.weights.folder import TOKENIZER, Folder
+from jaxtrain.models.weights.folder import TOKENIZER
+from jaxtrain.models.weights.published import Published, published
 
 SCHEME = "hf:"
 
 
 def config_text(name: str) -> str:
-    """The gin text for the Hugging Face folder that `hf:DIR` names.
+    """The gin text for the Hugging Face folder, or the GGUF file, that `hf:DIR` names.
 
     Raises:
       UserError: there is no such folder, or its config.json asks for what is not done here.
     """
-    folder = Folder.at(name.removeprefix(SCHEME), named=SCHEME)
-    return "\n".join(_lines(folder)) + "\n"
+    source = published(name.removeprefix(SCHEME), named=SCHEME)
+    return "\n".join(_lines(source)) + "\n"
 
 
-def _lines(folder: Folder) -> Iterator[str]:
-    model = token_model(folder.asked[1])
+def _lines(source: Published) -> Iterator[str]:
+    model = token_model(source.asked[1])
     kind = type(model).__name__
     yield f"Train.model = @{kind}()"
     for field in dataclasses.fields(model):
         yield f"{kind}.{field.name} = {getattr(model, field.name)!r}"
-    yield f"Train.start_from = {str(folder.path)!r}"
+    yield f"Train.start_from = {str(source.path)!r}"
     yield "Train.data = @TextData()"
-    if (folder.path / TOKENIZER).is_file():
-        yield f"TextData.tokenizer = {str(folder.path / TOKENIZER)!r}"
+    if (source.path / TOKENIZER).is_file():
+        yield f"TextData.tokenizer = {str(source.path / TOKENIZER)!r}"
     else:  # bytes would be other tokens than those that it was trained on
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size}"

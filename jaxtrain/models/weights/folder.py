@@ -10,7 +10,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
@@ -30,6 +32,24 @@ CARRIED = (
 )  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_SHOWN = 8
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, such as `safetensors.Tensor`."""
+
+    @property
+    def dtype(self) -> str:
+        """Of what `open` gives, as safetensors write it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what `open` gives."""
+        ...
+
+    def open(self) -> np.ndarray:
+        """The tensor; nothing else of the file is read."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +173,10 @@ def match(
     family: Family,
     model: Model,
     shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
     *,
     where: str,
-) -> dict[str, Tensor]:
+) -> dict[str, StoredTensor]:
     """The stored tensors by the names of the family's map.
 
     Args:
@@ -202,7 +222,7 @@ def _written(family: Family, model: Model) -> str:
 
 
 def _left_over(
-    name: str, tensor: Tensor, found: Mapping[str, Tensor], *, tied: bool
+    name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor], *, tied: bool
 ) -> Iterable[str]:
     """A clause for a tensor that has no place; an output matrix that is the embedding has one."""
     embedding = next(iter(found.values()), None)
@@ -215,5 +235,5 @@ def _left_over(
     yield f"{name} {list(tensor.shape)} has no place in this architecture"
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return all((a == b).all() for a, b in zip(one.open(), other.open(), strict=True))

@@ -13,7 +13,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import token_model
-from jaxtrain.models.weights.folder import TOKENIZER, Folder, match
+from jaxtrain.models.weights.folder import TOKENIZER, match
+from jaxtrain.models.weights.published import Published, published
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.retention import refuse_others
@@ -45,7 +46,7 @@ def import_run(
     """
     source = config.train.start_from
     assert source is not None, "not a configuration of hf:DIR"
-    folder = Folder.at(source, named="SRC_DIR")
+    folder = published(source, named="SRC_DIR")
     _refuse_taken(workdir)
     config = _with_own_tokenizer(config, folder, workdir)
     if config.mesh.simulated_devices:
@@ -92,11 +93,19 @@ def _refuse_taken(workdir: Place) -> None:
             )
 
 
-def _with_own_tokenizer(config: Config, folder: Folder, workdir: Place) -> Config:
-    """The configuration with the tokenizer that is carried along in place of the folder's."""
-    data = config.train.data
-    if not isinstance(data, TextData) or data.tokenizer != str(folder.path / TOKENIZER):
+def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Config:
+    """The configuration with the tokenizer that is carried along in place of the source's.
+
+    In a GGUF file it has no path that the configuration could have named before.
+    """
+    data, is_file = config.train.data, source.path.is_file()
+    theirs = "byte" if is_file else str(source.path / TOKENIZER)
+    if not isinstance(data, TextData) or data.tokenizer != theirs:
         return config
+    if TOKENIZER not in source.carried():
+        return config
+    if is_file and data.source == "synthetic":
+        data = dataclasses.replace(data, source="embedded")
     root = workdir.absolute() if isinstance(workdir, Path) else workdir
     data = dataclasses.replace(data, tokenizer=str(root / CARRIED_FOLDER / TOKENIZER))
     return dataclasses.replace(config, train=dataclasses.replace(config.train, data=data))

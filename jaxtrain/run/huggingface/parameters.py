@@ -16,9 +16,9 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights.folder import Folder, match
+from jaxtrain.models.weights.folder import StoredTensor, match
 from jaxtrain.models.weights.names import Name
-from jaxtrain.models.weights.safetensors import Tensor
+from jaxtrain.models.weights.published import Published
 from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.training.step import Program, parameter_shapes
 
@@ -31,7 +31,7 @@ def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
 
 
-def read_parameters(folder: Folder, program: Program, model: Model) -> nnx.State:
+def read_parameters(folder: Published, program: Program, model: Model) -> nnx.State:
     """The parameters of a folder, in the program's layout, dtype and order of layers.
 
     Args:
@@ -89,7 +89,7 @@ class _Reader:
         self,
         name: Name,
         shape: tuple[int, ...],
-        stored: Mapping[str, Tensor],
+        stored: Mapping[str, StoredTensor],
         order: list[int] | None,
         dtype: Any,
     ) -> None:

@@ -20,7 +20,8 @@ from flax import nnx
 from rich.console import Console
 
 from jaxtrain.models.model import TokenModel
-from jaxtrain.models.weights.safetensors import Tensor, raw
+from jaxtrain.models.weights.folder import StoredTensor
+from jaxtrain.models.weights.safetensors import raw
 from jaxtrain.nn.execution import Execution
 from jaxtrain.run.logits import logits
 from jaxtrain.training.step import Program, TrainState
@@ -107,7 +108,7 @@ class Receipt:
 def compare(
     folder: Path,
     architecture: str,
-    stored: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
     made: Iterable[tuple[str, np.ndarray]],
     program: Program,
     model: TokenModel,
@@ -140,6 +141,8 @@ def compare(
         or importlib.util.find_spec("torch") is None
     ):
         why_not = "transformers and PyTorch are not installed"
+    elif folder.is_file():
+        why_not = "transformers is compared with folders, and this is one file"
     elif model.experts is not None and model.experts.capacity_factor is not None:
         why_not = "experts with a capacity leave tokens out, which transformers' do not"
     elif count > MOST_PARAMETERS:

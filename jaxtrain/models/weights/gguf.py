@@ -1,0 +1,288 @@
+"""GGUF files of Llamas: one file with sizes, tokenizer and quantised weights, given back as floats.
+
+A file is a header (magic, version, counts), key-value pairs, a row for each tensor, and their bytes
+from the next multiple of the alignment on. Queries and keys stand in it with the two halves of each
+head interleaved, for another way of turning them; here they are put back.
+Source: the format's description in ggml, docs/gguf.md, and the blocks of ggml-quants.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights.family import Family, model_of
+
+MAGIC = b"GGUF"
+_MOST = 1 << 24  # entries of a table, bytes of a text
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_TEXT, _TABLE = 8, 9
+_HALF = np.dtype("<f2")
+
+
+def _q8_0(block: np.ndarray) -> np.ndarray:
+    return block["d"].astype(np.float32)[:, None] * block["q"]
+
+
+def _nibbles(block: np.ndarray) -> np.ndarray:
+    """The first 16 numbers of a block are the low halves of its bytes, the others the high ones."""
+    return np.concatenate([block["q"] & 15, block["q"] >> 4], axis=1).astype(np.float32)
+
+
+def _q4_0(block: np.ndarray) -> np.ndarray:
+    return block["d"].astype(np.float32)[:, None] * (_nibbles(block) - 8)
+
+
+def _q4_1(block: np.ndarray) -> np.ndarray:
+    scale, least = (block[name].astype(np.float32)[:, None] for name in ("d", "m"))
+    return scale * _nibbles(block) + least
+
+
+def _plain(block: np.ndarray) -> np.ndarray:
+    return block.astype(np.float32)[:, None]
+
+
+# Number of a kind -> the form of a block, the numbers in it, and what gives them back.
+_KINDS = {
+    0: (np.dtype("<f4"), 1, _plain),
+    1: (_HALF, 1, _plain),
+    30: (np.dtype(jnp.bfloat16), 1, _plain),
+    2: (np.dtype([("d", _HALF), ("q", "u1", 16)]), 32, _q4_0),
+    3: (np.dtype([("d", _HALF), ("m", _HALF), ("q", "u1", 16)]), 32, _q4_1),
+    8: (np.dtype([("d", _HALF), ("q", "i1", 32)]), 32, _q8_0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies.
+
+    Attributes:
+      file: the file.
+      begin: its first byte, from the start of the file.
+      kind: how its numbers are kept, of ggml's types.
+      shape: its shape, the dimension that lies together last.
+      heads: as many have their halves interleaved; 0: it has no heads.
+    """
+
+    file: Path
+    begin: int
+    kind: int
+    shape: tuple[int, ...]
+    heads: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """What `open` gives, as safetensors write it."""
+        return "F32"
+
+    def open(self) -> np.ndarray:
+        """The tensor as float32."""
+        form, size, floats = _KINDS[self.kind]
+        blocks = np.memmap(self.file, form, "r", self.begin, math.prod(self.shape) // size)
+        values = floats(blocks).reshape(self.shape)
+        if not self.heads:
+            return values
+        pairs = values.reshape(self.heads, -1, 2, *self.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(self.shape)
+
+
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def _name(name: str) -> str:
+    """What a tensor is called in a Hugging Face folder; its own name where it is not known."""
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if found is not None and found[2] in _IN_LAYER:
+        return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.weight"
+    return _NAMES.get(name, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file, with what a `folder.Folder` gives.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: Path
+
+    @functools.cached_property
+    def _read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        try:
+            with self.path.open("rb") as stream:
+                return _Reader(self.path, stream).everything()
+        except (struct.error, ValueError, OverflowError) as error:
+            raise UserError(
+                f"{self.path} is no GGUF file that is read here ({error}); fetch it again, or take "
+                "the model's safetensors"
+            ) from error
+
+    @functools.cached_property
+    def content(self) -> Mapping[str, Any]:
+        """What config.json would say."""
+        said, tensors = self._read
+        kind = said.get("general.architecture")
+        if kind != "llama":
+            raise UserError(
+                f"{self.path}: GGUF files of 'llama' are read here, not of {kind!r}; take the "
+                "model's safetensors"
+            )
+        keys = {
+            "vocab_size": "vocab_size", "num_hidden_layers": "block_count",
+            "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
+            "num_key_value_heads": "attention.head_count_kv",
+            "head_dim": "rope.dimension_count", "intermediate_size": "feed_forward_length",
+            "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
+            "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        }  # fmt: skip
+        found = {ours: said.get(f"llama.{theirs}") for ours, theirs in keys.items()}
+        return {
+            **found,
+            "rope_scaling": {"type": said.get("llama.rope.scaling.type")},
+            "tie_word_embeddings": "lm_head.weight" not in tensors,
+            "bos_token_id": said.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": said.get("tokenizer.ggml.eos_token_id"),
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+        }
+
+    @functools.cached_property
+    def asked(self) -> tuple[Family, Model]:
+        """The family and the sizes; UserError says what cannot be done here."""
+        return model_of(self.content, where=str(self.path))
+
+    def tensors(self) -> dict[str, GgufTensor]:
+        """Every tensor by the name that it has in a Hugging Face folder."""
+        heads = {
+            "self_attn.q_proj": self.content["num_attention_heads"],
+            "self_attn.k_proj": self.content["num_key_value_heads"],
+        }
+        found = dict(self._read[1])
+        for name, tensor in found.items():
+            part = ".".join(name.split(".")[3:5])
+            if part in heads:
+                found[name] = dataclasses.replace(tensor, heads=heads[part])
+        return found
+
+    def carried(self) -> dict[str, bytes]:
+        """config.json, and the tokenizer and its chat template where they are known here."""
+        said = self._read[0]
+        files = {"config.json": json.dumps(self.content, indent=2).encode()}
+        tokenizer = _tokenizer(said)
+        if tokenizer is not None:
+            files["tokenizer.json"] = tokenizer.to_str().encode()
+            names = said["tokenizer.ggml.tokens"]
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            for token in ("bos", "eos"):
+                if f"tokenizer.ggml.{token}_token_id" in said:
+                    settings[f"{token}_token"] = names[said[f"tokenizer.ggml.{token}_token_id"]]
+            if "tokenizer.chat_template" in said:
+                settings["chat_template"] = said["tokenizer.chat_template"]
+            files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+        return files
+
+
+def _tokenizer(said: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+    """The byte-level tokenizer of a file; None where it has another."""
+    split = {
+        "gpt-2": [],
+        "smollm": [tokenizers.pre_tokenizers.Digits(individual_digits=True)],
+    }.get(said.get("tokenizer.ggml.pre", "gpt-2"))
+    if said.get("tokenizer.ggml.model") != "gpt2" or split is None:
+        return None
+    names, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ")) for pair in said["tokenizer.ggml.merges"]]
+    vocab = {name: number for number, name in enumerate(names)}
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, words])
+    found.decoder = tokenizers.decoders.ByteLevel()
+    found.add_special_tokens([name for name, kind in zip(names, kinds, strict=True) if kind == 3])
+    return found
+
+
+class _Reader:
+    """Reads a file from its beginning to the tensors' bytes; all that it claims is checked."""
+
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
+        self._file, self._stream, self._size = file, stream, file.stat().st_size
+
+    def everything(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        """The key-value pairs, and the tensors."""
+        if self._stream.read(4) != MAGIC or self._number("I") not in (2, 3):
+            raise ValueError("it does not begin as one of version 2 or 3")
+        count, pairs = self._count(), self._count()
+        said = {self._text(): self._value(self._number("I")) for _ in range(pairs)}
+        rows = [self._row() for _ in range(count)]
+        align = said.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise ValueError(f"an alignment of {align!r}")
+        start = -(-self._stream.tell() // align) * align
+        return said, {_name(row[0]): self._tensor(start, *row) for row in rows}
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self._stream.read(struct.calcsize(form)))[0]
+
+    def _count(self) -> int:
+        found = self._number("Q")
+        if found > _MOST:
+            raise ValueError(f"a count of {found}")
+        return found
+
+    def _text(self) -> str:
+        return self._stream.read(self._count()).decode()
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind == _TABLE and depth == 0:
+            inner = self._number("I")
+            return [self._value(inner, 1) for _ in range(self._count())]
+        if kind not in _SCALARS:
+            raise ValueError(f"a value of kind {kind}")
+        found = self._number(_SCALARS[kind])
+        # As it was written before it was narrowed: 1e-05, not 9.999999747378752e-06.
+        return float(str(np.float32(found))) if kind == 6 else found
+
+    def _row(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        sizes = [self._number("Q") for _ in range(self._number("I"))]
+        return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")
+
+    def _tensor(
+        self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+    ) -> GgufTensor:
+        if kind not in _KINDS:
+            raise ValueError(f"{name} is quantised in a way that is not known here (type {kind})")
+        form, size, _ = _KINDS[kind]
+        count = math.prod(shape)
+        if not 1 <= len(shape) <= 4 or shape[-1] % size:
+            raise ValueError(f"{name} is {list(shape)}")
+        if start + offset + count // size * form.itemsize > self._size:
+            raise ValueError(f"{name} ends after the file")
+        return GgufTensor(self._file, start + offset, kind, shape)

@@ -1,0 +1,41 @@
+"""A published model whatever file it comes in: a Hugging Face folder, or one GGUF file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtrain.config.buckets import on_disk
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.folder import Folder, StoredTensor
+from jaxtrain.models.weights.gguf import GgufFile
+
+
+class Published(Protocol):
+    """A model as others have published it; each member as of `folder.Folder`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def content(self) -> Mapping[str, Any]: ...
+    @property
+    def asked(self) -> tuple[Family, Model]: ...
+
+    def carried(self) -> dict[str, bytes]: ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+
+def published(name: str, *, named: str) -> Published:
+    """The published model of this name.
+
+    Args:
+      name: the path of a Hugging Face folder, or of a file that ends in .gguf.
+      named: the argument that it came in, for messages.
+
+    Raises:
+      UserError: there is neither.
+    """
+    path = on_disk(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufFile(path.absolute())
+    return Folder.at(name, named=named)
