@@ -1,18 +1,23 @@
-"""Every notebook is clean in git and runs in a real kernel, with pictures and its own asserts."""
+"""Every notebook runs in a real kernel with its own asserts; git holds small pictures of it."""
 
 import ast
-import os
+import base64
+import io
 import re
 import sys
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
-from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec
-from nbclient import NotebookClient
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from notebooks import stored  # noqa: E402 - after the path
+from notebooks.stored import read  # noqa: E402
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL_SECONDS = 180
 
@@ -33,37 +38,88 @@ FIRST = ("1_first_run",)
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-class ThisPython(AsyncKernelManager):
-    """Starts the interpreter that runs the tests, whatever kernels are installed."""
-
-    @property
-    def kernel_spec(self) -> KernelSpec:
-        start = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=start, display_name="this Python", language="python")
-
-
-def read(path: Path) -> nbformat.NotebookNode:
-    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
-
-
 def sources(book: nbformat.NotebookNode, kind: str) -> list[str]:
     return [cell.source for cell in book.cells if cell.cell_type == kind]
 
 
+# What git holds of the outputs, in bytes.
+PICTURE, BOOK, ALL = 40_000, 200_000, 800_000
+
+
 @each
-def test_git_holds_no_outputs(path):
+def test_git_holds_small_pictures_and_short_text_of_this_code(path):
     book = read(path)
     nbformat.validate(book)
     assert (book.nbformat, book.nbformat_minor) == (4, 5)
     assert book.metadata.kernelspec.name == "python3"
-    assert set(book.metadata) <= {"kernelspec", "language_info"}
+    assert set(book.metadata) <= {"kernelspec", "language_info", "jaxtrain"}
+    assert book.metadata.jaxtrain.outputs_of == stored.code_digest(book), (
+        f"its code is another: python notebooks/stored.py {path.stem}"
+    )
     for cell in book.cells:
         # Editors make random ids: these stay the same when a notebook is written again.
         assert re.fullmatch(r"cell-\d\d", cell.id)
         assert not cell.metadata
         if cell.cell_type == "code":
-            assert cell.outputs == []
             assert cell.execution_count is None
+            for output in cell.outputs:
+                refuse_large(output)
+    assert pictures(book), "it shows no picture"
+    assert path.stat().st_size <= BOOK
+
+
+def refuse_large(output) -> None:
+    if output.output_type == "stream":
+        assert output.name == "stdout"
+        assert len(output.text) <= stored.LONGEST + 10
+        assert not re.search(r"\x1b|[\x00-\x08]", output.text)
+        assert " at 0x" not in output.text
+    else:
+        assert output.output_type == "display_data"
+        assert set(output.data) == {"image/png"}
+        picture = base64.b64decode(output.data["image/png"])
+        assert len(picture) <= PICTURE
+        with Image.open(io.BytesIO(picture)) as image:
+            assert max(image.size) <= stored.WIDEST
+            image.load()
+
+
+def pictures(book: nbformat.NotebookNode) -> list[int]:
+    """The cells that show a picture."""
+    return [
+        number
+        for number, cell in enumerate(book.cells)
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+    ]
+
+
+def test_all_notebooks_together_are_small():
+    assert sum(path.stat().st_size for path in NOTEBOOKS) <= ALL
+
+
+def test_of_a_cell_pictures_and_the_beginning_of_its_text_are_kept():
+    whole = io.BytesIO()
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 256, (600, 1200, 3), np.uint8).astype(np.uint8))
+    noise.save(whole, "PNG")
+    png = base64.b64encode(whole.getvalue()).decode()
+    new = nbformat.v4.new_output
+    found = stored.kept(
+        [
+            new("stream", name="stderr", text="a warning"),
+            new("stream", name="stdout", text="step 1\rstep 2\n\x1b[1mloss\x1b[0m 2.5\n"),
+            new("display_data", data={"image/png": png, "text/plain": "<Figure size 1x1>"}),
+            new("execute_result", data={"text/plain": "<rich.table.Table object at 0x7f00>"}),
+            new("execute_result", data={"text/html": "<b>3</b>", "text/plain": "3"}),
+            new("stream", name="stdout", text="x" * 80 + "\n" + "y" * 5000),
+        ]
+    )
+    text, picture = found
+    assert text.text == "step 2\nloss 2.5\n3\n" + "x" * 80 + "\n[...]\n"
+    assert set(picture.data) == {"image/png"}
+    with Image.open(io.BytesIO(base64.b64decode(picture.data["image/png"]))) as image:
+        assert image.size == (640, 320)
+        assert len(image.getcolors()) <= stored.COLOURS
 
 
 @each
@@ -101,21 +157,6 @@ def test_every_notebook_has_its_own_number():
     assert len(set(numbers)) == len(numbers)
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    """What a reader's kernel has: none of the suite's flags; compiled programs are kept."""
-    suites = ("XLA_FLAGS", "MPLBACKEND")
-    kept = {name: value for name, value in os.environ.items() if name not in suites}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    folder = tmp_path_factory.mktemp("kernel")
-    return kept | {
-        "JAXTRAIN_OFFLINE": "1",  # nothing is fetched while testing
-        "PYTHONPATH": os.pathsep.join(paths),
-        "JAXTRAIN_CACHE": str(folder / "cache"),
-        "IPYTHONDIR": str(folder / "ipython"),
-    }
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -124,18 +165,13 @@ def environment(tmp_path_factory) -> dict[str, str]:
     ],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_runs(path, environment, tmp_path):
+def test_a_notebook_runs_and_shows_what_git_holds(path, tmp_path):
     book = read(path)
-    client = NotebookClient(
-        book,
-        timeout=CELL_SECONDS,
-        kernel_manager_class=ThisPython,
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    client.execute(env=environment)  # raises what a cell raises, an assert that fails too
+    before = pictures(book)
+    (tmp_path / "run").mkdir()
+    stored.run(book, tmp_path / "run", CELL_SECONDS)  # raises what a cell raises, an assert too
     ran = [cell for cell in book.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in ran] == list(range(1, len(ran) + 1))
-    shown = [output.get("data", {}) for cell in ran for output in cell.outputs]
-    assert any("image/png" in data for data in shown)
+    assert pictures(book) == before
     told = [out.text for cell in ran for out in cell.outputs if out.output_type == "stream"]
     assert "Warning" not in "\n".join(told)
