@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -55,8 +56,14 @@ def export_run(
       file_bytes: the tensors are cut into files of at most this size.
 
     Raises:
-      UserError: the model is known nowhere else, or the folder cannot be made.
+      UserError: the model is known nowhere else, the folder cannot be made, or there are several
+        processes, each of which has a part of the parameters.
     """
+    if jax.process_count() > 1:
+        raise UserError(
+            f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
+            "'jaxtrain export-hf' on its folder, with bindings of Mesh for one machine"
+        )
     model = config.train.model
     carried = _carried(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
