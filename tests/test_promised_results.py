@@ -1,0 +1,58 @@
+"""What the headers of small configs promise: mean and spread over five seeds, trained here."""
+
+import re
+import statistics
+
+import jax
+import pytest
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.config.shipped import configs_folder
+
+SEEDS = range(5)
+# "Expected: 97.8 ± 0.8 % of ... (5 seeds: 96.9 to 98.9)", "Expected: ... 2.21 ± 0.02 nats ..."
+PROMISE = re.compile(r"([\d.]+) ± ([\d.]+) .*?\(5 seeds: ([\d.]+) to ([\d.]+)\)", re.S)
+# Config -> what is promised, as its header writes it, and the devices that it is run on.
+PROMISED = {
+    "mixtral_tiny": (lambda values: values["eval_loss"], 8),
+    "resnet_digits": (lambda values: 100 * values["eval_accuracy"], 1),
+}
+
+
+def promise(name: str) -> list[float]:
+    """Mean, standard deviation, least and most over seeds, as the header says them."""
+    lines = (configs_folder() / f"{name}.gin").read_text(encoding="utf-8").splitlines()
+    header = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    found = PROMISE.search(header)
+    assert found is not None, f"{name}: its header has no '... ± ... (5 seeds: ... to ...)'"
+    return [float(number) for number in found.groups()]
+
+
+def results(name: str) -> list[float]:
+    """What is promised of a config, for each seed."""
+    value, count = PROMISED[name]
+    found = []
+    for seed in SEEDS:
+        config = load_config(name, [f"Train.seed = {seed}", "Mesh.simulated_devices = 0"])
+        found.append(value(Trainer(config, devices=jax.devices()[:count]).train()))
+    return found
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_header_gives_mean_and_spread_of_what_its_seeds_had(name):
+    mean, deviation, least, most = promise(name)
+    assert least <= mean <= most
+    # The deviation of five numbers in a range is 0.35 to 0.55 of it, but for rounding.
+    assert 0.3 * (most - least) <= deviation <= 0.6 * (most - least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMISED)
+def test_five_seeds_keep_the_promise(name):
+    """Other processors add up in another order, and such runs part: the means are compared."""
+    mean, deviation, _, _ = promise(name)
+    found = results(name)
+    # Two means of five, each off by deviation / sqrt(5): three times their difference's deviation.
+    allowed = 3 * deviation * (2 / len(SEEDS)) ** 0.5
+    assert abs(statistics.fmean(found) - mean) <= allowed, found
+    assert statistics.stdev(found) <= 4 * deviation, found
