@@ -9,6 +9,7 @@ from conftest import text_batch
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
+from jaxtrain.training.step import Program
 
 V, T = 256, 32
 
@@ -42,6 +43,24 @@ def test_each_target_of_ones_own_batches_counts_once(trainer):
     total = sum((loss * mask).sum() for loss, mask in zip(losses, masks, strict=True))
     found = trainer.evaluate(iter(batches))
     assert found["eval_loss"] == pytest.approx(total / sum(counts), rel=1e-5)
+
+
+def test_an_evaluation_traces_the_model_once(trainer, monkeypatch):
+    """What is traced again at every evaluation costs its time, and memory that nobody frees."""
+    traced = []
+    of_heldout = Program._heldout_sums
+
+    def counted(self, *arguments):
+        traced.append(self)
+        return of_heldout(self, *arguments)
+
+    monkeypatch.setattr(Program, "_heldout_sums", counted)
+    batch = text_batch(rows=4, length=T, vocab_size=V)
+    first = Trainer(trainer.config)
+    values = first.evaluate([batch])
+    assert len(traced) == 2  # for the zeros, and for the program
+    assert first.evaluate([batch]) == values
+    assert len(traced) == 2
 
 
 def test_what_cannot_be_evaluated_is_refused(trainer):

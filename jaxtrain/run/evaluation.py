@@ -10,6 +10,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import Program, TrainState
 
 
@@ -31,6 +32,8 @@ class Evaluation:
         """
         self._program, self._phases = program, phases
         self._eval_step = jax.jit(program.plain.eval_step, compiler_options=compiler_options)
+        # Made once: they are asked of the model, which JAX then traces, and never quite forgets.
+        self._zeros: Sums | None = None
 
     def of(
         self,
@@ -51,14 +54,17 @@ class Evaluation:
         Raises:
           UserError: there is no batch, or none of their targets counts.
         """
-        plain, ahead, sums = self._program.plain, RunAhead(), None
+        plain, ahead = self._program.plain, RunAhead()
+        sums: Sums | None = None
         with self._program.layout.active(), self._phases.phase("evaluation", step):
             state = self._program.consensus(state)
             for batch in batches:
                 before_each()
                 is_first = sums is None
+                if self._zeros is None:
+                    self._zeros = plain.no_sums(state, batch)
                 if sums is None:
-                    sums = plain.no_sums(state, batch)
+                    sums = self._zeros
                 with self._phases.phase("compile", step) if is_first else nullcontext():
                     sums = self._eval_step(state, batch, sums)
                     ahead.add(sums)

@@ -26,6 +26,7 @@ from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
+from jaxtrain.run.garbage import Garbage
 from jaxtrain.run.generate import Sampling, continued, write
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
@@ -341,6 +342,7 @@ class Trainer:
         values: dict[str, float] = {}
         first = self.steps_done
         with ExitStack() as stack:
+            garbage = stack.enter_context(Garbage(last - first))
             with phases.phase("start"):
                 log = stack.enter_context(closing(self._open_log(first, last)))
                 stream = stack.enter_context(self._feed.training(self.dataset, self._next_batch))
@@ -359,6 +361,8 @@ class Trainer:
                     self.steps_done = self._attempt.step = step
                     self._next_batch += 1
                     log.later(step, metrics)
+                if step == first + 1:
+                    garbage.settle()
                 self._is_compiled = True
                 if self._recorder is not None and self._recorder.turns_at(step):
                     with log.paused():
@@ -367,12 +371,14 @@ class Trainer:
                 if _every(train.eval_every, step) or step == last:
                     with log.paused():
                         values = self._evaluate(log)
+                        garbage.collect()
                     log.now(step, values, self._account(log))
                     if self._folder is not None:
                         self._folder.push_soon()
                 if _every(train.save_every, step) or step == last:
                     with log.paused():
                         self._save()
+                        garbage.collect()
                     self._account(log)
         return values
 

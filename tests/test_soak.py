@@ -1,0 +1,139 @@
+"""A long run's memory, threads and files stay what they were: a soak, and what it depends on."""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.run.garbage import LONG_RUN, Garbage
+
+STEPS = 20_000
+CONFIG = f"""
+Train.model = @GPT()
+Train.data = @TextData()
+Train.steps = {STEPS}
+Train.global_batch_size = 8
+Train.log_every = 20
+Train.eval_every = 200
+Train.eval_batches = 2
+Train.save_every = 1000
+GPT.vocab_size = 256
+GPT.num_layers = 1
+GPT.embed_dim = 16
+GPT.num_heads = 2
+GPT.context_length = 16
+TextData.source = 'synthetic'
+TextData.sequence_length = 16
+Mesh.fsdp = 2
+Precision.compute = 'float32'
+"""
+
+
+@pytest.fixture
+def nothing_frozen():
+    """As in a process that is no test's."""
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if before:
+        gc.freeze()
+
+
+def leave_a_cycle() -> weakref.ref:
+    class Thing:
+        pass
+
+    thing = Thing()
+    thing.itself = thing
+    return weakref.ref(thing)
+
+
+def test_what_was_there_is_left_alone_and_what_a_run_leaves_is_freed(nothing_frozen):
+    with Garbage(LONG_RUN) as garbage:
+        before = leave_a_cycle()
+        garbage.collect()  # not yet: the step is not compiled
+        assert before() is not None
+        garbage.settle()
+        assert before() is None
+        assert gc.get_freeze_count() > 10_000
+        after = leave_a_cycle()
+        garbage.collect()
+        assert after() is None
+        with Garbage(LONG_RUN) as inner:  # somebody froze them already: they stay so
+            inner.settle()
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_short_run_is_left_to_python(nothing_frozen):
+    with Garbage(LONG_RUN - 1) as garbage:
+        garbage.settle()
+        cycle = leave_a_cycle()
+        garbage.collect()
+        assert cycle() is not None
+        assert gc.get_freeze_count() == 0
+
+
+def held(process: int) -> tuple[float, int, int]:
+    """Megabytes, threads and open files of a process."""
+    folder = Path("/proc") / str(process)
+    pages = int((folder / "statm").read_text().split()[1])
+    megabytes = pages * os.sysconf("SC_PAGESIZE") / 1e6
+    return megabytes, len(os.listdir(folder / "task")), len(os.listdir(folder / "fd"))
+
+
+@pytest.mark.chaos
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says it in /proc")
+def test_a_run_of_20000_steps_ends_with_what_it_held_at_step_1000(tmp_path, capsys):
+    (tmp_path / "soak.gin").write_text(CONFIG)
+    words = ["train", "soak.gin", "--simulate-devices", "2", "--workdir", "run"]
+    log = (tmp_path / "log").open("w")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain", *words], cwd=tmp_path, stdout=log, stderr=log
+    )
+    metrics, seen = tmp_path / "run" / "metrics.jsonl", {}
+    try:
+        while process.poll() is None:
+            step = last_step(metrics)
+            for begin, end in ((1000, 2000), (STEPS - 1000, STEPS)):
+                if begin <= step < end:
+                    seen.setdefault(begin, []).append(held(process.pid))
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+    assert process.returncode == 0, (tmp_path / "log").read_text()[-2000:]
+    assert all(len(samples) >= 10 for samples in seen.values()), seen
+    # Pools begin threads as they are needed: in the end no more wait than once were at work.
+    early, late = (
+        [at(values) for at, values in zip(by, zip(*seen[begin], strict=True), strict=True)]
+        for begin, by in zip(
+            sorted(seen),
+            ((statistics.median, max, min), (statistics.median, min, min)),
+            strict=True,
+        )
+    )
+    with capsys.disabled():
+        names = ("megabytes", "threads", "files")
+        told = ", ".join(f"{n} {a:g} -> {b:g}" for n, a, b in zip(names, early, late, strict=True))
+        print(f"\nsoak of {STEPS} steps: {told}")  # noqa: T201
+    for before, after in zip(early, late, strict=True):
+        assert after <= 1.01 * before, (early, late)
+
+
+def last_step(metrics: Path) -> int:
+    """The last whole line's step; 0 before there is one."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - 2000))
+        lines = file.read().decode().split("\n")[:-1]
+    return json.loads(lines[-1])["step"] if lines and lines[-1].startswith("{") else 0
