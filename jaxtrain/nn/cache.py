@@ -75,7 +75,7 @@ def _zeros(one: Cached, layers: int, rows: int, room: int, dtype: jnp.dtype) -> 
 def extend_cache(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    layer_cache: tuple[jax.Array, jax.Array],
+    layer_cache: tuple[jax.Array, ...],
     start: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer's cached keys and values with the new ones written from place `start` on."""

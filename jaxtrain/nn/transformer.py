@@ -18,7 +18,7 @@ from jaxtrain.nn.products.contract import contract
 Auxiliary = dict[str, jax.Array]
 
 # What one layer keeps of the tokens so far: its part of `Cache.layers`.
-LayerCache = tuple[jax.Array, jax.Array]
+LayerCache = tuple[jax.Array, ...]
 
 
 class Transformer(Protocol):

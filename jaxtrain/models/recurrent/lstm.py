@@ -25,7 +25,7 @@ from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
-from jaxtrain.nn.transformer import Auxiliary
+from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 
@@ -130,9 +130,9 @@ class Layer:
         positions_BT: jax.Array,
         mask: Mask,
         execution: Execution,
-        cache: State | None = None,
+        cache: LayerCache | None = None,
         start: jax.Array | int = 0,
-    ) -> tuple[jax.Array, State | None, Auxiliary]:
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
         """One layer; its cache is its state."""
         del positions_BT, start  # the order is in the recurrence
         with jax.named_scope("lstm"):
@@ -140,8 +140,10 @@ class Layer:
             x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
             x_TBG = add_bias(x_TBG, own["gates_bias"])
             weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
-            before = cache
-            if before is None:
+            if cache is not None:
+                before_h_BD, before_c_BD = cache
+                before = before_h_BD, before_c_BD
+            else:
                 zeros = shard(jnp.zeros((x_BTD.shape[0], x_BTD.shape[2]), jnp.float32), STATE)
                 before = zeros, zeros
             h_TBD, after = _recurrence(x_TBG, weight_DG, _goes_on(mask), before)

@@ -1,0 +1,83 @@
+"""A layer of a recurrent language model around a cell with one state, and its parameters.
+
+Letters: B batch, T length, D embed and state, G what the cell reads (a multiple of D).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.block import HIDDEN
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.recurrence import Cell, goes_on, recurrence
+from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import shard
+
+STATE = ("batch", "embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """The states of a cell along a sequence.
+
+    Attributes:
+      embed_dim: D.
+      gates: G over D.
+      cell: what happens at one place.
+      name: in profiles and plans.
+    """
+
+    embed_dim: int
+    gates: int
+    cell: Cell
+    name: str
+
+    def weights(self, key: jax.Array) -> Weights:
+        """From the inputs and from the state to what the cell reads [D, G], and two biases."""
+        D, G = self.embed_dim, self.gates * self.embed_dim
+        key_input, key_recurrent = jax.random.split(key)
+        # The spread of PyTorch's recurrent layers, which draw uniformly from +-1 / sqrt(D).
+        spread, axes = normal(1 / math.sqrt(3 * D)), ("embed", "gates")
+        return {
+            "input": param(key_input, (D, G), axes, spread),
+            "input_bias": param(key, (G,), ("vector",), constant(0.0)),
+            "recurrent": param(key_recurrent, (D, G), axes, spread),
+            "recurrent_bias": param(key, (G,), ("vector",), constant(0.0)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All but the biases."""
+        return 2 * self.gates * self.embed_dim**2
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer, whose cache is its state; arguments and results as in `decoder.Layer`."""
+        del positions_BT, start  # the order is in the recurrence
+        with jax.named_scope(self.name):
+            x_TBD = jnp.swapaxes(x_BTD, 0, 1)
+            x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
+            x_TBG = add_bias(x_TBG, own["input_bias"])
+            weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
+            bias_G = gather(own["recurrent_bias"]).astype(jnp.float32)
+            if cache is None:
+                zeros = jnp.zeros((x_BTD.shape[0], x_BTD.shape[2]), jnp.float32)
+                before = shard(zeros, STATE)
+            else:
+                before = cache[0]
+            h_TBD, after = recurrence(self.cell, x_TBG, weight_DG, bias_G, goes_on(mask), before)
+            x_BTD = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
+            return x_BTD, None if cache is None else (after,), {}
