@@ -1,6 +1,7 @@
 """gin files into dataclasses: what is read, what is refused, and with what sentence."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
