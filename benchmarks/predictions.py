@@ -28,8 +28,8 @@ from jaxtrain.analysis.planning.timing import FITTED, Fitted, Pieces, peak_flops
 from jaxtrain.analysis.planning.variants import slices_of
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.show.picture import Picture
-from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.program import flops_per_step, resolved
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import flops_per_step, resolved
 
 FILE = Path(__file__).with_name("published_runs.csv")
 # Chips of one share each; the other shares are one for a family.

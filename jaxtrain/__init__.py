@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtrain.parallel.sharding import Sharding
     from jaxtrain.run.trainer import Trainer
     from jaxtrain.training.corruption import Corruption
-    from jaxtrain.training.exchange.settings import Exchange
+    from jaxtrain.training.exchange.exchange import Exchange
     from jaxtrain.training.guard import Guard
     from jaxtrain.training.objectives.losses import Loss
     from jaxtrain.training.optimizers.optimizer import Optimizer
@@ -34,7 +34,7 @@ _HOMES = {
     "Config": "jaxtrain.training.settings",
     "Corruption": "jaxtrain.training.corruption",
     "Deadlines": "jaxtrain.training.settings",
-    "Exchange": "jaxtrain.training.exchange.settings",
+    "Exchange": "jaxtrain.training.exchange.exchange",
     "Guard": "jaxtrain.training.guard",
     "ImageData": "jaxtrain.data.images.source",
     "Loss": "jaxtrain.training.objectives.losses",

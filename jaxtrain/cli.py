@@ -100,7 +100,7 @@ def _ended(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except ConfigError as error:
-        from jaxtrain.training import preflight
+        from jaxtrain.training.preflight import preflight
 
         # One mistake hides no other: those too that are looked for when all is read.
         status, told = USER_ERROR, "\n".join([str(error), *preflight.also_wrong(error.config)])

@@ -70,6 +70,29 @@ def test_imports_flow_one_way(path):
     assert against == []
 
 
+# Who is given the whole configuration; everything else is given its own settings.
+TAKE_ALL = ("training.settings", "training.program", "training.preflight", "run", "analysis", "cli")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_component_takes_its_own_settings(path):
+    if f"{name_of(path)}.".startswith(tuple(f"{name}." for name in TAKE_ALL)):
+        return
+    functions = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+    ]
+    for function in functions:
+        given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        names = {
+            part.id
+            for argument in given
+            if argument.annotation is not None
+            for part in ast.walk(argument.annotation)
+            if isinstance(part, ast.Name)
+        }
+        assert "Config" not in names, f"{function.name} takes all settings; give it its own"
+
+
 # What models implement, and what name maps are made of: no architecture itself.
 INTERFACES = {
     "models.model", "models.transformers.grouped_query_sizes",

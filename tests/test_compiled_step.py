@@ -15,12 +15,12 @@ from jaxtrain.analysis.planning.compiled.compiled import (
 )
 from jaxtrain.analysis.planning.machines.targets import native_stderr_kept, parse_target
 from jaxtrain.analysis.profiling.recorder import Recorder
-from jaxtrain.analysis.verify.runs import Mesh
+from jaxtrain.analysis.verify.runs import MeshRun
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.compilation import xla_options
 from jaxtrain.run.show.progress import quiet
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.program import make_program
+from jaxtrain.training.program.program import make_program
 
 ONE = ["Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1"]
 BINDINGS = {
@@ -46,7 +46,7 @@ def test_a_plan_lowers_what_a_run_lowers(config):
 
 
 def test_a_proof_takes_the_step_of_a_run(config):
-    trainer, proof = Trainer(config), Mesh(config)
+    trainer, proof = Trainer(config), MeshRun(config)
     assert proof.train_step.options == trainer._step.options
     # But for the gradients, which its optimizer keeps besides.
     plain = make_program(config, proof.layout).plain.optimizer

@@ -19,10 +19,10 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generate import Sampling, generate
-from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.preflight import check
-from jaxtrain.training.program import make_program as program_of
+from jaxtrain.training.preflight.preflight import check
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import make_program as program_of
 from jaxtrain.training.settings import load_config
 
 # -- the step equals one device -------------------------------------------------------------------

@@ -19,16 +19,16 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.execution import Execution
 from jaxtrain.run.metrics import MetricsLog
 from jaxtrain.run.metrics_file import read_lines
-from jaxtrain.training import preflight
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.rules import mix_with_neighbours
-from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.exchange.shares import means
 from jaxtrain.training.guard import BadStepError
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.preflight import preflight
 
 MODEL = GPT(vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, context_length=8)
 # Eight rows a batch, more targets in later rows: no two replicas have equally many.

@@ -14,8 +14,8 @@ from test_exchange import BATCHES, MODEL, compiled, program_on, run, synchronous
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.sharding import on_each_device
 from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantise, largest, quantise
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.exchange.settings import Exchange
 
 P = jax.P
 REPLICAS = 4

@@ -14,8 +14,8 @@ from jaxtrain.analysis.planning.compiled.collectives import Collective, collecti
 from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.muon import Muon
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer

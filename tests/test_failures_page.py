@@ -21,7 +21,8 @@ from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
 from jaxtrain.run.cluster.door import Strangers
 from jaxtrain.run.cluster.token import RunToken
-from jaxtrain.training import guard, preflight
+from jaxtrain.training import guard
+from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,8 @@ from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import raw, write
 from jaxtrain.run.huggingface import importing, parameters, receipt
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training import layouts
-from jaxtrain.training.program import make_program
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")

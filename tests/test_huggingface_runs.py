@@ -18,8 +18,8 @@ from jaxtrain.models.weights.safetensors import raw, read_header, write
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training import layouts
-from jaxtrain.training.program import make_program
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 README = Path(__file__).parent.parent / "README.md"

@@ -13,8 +13,8 @@ from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
 from jaxtrain.nn.attention.kernels import Request, choose, refuse
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
-from jaxtrain.training.layouts import layout as layout_of
-from jaxtrain.training.program import make_program, resolve_kernel, resolved
+from jaxtrain.training.program.layouts import layout as layout_of
+from jaxtrain.training.program.program import make_program, resolve_kernel, resolved
 from jaxtrain.training.settings import load_config
 
 GOOD = Request(

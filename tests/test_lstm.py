@@ -31,8 +31,9 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer import hidden, logits
 from jaxtrain.run.generate import Sampling, generate, next_logits
-from jaxtrain.training import layouts, preflight
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program import layouts
 from jaxtrain.training.step import parameter_shapes
 
 V, D, L, T = 64, 32, 2, 16

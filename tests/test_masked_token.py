@@ -21,7 +21,7 @@ from jaxtrain.training.objectives.masked_token import Masked, MaskedToken, maske
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.objectives.tokens import token_loss
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.preflight import check
+from jaxtrain.training.preflight.preflight import check
 
 V = 50
 SIZES = GPT(vocab_size=V, num_layers=2, embed_dim=16, num_heads=2, context_length=16)

@@ -26,8 +26,8 @@ from jaxtrain.nn.transformer import hidden, logits
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.generate import Sampling, generate
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 E = 4

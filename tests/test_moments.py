@@ -16,15 +16,15 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.training import preflight
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.moments import Rounded, keep_moments, round_to_bfloat16
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.pipeline.stages import Stages
+from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
 from jaxtrain.training.step import with_shardings
 

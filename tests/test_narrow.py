@@ -17,8 +17,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.products.eight_bit import EINSUMS, refuse
-from jaxtrain.training import preflight
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=32, num_heads=4, context_length=16)

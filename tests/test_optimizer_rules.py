@@ -19,7 +19,6 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.training import preflight
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.adagrad import Adagrad
@@ -37,6 +36,7 @@ from jaxtrain.training.optimizers.radam import RAdam, memory_length
 from jaxtrain.training.optimizers.rmsprop import RMSprop
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.optimizers.schedule_free import ScheduleFree
+from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
 
 STEPS, RATE, DECAY = 20, 1e-2, 0.3

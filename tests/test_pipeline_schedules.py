@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.pipeline.schedules import Pipeline, cut_layers, forward_only, make_schedule
 from jaxtrain.training.pipeline.slots import sends, slots
-from jaxtrain.training.pipeline.table import Action, Kind, check
+from jaxtrain.training.pipeline.table import Action, Work, check
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 6, 8, 16)]
 
@@ -68,7 +68,7 @@ def test_buffers_are_as_small_as_the_schedule_promises(p, m):
 
 def test_1f1b_is_the_textbooks_table():
     found = make_schedule("1f1b", ranks=2, microbatches=3)
-    letters = {Kind.FORWARD: "F", Kind.BACKWARD: "B"}
+    letters = {Work.FORWARD: "F", Work.BACKWARD: "B"}
     rows = [
         " ".join("--" if a is None else f"{letters[a.kind]}{a.microbatch}" for a in column)
         for column in zip(*found.ticks, strict=True)
@@ -79,7 +79,7 @@ def test_1f1b_is_the_textbooks_table():
 def test_zero_bubble_is_the_papers_table():
     # Figure 2 (top) of arXiv 2401.10241 for 4 ranks and 8 microbatches: its first and last rank.
     found = make_schedule("zero_bubble", ranks=4, microbatches=8)
-    letters = {Kind.FORWARD: "F", Kind.BACKWARD_INPUT: "B", Kind.BACKWARD_WEIGHT: "W"}
+    letters = {Work.FORWARD: "F", Work.BACKWARD_INPUT: "B", Work.BACKWARD_WEIGHT: "W"}
     columns = [
         "".join("-" if a is None else letters[a.kind] for a in column)
         for column in zip(*found.ticks, strict=True)
@@ -111,7 +111,7 @@ def test_an_engine_that_trusts_the_slots_finds_the_right_things(schedule, backwa
         activations, gradients = {}, {}
         for rank in range(p):
             at = (tick, rank)
-            kind, microbatch = Kind(table.kind[at]), int(table.microbatch[at])
+            kind, microbatch = Work(table.kind[at]), int(table.microbatch[at])
             stage = int(table.chunk[at]) * p + rank
 
             def held(name, at=at, rank=rank):
@@ -128,10 +128,10 @@ def test_an_engine_that_trusts_the_slots_finds_the_right_things(schedule, backwa
                 if stage > 0:
                     assert held("input") == ("activation", stage - 1, microbatch)
 
-            if kind == Kind.IDLE:
+            if kind == Work.IDLE:
                 continue
             done.append((kind, stage, microbatch))
-            if kind == Kind.FORWARD:
+            if kind == Work.FORWARD:
                 check_input()
                 if backward == "residuals" and schedule.has_backward:
                     hold("residual", ("residual", stage, microbatch))
@@ -140,14 +140,14 @@ def test_an_engine_that_trusts_the_slots_finds_the_right_things(schedule, backwa
                 continue
             if backward == "residuals":
                 assert held("residual") == ("residual", stage, microbatch)
-            if kind == Kind.BACKWARD_WEIGHT:
+            if kind == Work.BACKWARD_WEIGHT:
                 assert held("stash") == ("stash", stage, microbatch)
                 continue
             if backward == "recompute":
                 check_input()
             if stage + 1 < stages:
                 assert held("gradient") == ("gradient", stage + 1, microbatch)
-            if kind == Kind.BACKWARD_INPUT:
+            if kind == Work.BACKWARD_INPUT:
                 hold("stash", ("stash", stage, microbatch))
             if stage > 0:
                 gradients[rank] = ("gradient", stage, microbatch)
@@ -186,7 +186,7 @@ def test_slots_are_int32_and_edges_are_a_ring(schedule):
 @given(schedule=schedules())
 @settings(max_examples=50, deadline=None)
 def test_gradients_are_added_in_the_order_of_microbatches(schedule):
-    for stage, kind in itertools.product(range(schedule.num_stages), Kind):
+    for stage, kind in itertools.product(range(schedule.num_stages), Work):
         order = [
             action.microbatch
             for _, _, action in schedule.actions()
@@ -219,15 +219,15 @@ def test_a_table_without_one_of_its_actions_is_refused(schedule, data):
 def test_an_action_moved_before_what_it_needs_is_refused(schedule, data):
     """Any action but a first stage's forward, moved into the tick of what it waits for."""
     done = {(a.kind, a.stage, a.microbatch): t for t, _, a in schedule.actions()}
-    movable = [(t, r, a) for t, r, a in schedule.actions() if a.kind != Kind.FORWARD or a.stage > 0]
+    movable = [(t, r, a) for t, r, a in schedule.actions() if a.kind != Work.FORWARD or a.stage > 0]
     if not movable:
         return
     tick, rank, action = data.draw(st.sampled_from(movable))
     before = {
-        Kind.FORWARD: (Kind.FORWARD, action.stage - 1, action.microbatch),
-        Kind.BACKWARD: (Kind.FORWARD, action.stage, action.microbatch),
-        Kind.BACKWARD_INPUT: (Kind.FORWARD, action.stage, action.microbatch),
-        Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT, action.stage, action.microbatch),
+        Work.FORWARD: (Work.FORWARD, action.stage - 1, action.microbatch),
+        Work.BACKWARD: (Work.FORWARD, action.stage, action.microbatch),
+        Work.BACKWARD_INPUT: (Work.FORWARD, action.stage, action.microbatch),
+        Work.BACKWARD_WEIGHT: (Work.BACKWARD_INPUT, action.stage, action.microbatch),
     }[action.kind]
     earlier = done[before]
     # The two actions change places on this rank; on another rank's tick, whatever stood there.
@@ -239,21 +239,21 @@ def test_an_action_moved_before_what_it_needs_is_refused(schedule, data):
 def test_each_mistake_is_named():
     good = make_schedule("zero_bubble", ranks=2, microbatches=2)
     #   rank 0: F0 F1 -- I0 W0 ...    rank 1: -- F0 I0 F1 ...
-    forward = Action(Kind.FORWARD, 0, 1)
+    forward = Action(Work.FORWARD, 0, 1)
     assert good.ticks[1][1] == forward
-    assert good.ticks[2] == (None, Action(Kind.BACKWARD_INPUT, 0, 1))
+    assert good.ticks[2] == (None, Action(Work.BACKWARD_INPUT, 0, 1))
     cases = [
         ({(0, 1): forward}, "rank 1, tick 0: FORWARD of microbatch 0 on stage 1: before the out"),
-        ({(2, 0): Action(Kind.FORWARD, 0, 0)}, "rank 0, tick 2: .*: done before"),
-        ({(2, 0): Action(Kind.FORWARD, 1, 1)}, "rank 0, tick 2: .* stands on rank 1"),
-        ({(2, 0): Action(Kind.BACKWARD, 0, 0)}, "tick 2: .*: before the input gradient of stage 1"),
-        ({(2, 0): Action(Kind.BACKWARD_WEIGHT, 0, 0)}, "rank 0, tick 2: BACKWARD_WEIGHT"),
-        ({(1, 1): Action(Kind.BACKWARD_INPUT, 0, 1)}, "before the output of stage 1"),
-        ({(2, 0): Action(Kind.FORWARD, 2, 0)}, "2 stages and 2 microbatches"),
-        ({(2, 0): Action(Kind.IDLE, 0, 0)}, "an idle rank has None"),
+        ({(2, 0): Action(Work.FORWARD, 0, 0)}, "rank 0, tick 2: .*: done before"),
+        ({(2, 0): Action(Work.FORWARD, 1, 1)}, "rank 0, tick 2: .* stands on rank 1"),
+        ({(2, 0): Action(Work.BACKWARD, 0, 0)}, "tick 2: .*: before the input gradient of stage 1"),
+        ({(2, 0): Action(Work.BACKWARD_WEIGHT, 0, 0)}, "rank 0, tick 2: BACKWARD_WEIGHT"),
+        ({(1, 1): Action(Work.BACKWARD_INPUT, 0, 1)}, "before the output of stage 1"),
+        ({(2, 0): Action(Work.FORWARD, 2, 0)}, "2 stages and 2 microbatches"),
+        ({(2, 0): Action(Work.IDLE, 0, 0)}, "an idle rank has None"),
         ({(4, 0): None}, "rank 0, tick 7 .the end.: BACKWARD_WEIGHT .* is missing"),
         # Both halves at once count as both: the weight gradient that follows is the second one.
-        ({(2, 1): Action(Kind.BACKWARD, 0, 1)}, "BACKWARD_WEIGHT of microbatch 0 .*: done before"),
+        ({(2, 1): Action(Work.BACKWARD, 0, 1)}, "BACKWARD_WEIGHT of microbatch 0 .*: done before"),
     ]  # fmt: skip
     for changes, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
@@ -269,9 +269,9 @@ def test_each_mistake_is_named():
 
 def test_backward_may_be_split_for_some_microbatches_alone():
     whole = make_schedule("1f1b", ranks=1, microbatches=2)
-    first = Action(Kind.BACKWARD_INPUT, 0, 0)
+    first = Action(Work.BACKWARD_INPUT, 0, 0)
     ticks = (
-        whole.ticks[0], (first,), *whole.ticks[2:], (first._replace(kind=Kind.BACKWARD_WEIGHT),),
+        whole.ticks[0], (first,), *whole.ticks[2:], (first._replace(kind=Work.BACKWARD_WEIGHT),),
     )  # fmt: skip
     mixed = dataclasses.replace(whole, ticks=ticks)
     check(mixed)

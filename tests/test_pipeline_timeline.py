@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.timeline import (
     timeline_figure,
 )
 from jaxtrain.training.pipeline.schedules import forward_only, make_schedule
-from jaxtrain.training.pipeline.table import Kind
+from jaxtrain.training.pipeline.table import Work
 
 CASES = [
     (name, p, m * p if name == "interleaved" else m, v)
@@ -78,11 +78,11 @@ def test_nothing_starts_before_what_it_needs_whatever_it_costs():
     timeline = simulate(schedule, stage_costs=costs)
     at = {(s.action.kind, s.action.stage, s.action.microbatch): s for s in timeline.spans}
     for (kind, stage, microbatch), span in at.items():
-        assert span.end - span.start == costs[stage] * (1.0 if kind == Kind.FORWARD else 2.0)
-        if kind == Kind.FORWARD and stage > 0:
+        assert span.end - span.start == costs[stage] * (1.0 if kind == Work.FORWARD else 2.0)
+        if kind == Work.FORWARD and stage > 0:
             assert span.start >= at[kind, stage - 1, microbatch].end
-        if kind == Kind.BACKWARD:
-            assert span.start >= at[Kind.FORWARD, stage, microbatch].end
+        if kind == Work.BACKWARD:
+            assert span.start >= at[Work.FORWARD, stage, microbatch].end
             if stage + 1 < schedule.num_stages:
                 assert span.start >= at[kind, stage + 1, microbatch].end
     for rank in range(schedule.ranks):

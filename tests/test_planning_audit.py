@@ -18,9 +18,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.parallel.sharding import Sharding, shard
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.layouts import abstract_layout, layout
-from jaxtrain.training.preflight import check
-from jaxtrain.training.program import make_program
+from jaxtrain.training.preflight.preflight import check
+from jaxtrain.training.program.layouts import abstract_layout, layout
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import with_shardings
 

@@ -24,8 +24,8 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
-from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.program.layouts import abstract_layout
 
 V5E, CPU = parse_target("v5e:2x4"), parse_target("cpu:8")
 ROWS = 8

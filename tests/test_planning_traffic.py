@@ -25,11 +25,11 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
-from jaxtrain.training.exchange.settings import Exchange
-from jaxtrain.training.layouts import abstract_layout, layout
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program import make_program
+from jaxtrain.training.program.layouts import abstract_layout, layout
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config, load_config
 
 MIXTRAL = Mixtral(

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.training.preflight import check
+from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.settings import load_config
 
 GPT = ["Mesh.fsdp = 4", "Mesh.tensor = 2"]

@@ -22,7 +22,7 @@ from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.average import averaged
-from jaxtrain.training.program import make_program
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Checkpoint, Config, load_config
 from jaxtrain.training.step import Program, TrainState
 

@@ -22,8 +22,8 @@ from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
 from jaxtrain.parallel.tables import factor_tensor
 from jaxtrain.run.generate import Sampling, generate
-from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.preflight import check
+from jaxtrain.training.preflight.preflight import check
+from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 GRIDS = {

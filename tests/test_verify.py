@@ -19,8 +19,8 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run import resume
-from jaxtrain.training import preflight
 from jaxtrain.training.objectives.next_token import NextToken
+from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import Program
 

@@ -15,8 +15,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.weights import weights, with_weights
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.optimizers.average import averaged, begun
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule_free import ScheduleFree

@@ -1,4 +1,4 @@
-"""A mixture of experts: routing, the exchange of tokens over the mesh axis `expert`, the experts.
+"""A mixture of experts: routing, the all-to-all of tokens over the mesh axis `expert`, the experts.
 
 Letters: B rows, T length, D embed, F mlp, E experts, k experts a token, N = B T k assignments on a
 device, C slots a row and expert, R devices along `expert`.
@@ -215,7 +215,7 @@ def _over_the_mesh(
     weights: list[jax.Array],
     out: tuple[str, ...],
 ) -> jax.Array:
-    """Every device runs its tokens through the exchange and its experts through their rows."""
+    """Every device runs its tokens through the all-to-all and its experts through their rows."""
     layout = current_layout()
     if layout is None:
         return run(1, x_BTD, *routes, *weights)
@@ -234,7 +234,7 @@ def _over_the_mesh(
     return on_each_device(each, in_specs, result)(x_BTD, *routes, *weights)
 
 
-def _exchange(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
+def _all_to_all(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
     """Part r of dimension `axis` goes to rank r; what comes is strung together along `concat`."""
     return jax.lax.all_to_all(x, "expert", split_axis=axis, concat_axis=concat, tiled=True)
 
@@ -252,7 +252,7 @@ def _with_capacity(
 ) -> jax.Array:
     """Experts that take C tokens a row; what finds no slot contributes nothing.
 
-    Each exchange is one array of E B C D values a device (B its own rows), there and back.
+    Each all-to-all is one array of E B C D values a device (B its own rows), there and back.
     """
     B, T, D = x_BTD.shape
     E = ranks * gate_EDF.shape[0]
@@ -265,12 +265,12 @@ def _with_capacity(
     x_BECD = x_BTD.at[row, token_BEC].get(mode="fill", fill_value=0)
     x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, B * C, D)
     if ranks > 1:
-        x_ESD = _exchange(x_ESD, axis=0, concat=1)
+        x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
     h_ESF = jax.nn.silu(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF))
     h_ESF *= jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF)
     y_ESD = jnp.einsum("ESF,EFD->ESD", h_ESF, down_EFD)
     if ranks > 1:
-        y_ESD = _exchange(y_ESD, axis=1, concat=0)
+        y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
     y_BECD = jnp.moveaxis(y_ESD.reshape(E, B, C, D), 0, 1)
     y_BTkD = y_BECD.at[row, experts_BTk, slots_BTk].get(mode="fill", fill_value=0)
     return _weighted(y_BTkD, gates_BTk)
@@ -288,7 +288,7 @@ def _dropless(
     """Experts that take every token that comes: sorted by expert, one grouped product each.
 
     On one rank these are exactly N = B T k rows. Between ranks any one rank may be chosen for all
-    of them, and shapes are fixed, so each exchange is one array of R N D values a device: R /
+    of them, and shapes are fixed, so each all-to-all is one array of R N D values a device: R /
     capacity_factor times what a capacity would send.
     """
     B, T, D = x_BTD.shape
@@ -326,14 +326,14 @@ def _grouped_over_ranks(
     source_RN = jnp.where(place_N < count_R[:, None], start_R[:, None] + place_N, N)
     x_RND = x_ND.at[source_RN].get(mode="fill", fill_value=0)
     # Part r is from now on what came from rank r, for the experts of this device.
-    x_RND = _exchange(x_RND, axis=0, concat=0)
-    sizes_RE = _exchange(sizes_RE, axis=0, concat=0)
+    x_RND = _all_to_all(x_RND, axis=0, concat=0)
+    sizes_RE = _all_to_all(sizes_RE, axis=0, concat=0)
     # The local expert of each row; one past the last for filling, which sorts to the end.
     ends_RE = jnp.cumsum(sizes_RE, axis=1)
     local_RN = (place_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
     y = _grouped(x_RND.reshape(-1, D)[order], sizes_RE.sum(0), gate_EDF, up_EDF, down_EFD)
-    y_RND = _exchange(y[jnp.argsort(order)].reshape(ranks, N, D), axis=0, concat=0)
+    y_RND = _all_to_all(y[jnp.argsort(order)].reshape(ranks, N, D), axis=0, concat=0)
     rank_N = expert_N // gate_EDF.shape[0]
     return y_RND[rank_N, place_N - start_R[rank_N]]
 

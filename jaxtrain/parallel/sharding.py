@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
-from jaxtrain.parallel.tables import TABLES, MeshAxes, Rule, TensorLayout
+from jaxtrain.parallel.tables import TABLES, AxisRule, MeshAxes, TensorLayout
 from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
 
 # Logical axes that generation, which has one row, does not split.
@@ -203,15 +203,15 @@ class Layout:
             kept = [without(part, ("fsdp",)) for part in kept]
         return self._spec(axes, kept)
 
-    def _rule(self, axis: str) -> Rule:
+    def _rule(self, axis: str) -> AxisRule:
         table = TABLES[self.tensor_layout]
         if axis not in table:
             raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, table)}")
         return table[axis]
 
-    def _of_parameter(self, axis: str) -> Rule:
+    def _of_parameter(self, axis: str) -> AxisRule:
         rule = self._rule(axis)
-        return Rule(None, None, rule.activation) if axis in self.whole else rule
+        return AxisRule(None, None, rule.activation) if axis in self.whole else rule
 
     def _activation_axis(self, axis: str) -> MeshAxes:
         part = self._rule(axis).activation

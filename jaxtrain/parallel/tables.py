@@ -10,7 +10,7 @@ MeshAxes = str | tuple[str, ...] | None
 TensorLayout = Literal["1d", "2d", "2.5d", "3d"]
 
 
-class Rule(NamedTuple):
+class AxisRule(NamedTuple):
     """Over which mesh axes a dimension is split.
 
     Attributes:
@@ -25,21 +25,21 @@ class Rule(NamedTuple):
 
 
 _BATCH = ("data", "fsdp", "expert")
-_WHOLE, _TENSOR = Rule(None, None, None), Rule("tensor", "tensor", "tensor")
+_WHOLE, _TENSOR = AxisRule(None, None, None), AxisRule("tensor", "tensor", "tensor")
 
 #   logical axis       parameter, weight, activation
-RULES: dict[str, Rule] = {
-    "batch": Rule(None, None, _BATCH),
+RULES: dict[str, AxisRule] = {
+    "batch": AxisRule(None, None, _BATCH),
     # The rows of what attention and the MLP compute inside: a 3D layout has them elsewhere.
-    "inner_batch": Rule(None, None, _BATCH),
+    "inner_batch": AxisRule(None, None, _BATCH),
     # Leading, of what every replica along data has its own of (see `Exchange`).
-    "replica": Rule("data", "data", "data"),
-    "length": Rule(None, None, "context"),
-    "residual_length": Rule(None, None, "context"),  # and "tensor" under sequence parallelism
-    "embed": Rule("fsdp", None, None),
+    "replica": AxisRule("data", "data", "data"),
+    "length": AxisRule(None, None, "context"),
+    "residual_length": AxisRule(None, None, "context"),  # and "tensor" under sequence parallelism
+    "embed": AxisRule("fsdp", None, None),
     # Along embed too, of what stands before the first layer and after the last: every stage of a
     # pipeline keeps a part, and all of it is gathered once a step.
-    "vocab_embed": Rule(("fsdp", "pipe"), None, None),
+    "vocab_embed": AxisRule(("fsdp", "pipe"), None, None),
     "place": _WHOLE,
     # Norm scales and biases along embed: replicated, since a collective for each of them costs more
     # latency than its few kilobytes save.
@@ -50,16 +50,16 @@ RULES: dict[str, Rule] = {
     "kv_heads": _TENSOR,  # but see Layout.whole
     "head_dim": _WHOLE,
     "vocab": _TENSOR,
-    "experts": Rule("expert", "expert", "expert"),
-    "layers": Rule("pipe", "pipe", None),
+    "experts": AxisRule("expert", "expert", "expert"),
+    "layers": AxisRule("pipe", "pipe", None),
     "qkv": _WHOLE,
     "height": _WHOLE,
     "width": _WHOLE,
     "channels_in": _WHOLE,
-    "channels": Rule("fsdp", None, None),
+    "channels": AxisRule("fsdp", None, None),
     "classes": _WHOLE,
     # Of a layer of any width: activations come out split, and are gathered for the next layer.
-    "fan_in": Rule("fsdp", None, None),
+    "fan_in": AxisRule("fsdp", None, None),
     "fan_out": _TENSOR,
     "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
 }
@@ -68,33 +68,33 @@ RULES: dict[str, Rule] = {
 # reduced where a product needs it: see `jaxtrain.nn.products.contract.contract`.
 _2D = RULES | {
     # Optimus (arXiv 2104.05343): a q x q grid, `row` x `tensor`.
-    "batch": Rule(None, None, (*_BATCH, "row")),
-    "inner_batch": Rule(None, None, (*_BATCH, "row")),
-    "embed": Rule(("fsdp", "row"), None, "tensor"),
-    "vocab_embed": Rule(("fsdp", "pipe", "row"), None, None),
-    "place": Rule("tensor", None, None),
-    "vector": Rule(None, "tensor", None),
+    "batch": AxisRule(None, None, (*_BATCH, "row")),
+    "inner_batch": AxisRule(None, None, (*_BATCH, "row")),
+    "embed": AxisRule(("fsdp", "row"), None, "tensor"),
+    "vocab_embed": AxisRule(("fsdp", "pipe", "row"), None, None),
+    "place": AxisRule("tensor", None, None),
+    "vector": AxisRule(None, "tensor", None),
 }
 _2_5D = _2D | {
     # Tesseract (arXiv 2105.14500): `depth` such grids, each with its own rows of the batch.
-    "batch": Rule(None, None, (*_BATCH, "depth", "row")),
-    "inner_batch": Rule(None, None, (*_BATCH, "depth", "row")),
+    "batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
+    "inner_batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
 }
 _3D = RULES | {
     # arXiv 2105.14450: a cube, x = `depth`, y = `row`, z = `tensor`. Rows of the batch lie along x
     # and y and embed along z; inside attention and the MLP, y and z change places.
-    "batch": Rule(None, None, (*_BATCH, "depth", "row")),
-    "inner_batch": Rule(None, None, (*_BATCH, "depth", "tensor")),
+    "batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
+    "inner_batch": AxisRule(None, None, (*_BATCH, "depth", "tensor")),
     # z first: gathering along the last axes moves runs that stay together.
-    "embed": Rule(("tensor", "fsdp", "depth"), "tensor", "tensor"),
-    "vocab_embed": Rule(("fsdp", "pipe", "depth", "row"), None, None),
-    "place": Rule("tensor", None, None),
-    "vector": Rule(None, "tensor", None),
-    "mlp": Rule("row", "row", "row"),
-    "heads": Rule("row", "row", "row"),
-    "kv_heads": Rule("row", "row", "row"),
+    "embed": AxisRule(("tensor", "fsdp", "depth"), "tensor", "tensor"),
+    "vocab_embed": AxisRule(("fsdp", "pipe", "depth", "row"), None, None),
+    "place": AxisRule("tensor", None, None),
+    "vector": AxisRule(None, "tensor", None),
+    "mlp": AxisRule("row", "row", "row"),
+    "heads": AxisRule("row", "row", "row"),
+    "kv_heads": AxisRule("row", "row", "row"),
 }
-TABLES: dict[str, dict[str, Rule]] = {"1d": RULES, "2d": _2D, "2.5d": _2_5D, "3d": _3D}
+TABLES: dict[str, dict[str, AxisRule]] = {"1d": RULES, "2d": _2D, "2.5d": _2_5D, "3d": _3D}
 
 
 def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Train
 from jaxtrain.training.step import Program, with_shardings
 

@@ -24,7 +24,7 @@ from jaxtrain.run.show.plot import reference_losses
 from jaxtrain.run.show.progress import Display
 from jaxtrain.training.exchange.shares import means
 from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
-from jaxtrain.training.program import flops_per_step
+from jaxtrain.training.program.program import flops_per_step
 from jaxtrain.training.settings import Config
 
 # Steps that may be under way when `later` returns. Two keep the devices busy while the host

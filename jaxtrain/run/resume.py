@@ -21,7 +21,7 @@ from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import FORMAT
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.pipeline.stages import is_layer, rearrange

@@ -17,7 +17,7 @@ from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.metrics_file import METRICS_FILE
 from jaxtrain.run.start import first_parameters, restored_parameters
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState
 

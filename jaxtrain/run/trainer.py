@@ -40,11 +40,12 @@ from jaxtrain.run.show import notebook, report
 from jaxtrain.run.show.plot import loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
 from jaxtrain.run.weights import on_host, weights, with_weights
-from jaxtrain.training import layouts, preflight
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.program import make_program, resolve_kernel
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program, resolve_kernel
 from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import Config, load_config
 from jaxtrain.training.step import Program, TrainState

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.pipeline.stages import Stages, is_layer
 from jaxtrain.training.step import Program, TrainState
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import Program, TrainState, with_shardings
 

@@ -34,7 +34,7 @@ from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.corruption import Corruption
-from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.optimizers.optimizer import Optimizer

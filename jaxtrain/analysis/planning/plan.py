@@ -20,7 +20,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.variants import refusal, slices_of
 from jaxtrain.config.errors import UserError
-from jaxtrain.training import layouts
+from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 
 # How hard the target's compiler tries; "none" leaves everything to closed forms.

@@ -22,7 +22,7 @@ from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.analysis.planning.timing import StepTime
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.program import resolve_kernel
+from jaxtrain.training.program.program import resolve_kernel
 from jaxtrain.training.settings import Config
 
 

@@ -16,8 +16,8 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.report import human_bytes
-from jaxtrain.training import layouts
-from jaxtrain.training.program import resolved
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import Config
 
 

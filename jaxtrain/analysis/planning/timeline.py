@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
-from jaxtrain.training.pipeline.table import Action, Kind, Schedule, needs, result
+from jaxtrain.training.pipeline.table import Action, Timetable, Work, needs, result
 
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
@@ -35,7 +35,7 @@ class Timeline:
       lockstep: whether every tick lasts as long as its longest action on any rank.
     """
 
-    schedule: Schedule
+    schedule: Timetable
     spans: tuple[Span, ...]
     lockstep: bool
 
@@ -75,18 +75,18 @@ class Timeline:
         Held from a FORWARD to the last backward action of that microbatch and stage; a microbatch
         on two of a rank's virtual stages counts twice, each for its share of the rank's layers.
         """
-        releases = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        releases = (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         if not self.schedule.has_backward:
             return (1,) * self.schedule.ranks
         live, peak = [0] * self.schedule.ranks, [0] * self.schedule.ranks
         for _, rank, action in self.schedule.actions():
-            live[rank] += (action.kind == Kind.FORWARD) - (action.kind in releases)
+            live[rank] += (action.kind == Work.FORWARD) - (action.kind in releases)
             peak[rank] = max(peak[rank], live[rank])
         return tuple(peak)
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Timetable,
     *,
     forward: float = 1.0,
     backward: float = 2.0,
@@ -110,10 +110,10 @@ def simulate(
         next one together: one program with an exchange between neighbours in each tick.
     """
     costs = {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: backward,
-        Kind.BACKWARD_INPUT: backward_input,
-        Kind.BACKWARD_WEIGHT: backward_weight,
+        Work.FORWARD: forward,
+        Work.BACKWARD: backward,
+        Work.BACKWARD_INPUT: backward_input,
+        Work.BACKWARD_WEIGHT: backward_weight,
     }
     scale = (1.0,) * schedule.num_stages if stage_costs is None else tuple(stage_costs)
     assert len(scale) == schedule.num_stages, "a cost for each stage"
@@ -237,10 +237,10 @@ class _Look(NamedTuple):
 
 # Told apart in grey as well: light, dark, dark, light with stripes.
 _LOOKS = {
-    Kind.FORWARD: _Look("forward", "#c4dcf3", "black", ""),
-    Kind.BACKWARD: _Look("backward", "#2d6a4f", "white", ""),
-    Kind.BACKWARD_INPUT: _Look("input gradient", "#2d6a4f", "white", ""),
-    Kind.BACKWARD_WEIGHT: _Look("weight gradient", "#f9ecc4", "black", "///"),
+    Work.FORWARD: _Look("forward", "#c4dcf3", "black", ""),
+    Work.BACKWARD: _Look("backward", "#2d6a4f", "white", ""),
+    Work.BACKWARD_INPUT: _Look("input gradient", "#2d6a4f", "white", ""),
+    Work.BACKWARD_WEIGHT: _Look("weight gradient", "#f9ecc4", "black", "///"),
 }
 _MAX_WIDTH_INCHES = 40.0
 _MARGIN_INCHES = 0.8
@@ -319,7 +319,7 @@ def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _legend(schedule: Schedule) -> Iterator["Patch"]:
+def _legend(schedule: Timetable) -> Iterator["Patch"]:
     from matplotlib.patches import Patch
 
     used = {(action.kind, action.stage // schedule.ranks) for _, _, action in schedule.actions()}

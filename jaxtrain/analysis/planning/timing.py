@@ -31,9 +31,9 @@ from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.pipeline.schedules import make_schedule
-from jaxtrain.training.program import flops_per_step, make_program, resolved
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import flops_per_step, make_program, resolved
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 

@@ -9,8 +9,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.training import preflight
-from jaxtrain.training.program import resolve_kernel
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program.program import resolve_kernel
 from jaxtrain.training.settings import Config
 
 # gin's section -> the field of Config.

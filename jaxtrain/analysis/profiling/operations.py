@@ -9,7 +9,7 @@ from jaxtrain.analysis.planning.compiled.hlo import Module
 from jaxtrain.analysis.profiling.ceilings import Ceilings
 from jaxtrain.analysis.profiling.costs import costs
 from jaxtrain.analysis.profiling.events import Timed
-from jaxtrain.analysis.profiling.scopes import Place, place_of
+from jaxtrain.analysis.profiling.scopes import Origin, place_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Operation:
 
     name: str
     opcode: str
-    place: Place
+    place: Origin
     figures: Figures
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class ScopePass:
     """All operations of one scope in one pass; a loop's layers are one."""
 
     scope: str
@@ -75,7 +75,7 @@ class Profile:
     devices: int
     device_kind: str
     ceilings: Ceilings
-    layers: tuple[Layer, ...]
+    layers: tuple[ScopePass, ...]
     operations: tuple[Operation, ...]
 
     @property
@@ -182,7 +182,9 @@ def operation_names(module: Module) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _layers(operations: Iterable[Operation], ceilings: Ceilings, whole: float) -> tuple[Layer, ...]:
+def _layers(
+    operations: Iterable[Operation], ceilings: Ceilings, whole: float
+) -> tuple[ScopePass, ...]:
     groups: dict[tuple[str, str], list[Figures]] = collections.defaultdict(list)
     for one in operations:
         groups[one.place.scope, one.place.stage].append(one.figures)
@@ -202,7 +204,7 @@ def _layers(operations: Iterable[Operation], ceilings: Ceilings, whole: float) -
             roofline=None if least is None else least / seconds,
             bound=ceilings.bound(flops, moved_bytes, sum(part.runs for part in parts)),
         )
-        layers.append(Layer(scope, stage, figures))
+        layers.append(ScopePass(scope, stage, figures))
     return tuple(sorted(layers, key=lambda one: -one.figures.seconds))
 
 

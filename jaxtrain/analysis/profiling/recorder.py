@@ -13,7 +13,7 @@ from jaxtrain.analysis.profiling.ceilings import ceilings
 from jaxtrain.analysis.profiling.costs import readers
 from jaxtrain.analysis.profiling.events import newest_trace, operation_times
 from jaxtrain.analysis.profiling.operations import profile
-from jaxtrain.analysis.profiling.tables import show
+from jaxtrain.analysis.profiling.show import show
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 

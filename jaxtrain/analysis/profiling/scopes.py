@@ -28,7 +28,7 @@ _MACHINERY = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Origin:
     """Where in the model's code an operation comes from.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
         return self.scope.split("/")[0]
 
 
-def place_of(op_name: str) -> Place:
+def place_of(op_name: str) -> Origin:
     """The place that the path of a compiled operation names."""
     # Operations that the compiler made one have several paths, joined by ";".
     path = op_name.partition(";")[0]
@@ -67,7 +67,7 @@ def place_of(op_name: str) -> Place:
     else:
         stage = "backward" if "transpose(" in path else "forward"
     outside = LOOP if "while" in parts else OTHER
-    return Place(scope or outside, stage, f"{equation} {operation}".strip())
+    return Origin(scope or outside, stage, f"{equation} {operation}".strip())
 
 
 def _unwrapped(path: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxtrain.analysis.verify.figures import EQUAL, Finding, bits, relative, same_bits
-from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.run import resume
@@ -55,7 +55,7 @@ def exchanged(bench: Bench) -> Finding:
 
 
 def _run(
-    bench: Bench, mesh: Mesh, state: TrainState, first: int, count: int
+    bench: Bench, mesh: MeshRun, state: TrainState, first: int, count: int
 ) -> tuple[TrainState, list[dict[str, np.ndarray]]]:
     """The state and the metrics of `count` steps, on the batches from `first` on."""
     train, metrics = mesh.config.train, []

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtrain.analysis.verify import sample
 from jaxtrain.analysis.verify.figures import EQUAL, Finding, NotChecked
-from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.config.errors import counted
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import token_model
@@ -130,7 +130,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         model = dataclasses.replace(model, capacity_factor=None)
         train = dataclasses.replace(config.train, model=model)
         config = dataclasses.replace(config, train=train)
-    mesh = Mesh(config)
+    mesh = MeshRun(config)
     program, method = mesh.program, config.attention.context_parallel
 
     def losses(mask_BT: Any, shift_BTD: Any, state: TrainState, batch: Batch) -> Any:

@@ -20,7 +20,7 @@ from jaxtrain.analysis.verify.figures import (
     same_bits,
 )
 from jaxtrain.analysis.verify.going_on import STEPS_AFTER, STEPS_BEFORE
-from jaxtrain.analysis.verify.runs import Bench, Mesh
+from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import reads_images
 from jaxtrain.nn.attention.attention import Attention
@@ -73,7 +73,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
                     lambda: execution(bench))  # fmt: skip
 
 
-def mesh_name(mesh: Mesh) -> str:
+def mesh_name(mesh: MeshRun) -> str:
     """The axes above 1, such as 'fsdp=4 x tensor=2'."""
     sizes = {axis: getattr(mesh.config.mesh, axis) for axis in MESH_AXES}
     return " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"
@@ -82,7 +82,7 @@ def mesh_name(mesh: Mesh) -> str:
 # -- equal steps ----------------------------------------------------------------------------------
 
 
-def initial(bench: Bench, mesh: Mesh) -> Finding | NotChecked:
+def initial(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
     """Bit-equal parameters, whatever the mesh."""
     if mesh.devices == 1:
         return NotChecked("every mesh axis is 1: there is nothing to compare")
@@ -91,7 +91,7 @@ def initial(bench: Bench, mesh: Mesh) -> Finding | NotChecked:
     return bits(different, len(expected), "parameters")
 
 
-def on_mesh(bench: Bench, mesh: Mesh) -> Finding | NotChecked:
+def on_mesh(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
     """Loss, gradients and statistics of the first step on a mesh and on one device."""
     if mesh.devices == 1:
         return NotChecked("every mesh axis is 1: there is nothing to compare")
@@ -124,7 +124,7 @@ def execution(bench: Bench) -> Finding:
         scan=Scan(layers_per_iteration=0),
         loss=dataclasses.replace(small.loss, chunk_size=Loss().chunk_size),
     )
-    return equal(bench.whole_step, Mesh(plain).gradients(bench.batch, bench.one_device.created))
+    return equal(bench.whole_step, MeshRun(plain).gradients(bench.batch, bench.one_device.created))
 
 
 def own_precision(bench: Bench) -> Finding:
@@ -138,7 +138,7 @@ def own_precision(bench: Bench) -> Finding:
         precision=own.precision,
         attention=dataclasses.replace(config.attention, kernel=kernel),
     )
-    found, expected = Mesh(config).gradients(bench.batch), bench.one_device_step
+    found, expected = MeshRun(config).gradients(bench.batch), bench.one_device_step
     loss = relative(found.loss, expected.loss)
     norm = relative_norm(found.gradients, expected.gradients)
     lowest = own.precision.compute if own.precision.compute in ROUNDING else own.precision.params

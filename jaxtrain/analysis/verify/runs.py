@@ -19,16 +19,17 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import options_of_run
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout, is_variable
-from jaxtrain.training import layouts, preflight
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.objective import objective_named
-from jaxtrain.training.program import make_program
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState
 
 
-class Mesh:
+class MeshRun:
     """A shrunk configuration's program on one mesh.
 
     Attributes:
@@ -152,9 +153,9 @@ class Bench:
         self.batch: Batch = sample.whole_batch(small.config, self.data)
 
     @functools.cached_property
-    def one_device(self) -> Mesh:
+    def one_device(self) -> MeshRun:
         """The shrunk configuration on one device."""
-        return Mesh(self.small.config)
+        return MeshRun(self.small.config)
 
     @functools.cached_property
     def one_device_step(self) -> Step:
@@ -171,22 +172,22 @@ class Bench:
     def with_accumulation(self, count: int, batch: Batch) -> Step:
         """A batch on one device in so many microbatches."""
         train = dataclasses.replace(self.small.config.train, accumulation=count)
-        mesh = Mesh(dataclasses.replace(self.small.config, train=train))
+        mesh = MeshRun(dataclasses.replace(self.small.config, train=train))
         return mesh.gradients(batch, self.one_device.created)
 
     @functools.cached_property
-    def meshes(self) -> list[Mesh]:
+    def meshes(self) -> list[MeshRun]:
         """The shrunk configuration on each of its meshes."""
-        return [Mesh(self.small.on(sizes)) for sizes in self.small.meshes]
+        return [MeshRun(self.small.on(sizes)) for sizes in self.small.meshes]
 
     @functools.cached_property
-    def within_stages(self) -> Mesh:
+    def within_stages(self) -> MeshRun:
         """The first mesh without its stages: what one stage of it works on."""
         config = self.meshes[0].config
         if config.mesh.pipe == 1:
             return self.meshes[0]
         sizes: MeshSizes = {**self.small.meshes[0], "pipe": 1}
-        return Mesh(self.small.on(sizes))
+        return MeshRun(self.small.on(sizes))
 
 
 def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -23,10 +23,10 @@ from jaxtrain.models.model import (
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Sharding
-from jaxtrain.training import layouts
-from jaxtrain.training.exchange.settings import Exchange
+from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config, Train
 
 # Every dimension is a multiple of all devices, so that any axes may share any dimension.

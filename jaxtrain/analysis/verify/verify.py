@@ -18,7 +18,7 @@ from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.devices import simulate_devices
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.training import preflight
+from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config
 
 # Every program runs a few times only, so LLVM's optimizations of its machine code are left out;

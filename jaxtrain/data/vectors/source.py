@@ -20,8 +20,8 @@ from jaxtrain.data.source import (
     existing_path,
     is_heldout,
 )
-from jaxtrain.data.vectors import tables
-from jaxtrain.data.vectors.tables import Table
+from jaxtrain.data.vectors import columns
+from jaxtrain.data.vectors.columns import Table
 
 
 @configurable
@@ -43,7 +43,7 @@ class VectorData:
       heldout_fraction: share that is held out, evenly spaced over the order, of each class.
     """
 
-    source: Annotated[str, PathOr(tuple(tables.DEMO))] = "digits"
+    source: Annotated[str, PathOr(tuple(columns.DEMO))] = "digits"
     features: int = 64
     num_classes: int | None = 10
     num_targets: int = 1
@@ -110,11 +110,11 @@ class VectorData:
         )
 
     def _read(self) -> Table:
-        if self.source in tables.DEMO:
-            table = tables.DEMO[self.source]()
+        if self.source in columns.DEMO:
+            table = columns.DEMO[self.source]()
         else:
-            path = existing_path("VectorData.source", self.source, words=tables.DEMO)
-            table = tables.read(path, 1 if self.num_classes else self.num_targets)
+            path = existing_path("VectorData.source", self.source, words=columns.DEMO)
+            table = columns.read(path, 1 if self.num_classes else self.num_targets)
         self._check("features", table.x.shape[1])
         if self.num_classes is None:
             self._check("num_targets", table.y.shape[1])

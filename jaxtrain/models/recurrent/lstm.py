@@ -83,7 +83,7 @@ class LSTM:
         shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
         spread = normal(1 / math.sqrt(3 * self.embed_dim))
         return Decoder(
-            Layer(self.embed_dim),
+            LSTMLayer(self.embed_dim),
             key_layers,
             num_layers=self.num_layers,
             token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
@@ -106,7 +106,7 @@ class LSTM:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LSTMLayer:
     """The outputs of an LSTM along a sequence."""
 
     embed_dim: int

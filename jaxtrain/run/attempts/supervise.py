@@ -68,7 +68,7 @@ class Supervision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Job:
     """What `jaxtrain supervise` was asked for.
 
     Attributes:
@@ -87,7 +87,7 @@ def run_folder(config: str | None, workdir: str | None) -> Place:
     return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
 
 
-def parse(arguments: Sequence[str]) -> Request:
+def parse(arguments: Sequence[str]) -> Job:
     """Reads `[OPTIONS] -- train ...`.
 
     Raises:
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str]) -> Request:
     add_run_commands(adder(whole))
     train = whole.parse_args(command)
     settings = Supervision(**vars(found))
-    return Request(settings, command, run_folder(train.config, train.workdir))
+    return Job(settings, command, run_folder(train.config, train.workdir))
 
 
 def main(arguments: Sequence[str]) -> int:

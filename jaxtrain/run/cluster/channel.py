@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Literal
 
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Say, name_processes
 from jaxtrain.run.cluster.hub import Cause, Hub, Table, read_table
 from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
 from jaxtrain.run.cluster.meeting import Meeting, double_sentence, meet
@@ -29,7 +29,7 @@ def rendezvous(
     *,
     token: RunToken,
     timeout_seconds: float = 300.0,
-    report: Report = lambda line: None,
+    report: Say = lambda line: None,
     welcome: Hello | None = None,
     heartbeat_seconds: float = 2.0,
     silence_seconds: float = 30.0,

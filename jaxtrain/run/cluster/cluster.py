@@ -8,9 +8,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.wire import split_address
 
 Hello = Mapping[str, str | int]
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 
-Kind = Literal[
+LaunchedBy = Literal[
     "alone",
     "flags",
     "environment",
@@ -56,7 +56,7 @@ class Cluster:
       found: how it was found, as one sentence to print.
     """
 
-    kind: Kind = "alone"
+    kind: LaunchedBy = "alone"
     coordinator: str | None = None
     num_processes: int = 1
     process_id: int = 0

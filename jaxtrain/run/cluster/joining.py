@@ -3,7 +3,7 @@
 import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Report
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Say
 from jaxtrain.run.cluster.interface import Peers
 from jaxtrain.run.cluster.relay import Relay
 from jaxtrain.run.cluster.wire import bind_host, is_free, join_address, split_address
@@ -33,7 +33,7 @@ def start(
     *,
     simulated_devices: int = 0,
     timeout_seconds: float = 300.0,
-    report: Report = lambda line: None,
+    report: Say = lambda line: None,
 ) -> None:
     """Joins the processes into one JAX program, whose devices are those of all; opens the backend.
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.cluster import Cluster, Flags, Kind
+from jaxtrain.run.cluster.cluster import Cluster, Flags, LaunchedBy
 from jaxtrain.run.cluster.wire import join_address, split_address
 
 Environment = Mapping[str, str]
@@ -46,7 +46,7 @@ def sentence(kind: str, cluster_process: int, count: int, coordinator: str, more
 
 
 def _make(
-    kind: Kind,
+    kind: LaunchedBy,
     coordinator: str,
     count: int,
     process: int,

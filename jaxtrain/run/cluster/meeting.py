@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Report, name_processes
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Say, name_processes
 from jaxtrain.run.cluster.door import Door
 from jaxtrain.run.cluster.greeting import Joiner
 from jaxtrain.run.cluster.token import RunToken
@@ -64,7 +64,7 @@ def meet(
     *,
     token: RunToken,
     timeout_seconds: float,
-    report: Report,
+    report: Say,
     welcome: Hello,
     heartbeat_seconds: float,
     silence_seconds: float,
@@ -141,7 +141,7 @@ def _meeting(opening: Message, host: str, links: dict[int, Link], door: Door | N
 class _Host:
     """Process 0 while the others arrive."""
 
-    def __init__(self, cluster: Cluster, own: Message, door: Door, report: Report) -> None:
+    def __init__(self, cluster: Cluster, own: Message, door: Door, report: Say) -> None:
         self._cluster, self._door, self._report = cluster, door, report
         self._hellos: dict[int, Message] = {0: own}
         self._links: dict[int, Link] = {}
@@ -335,7 +335,7 @@ def _refuse_second_coordinator(host: str, port: int, own: Message, secret: bytes
 
 
 def _join(
-    cluster: Cluster, own: Message, token: RunToken, timeout_seconds: float, report: Report
+    cluster: Cluster, own: Message, token: RunToken, timeout_seconds: float, report: Say
 ) -> Meeting:
     assert cluster.coordinator is not None
     host, port = split_address(cluster.coordinator)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.cluster import Report
+from jaxtrain.run.cluster.cluster import Say
 
 VARIABLE = "JAXTRAIN_TOKEN"
 _FEWEST, _MOST = 32, 1024  # characters: 32 hexadecimal digits are 128 bits
@@ -31,7 +31,7 @@ class RunToken:
     """A run's token as one of its processes finds it."""
 
     def __init__(
-        self, environment: Mapping[str, str], file: Place, *, report: Report = lambda line: None
+        self, environment: Mapping[str, str], file: Place, *, report: Say = lambda line: None
     ) -> None:
         """Looks at the environment; the file is read when it is asked for.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.devices import has_tpu_chips
-from jaxtrain.run.cluster.cluster import Cluster, Kind
+from jaxtrain.run.cluster.cluster import Cluster, LaunchedBy
 from jaxtrain.run.cluster.launchers import DEFAULT_PORT, address, integer, sentence
 
 _METADATA_SECONDS = 2.0
@@ -55,7 +55,7 @@ def tpu_vm(environment: Mapping[str, str], root: Path = Path("/")) -> Cluster | 
 
 
 def _slices(
-    kind: Kind,
+    kind: LaunchedBy,
     environment: Mapping[str, str],
     workers: list[str],
     worker: int,

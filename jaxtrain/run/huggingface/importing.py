@@ -21,8 +21,9 @@ from jaxtrain.run.checkpoint.retention import refuse_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
-from jaxtrain.training import layouts, preflight
-from jaxtrain.training.program import make_program
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
 
 # In a run's folder: the published model's config.json, tokenizer and the like, for its export.

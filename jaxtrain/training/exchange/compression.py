@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import on_each_device, reshard
-from jaxtrain.training.exchange.program import (
+from jaxtrain.training.exchange.exchange_program import (
     ExchangeProgram,
     replica_shardings,
     to_replicas,

@@ -1,10 +1,10 @@
 """Which program a method of exchange makes of a run's."""
 
 from jaxtrain.training.exchange.compression import Compressed, Int8, TopK
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.replicas import Replicas
 from jaxtrain.training.exchange.rules import Averaging, DiLoCo, Gossip
-from jaxtrain.training.exchange.settings import Exchange
 from jaxtrain.training.step import Program
 
 

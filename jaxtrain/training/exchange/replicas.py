@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import reshard
-from jaxtrain.training.exchange.program import (
+from jaxtrain.training.exchange.exchange_program import (
     REPLICA,
     ExchangeProgram,
     over_replicas,
     replica_shardings,
     to_replicas,
 )
-from jaxtrain.training.exchange.rules import Rule
+from jaxtrain.training.exchange.rules import Agreement
 from jaxtrain.training.exchange.shares import shares
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.optimizers.average import averaged, begun
@@ -41,7 +41,7 @@ class Replicas(ExchangeProgram):
       rule: how and how often.
     """
 
-    rule: Rule
+    rule: Agreement
 
     def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
         """A fresh state, all replicas alike; the same parameters as the synchronous program's.

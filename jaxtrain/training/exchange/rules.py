@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.parallel.sharding import on_each_device
-from jaxtrain.training.exchange.program import over_replicas, spread_out
+from jaxtrain.training.exchange.exchange_program import over_replicas, spread_out
 from jaxtrain.training.step import TrainState
 
 Memory = dict[str, Any]
 
 
-class Rule(Protocol):
+class Agreement(Protocol):
     """How replicas agree.
 
     Attributes:

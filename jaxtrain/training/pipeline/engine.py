@@ -21,7 +21,7 @@ from jaxtrain.training.pipeline.parts import Parts
 from jaxtrain.training.pipeline.rank import Rank
 from jaxtrain.training.pipeline.slots import Slots, sends, slots
 from jaxtrain.training.pipeline.stages import Stages
-from jaxtrain.training.pipeline.table import Kind, Schedule
+from jaxtrain.training.pipeline.table import Timetable, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Engine:
     """
 
     parts: Parts
-    schedule: Schedule
+    schedule: Timetable
     stages: Stages
     layout: Layout
     with_gradient: Callable[[Any, Any], Any]
@@ -114,7 +114,7 @@ class Engine:
     def _parts(self) -> Parts:
         """Without a loop over layers where a stage's backward pass is taken apart by operations."""
         kinds = {action.kind for _, _, action in self.schedule.actions()}
-        if not self.keep_residuals and Kind.BACKWARD_INPUT not in kinds:
+        if not self.keep_residuals and Work.BACKWARD_INPUT not in kinds:
             return self.parts
         execution = dataclasses.replace(self.parts.execution, layers_per_iteration=0)
         return dataclasses.replace(self.parts, execution=execution)
@@ -125,7 +125,7 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def _columns(schedule: Schedule, table: Slots) -> tuple[Any, dict[str, np.ndarray], Any]:
+def _columns(schedule: Timetable, table: Slots) -> tuple[Any, dict[str, np.ndarray], Any]:
     """The table as arrays: per tick and rank, per tick, and the distinct patterns of edges."""
     rank = np.arange(schedule.ranks)[None, :]
     stage = table.chunk * schedule.ranks + rank
@@ -139,8 +139,8 @@ def _columns(schedule: Schedule, table: Slots) -> tuple[Any, dict[str, np.ndarra
         "stash_slot": np.maximum(table.stash_slot, 0),
         "receive_input_slot": table.receive_input_slot,
         "receive_gradient_slot": table.receive_gradient_slot,
-        "first": (stage == 0) & (table.kind != Kind.IDLE),
-        "last": (stage == schedule.num_stages - 1) & (table.kind != Kind.IDLE),
+        "first": (stage == 0) & (table.kind != Work.IDLE),
+        "last": (stage == schedule.num_stages - 1) & (table.kind != Work.IDLE),
     }
     uniform, patterns = {}, {}
     for way, edges in zip(("forward", "backward"), sends(schedule), strict=True):

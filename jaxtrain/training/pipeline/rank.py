@@ -17,7 +17,7 @@ from jaxtrain.training.pipeline.backward import Backward, cut
 from jaxtrain.training.pipeline.parts import Parts, Variables
 from jaxtrain.training.pipeline.slots import Slots
 from jaxtrain.training.pipeline.stages import Stages
-from jaxtrain.training.pipeline.table import Kind
+from jaxtrain.training.pipeline.table import Work
 
 Edges = tuple[tuple[int, int], ...]
 Row = dict[str, jax.Array]
@@ -49,8 +49,8 @@ class Rank:
         """
         self._parts, self._stages, self._table, self._patterns = parts, stages, table, patterns
         self._with_gradient, self._keep_residuals = with_gradient, keep_residuals
-        self._kinds = sorted({Kind(kind) for kind in table.kind.flat})
-        self._split = Kind.BACKWARD_INPUT in self._kinds
+        self._kinds = sorted({Work(kind) for kind in table.kind.flat})
+        self._split = Work.BACKWARD_INPUT in self._kinds
         # Where backward computes the stage again, nothing waits for what the last stage gives.
         self._skip_last = table.has_backward and not keep_residuals and not self._split
 
@@ -109,12 +109,12 @@ class Rank:
     def _tick(self, carry: Carry, row: Row) -> tuple[Carry, None]:
         own = {name: carry[name] for name in carry if name not in ("inputs", "gradients")}
         nothing = jnp.zeros_like(carry["inputs"][0])
-        actions: dict[Kind, Callable[[Carry], tuple[Carry, jax.Array]]] = {
-            Kind.IDLE: lambda own: (own, nothing),
-            Kind.FORWARD: lambda own: self._forward(own, carry, row),
-            Kind.BACKWARD: lambda own: self._backward(own, carry, row),
-            Kind.BACKWARD_INPUT: lambda own: self._backward(own, carry, row),
-            Kind.BACKWARD_WEIGHT: lambda own: (self._weight_gradients(own, row), nothing),
+        actions: dict[Work, Callable[[Carry], tuple[Carry, jax.Array]]] = {
+            Work.IDLE: lambda own: (own, nothing),
+            Work.FORWARD: lambda own: self._forward(own, carry, row),
+            Work.BACKWARD: lambda own: self._backward(own, carry, row),
+            Work.BACKWARD_INPUT: lambda own: self._backward(own, carry, row),
+            Work.BACKWARD_WEIGHT: lambda own: (self._weight_gradients(own, row), nothing),
         }
         with jax.named_scope("stage"):
             own, message = jax.lax.switch(

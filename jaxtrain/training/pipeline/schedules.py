@@ -11,7 +11,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.execution import refuse as refuse_scan
 from jaxtrain.training.pipeline.slots import Backward
-from jaxtrain.training.pipeline.table import Action, Kind, Schedule, check, needs, result
+from jaxtrain.training.pipeline.table import Action, Timetable, Work, check, needs, result
 
 # Whoever runs a schedule takes its table and its slots from here.
 
@@ -119,7 +119,9 @@ _WARMUPS: dict[str, Callable[[int, int, int, int], int]] = {
 }
 
 
-def make_schedule(name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def make_schedule(
+    name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1
+) -> Timetable:
     """The checked table of a schedule; gradients are added up in the order of microbatches.
 
     Raises:
@@ -138,17 +140,17 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, virtual_stages: i
     orders = []
     for rank in range(ranks):
         warmup = _WARMUPS[name](ranks, rank, microbatches, virtual_stages)
-        kind = Kind.BACKWARD_INPUT if name == "zero_bubble" else Kind.BACKWARD
-        forwards = _visits(Kind.FORWARD, rank, ranks, microbatches, virtual_stages)
+        kind = Work.BACKWARD_INPUT if name == "zero_bubble" else Work.BACKWARD
+        forwards = _visits(Work.FORWARD, rank, ranks, microbatches, virtual_stages)
         backwards = _visits(kind, rank, ranks, microbatches, virtual_stages)
         pairs = itertools.zip_longest(forwards[warmup:], backwards)
         orders.append(forwards[:warmup] + [a for pair in pairs for a in pair if a is not None])
-    schedule = Schedule(name, ranks, virtual_stages, microbatches, _run(orders, virtual_stages))
+    schedule = Timetable(name, ranks, virtual_stages, microbatches, _run(orders, virtual_stages))
     check(schedule)
     return schedule
 
 
-def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> Timetable:
     """The checked table of evaluation: any number of microbatches, also with virtual stages.
 
     Raises:
@@ -157,9 +159,9 @@ def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> Sche
     _refuse("forward", microbatches, virtual_stages)
     _refuse_no_ranks(ranks)
     orders = [
-        _visits(Kind.FORWARD, rank, ranks, microbatches, virtual_stages) for rank in range(ranks)
+        _visits(Work.FORWARD, rank, ranks, microbatches, virtual_stages) for rank in range(ranks)
     ]
-    schedule = Schedule(
+    schedule = Timetable(
         "forward", ranks, virtual_stages, microbatches, _run(orders, virtual_stages)
     )
     check(schedule)
@@ -171,13 +173,13 @@ def _refuse_no_ranks(ranks: int) -> None:
         raise UserError(f"Mesh.pipe={ranks}: a pipeline has at least 1 rank")
 
 
-def _visits(kind: Kind, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def _visits(kind: Work, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
     """A rank's actions of one kind in order: groups of `ranks` microbatches, chunk after chunk.
 
     A group is as long as the ring: when its last microbatch enters a chunk, its first is back for
     the next one (arXiv 2104.04473, section 2.2).
     """
-    chunk_order = range(chunks) if kind == Kind.FORWARD else range(chunks - 1, -1, -1)
+    chunk_order = range(chunks) if kind == Work.FORWARD else range(chunks - 1, -1, -1)
     return [
         Action(kind, microbatch, chunk * ranks + rank)
         for first in range(0, microbatches, ranks)
@@ -200,7 +202,7 @@ def _run(orders: list[list[Action]], chunks: int) -> tuple[tuple[Action | None, 
     def choose(rank: int) -> Action | None:
         if waiting[rank]:
             action = waiting[rank][0]
-            full = action.kind == Kind.FORWARD and weights[rank] and live[rank] >= ranks
+            full = action.kind == Work.FORWARD and weights[rank] and live[rank] >= ranks
             if not full and finished.issuperset(needs(action, ranks * chunks)):
                 return waiting[rank].popleft()
         return weights[rank].popleft() if weights[rank] else None
@@ -212,9 +214,9 @@ def _run(orders: list[list[Action]], chunks: int) -> tuple[tuple[Action | None, 
             if action is None:
                 continue
             finished.add(result(action))
-            if action.kind == Kind.BACKWARD_INPUT:
-                weights[rank].append(action._replace(kind=Kind.BACKWARD_WEIGHT))
-            elif action.kind == Kind.FORWARD:
+            if action.kind == Work.BACKWARD_INPUT:
+                weights[rank].append(action._replace(kind=Work.BACKWARD_WEIGHT))
+            elif action.kind == Work.FORWARD:
                 live[rank] += 1
             else:
                 live[rank] -= 1

@@ -7,22 +7,22 @@ from typing import Literal
 
 import numpy as np
 
-from jaxtrain.training.pipeline.table import Action, Kind, Schedule, check
+from jaxtrain.training.pipeline.table import Action, Timetable, Work, check
 
 Backward = Literal["recompute", "residuals"]
 Edges = tuple[tuple[int, int], ...]
 
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_BACKWARDS = (Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
-def sends(schedule: Schedule) -> tuple[tuple[Edges, ...], tuple[Edges, ...]]:
+def sends(schedule: Timetable) -> tuple[tuple[Edges, ...], tuple[Edges, ...]]:
     """Per tick, the sorted (source rank, destination rank) pairs of activations, of gradients."""
     forward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     backward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     for tick, rank, action in schedule.actions():
         to = schedule.next_rank(rank, action)
         if to is not None:
-            (forward if action.kind == Kind.FORWARD else backward)[tick].append((rank, to))
+            (forward if action.kind == Work.FORWARD else backward)[tick].append((rank, to))
     return tuple(map(tuple, forward)), tuple(map(tuple, backward))
 
 
@@ -34,7 +34,7 @@ class Slots:
     of a tick is written after that tick's action has read its slots, so it may take their place.
 
     Attributes:
-      kind: a Kind.
+      kind: a Work.
       microbatch: 0 where idle.
       chunk: the stage among those of its rank; 0 where idle.
       input_slot: where the action's stage input lies. Stage 0 reads tokens and has none; with
@@ -100,7 +100,7 @@ class _Waiting:
       received: the slot of what arrives there at the end of the tick.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Timetable) -> None:
         shape = (len(schedule.ticks), schedule.ranks)
         self.used, self.received = (np.full(shape, -1, np.int32) for _ in range(2))
         self.buffers = [_Buffer() for _ in range(schedule.ranks)]
@@ -115,26 +115,26 @@ class _Waiting:
 _Use = Callable[[_Buffer, Item], int]
 
 
-def _uses(schedule: Schedule, action: Action, backward: Backward) -> Iterator[tuple[str, _Use]]:
+def _uses(schedule: Timetable, action: Action, backward: Backward) -> Iterator[tuple[str, _Use]]:
     """By what waits: "input", "gradient", "stash" or "residual"."""
     kind, _, stage = action
     recompute = schedule.has_backward and backward == "recompute"
-    if stage > 0 and kind == Kind.FORWARD:
+    if stage > 0 and kind == Work.FORWARD:
         yield "input", _Buffer.read if recompute else _Buffer.take
     if stage > 0 and kind in _BACKWARDS and recompute:
         yield "input", _Buffer.take
     if stage + 1 < schedule.num_stages and kind in _BACKWARDS:
         yield "gradient", _Buffer.take
-    if kind == Kind.BACKWARD_INPUT:
+    if kind == Work.BACKWARD_INPUT:
         yield "stash", _Buffer.put
-    if kind == Kind.BACKWARD_WEIGHT:
+    if kind == Work.BACKWARD_WEIGHT:
         yield "stash", _Buffer.take
     if schedule.has_backward and backward == "residuals":
-        of_kind = {Kind.FORWARD: _Buffer.put, Kind.BACKWARD_INPUT: _Buffer.read}
+        of_kind = {Work.FORWARD: _Buffer.put, Work.BACKWARD_INPUT: _Buffer.read}
         yield "residual", of_kind.get(kind, _Buffer.take)
 
 
-def slots(schedule: Schedule, *, backward: Backward = "recompute") -> Slots:
+def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
     """Places for everything that waits in a schedule.
 
     A stage input is kept from its arrival to the action that sends its gradient on; with
@@ -160,7 +160,7 @@ def slots(schedule: Schedule, *, backward: Backward = "recompute") -> Slots:
         for rank, action in actions:
             to = schedule.next_rank(rank, action)
             if to is not None:
-                forward = action.kind == Kind.FORWARD
+                forward = action.kind == Work.FORWARD
                 item = (action.stage + (1 if forward else -1), action.microbatch)
                 there = waiting["input" if forward else "gradient"]
                 there.received[tick, to] = there.buffers[to].put(item)

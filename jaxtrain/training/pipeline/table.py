@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 
-class Kind(enum.IntEnum):
+class Work(enum.IntEnum):
     """What a rank does in a tick; BACKWARD gives input and weight gradients together."""
 
     IDLE = 0
@@ -25,7 +25,7 @@ class Kind(enum.IntEnum):
 class Action(NamedTuple):
     """One stage's work on one microbatch; both are counted from 0 over the whole pipeline."""
 
-    kind: Kind
+    kind: Work
     microbatch: int
     stage: int
 
@@ -34,7 +34,7 @@ class Action(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Timetable:
     """A table of actions: ticks[t][rank], None where the rank is idle.
 
     Attributes:
@@ -70,31 +70,31 @@ class Schedule:
 
     def next_rank(self, rank: int, action: Action) -> int | None:
         """The rank that what this action gives is sent to, None where it stays."""
-        if action.kind == Kind.FORWARD and action.stage + 1 < self.num_stages:
+        if action.kind == Work.FORWARD and action.stage + 1 < self.num_stages:
             return (rank + 1) % self.ranks
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage > 0:
+        if action.kind in (Work.BACKWARD, Work.BACKWARD_INPUT) and action.stage > 0:
             return (rank - 1) % self.ranks
         return None
 
 
 def result(action: Action) -> Action:
     """What others wait for: a BACKWARD counts as its BACKWARD_INPUT, the gradient it sends."""
-    return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind == Kind.BACKWARD else action
+    return action._replace(kind=Work.BACKWARD_INPUT) if action.kind == Work.BACKWARD else action
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
     """The results that must be there before an action starts."""
     stage = action.stage
-    if action.kind == Kind.BACKWARD_WEIGHT:
-        return [action._replace(kind=Kind.BACKWARD_INPUT)]
-    forward = action._replace(kind=Kind.FORWARD)
-    if action.kind == Kind.FORWARD:
+    if action.kind == Work.BACKWARD_WEIGHT:
+        return [action._replace(kind=Work.BACKWARD_INPUT)]
+    forward = action._replace(kind=Work.FORWARD)
+    if action.kind == Work.FORWARD:
         return [forward._replace(stage=stage - 1)] if stage > 0 else []
-    gradient = action._replace(kind=Kind.BACKWARD_INPUT, stage=stage + 1)
+    gradient = action._replace(kind=Work.BACKWARD_INPUT, stage=stage + 1)
     return [forward, gradient] if stage + 1 < num_stages else [forward]
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: Timetable) -> None:
     """Refuses a table that would compute something wrong.
 
     Raises:
@@ -110,7 +110,7 @@ def check(schedule: Schedule) -> None:
             if action is None:
                 continue
             where = f"rank {rank}, tick {tick}: {action}"
-            if action.kind == Kind.IDLE:
+            if action.kind == Work.IDLE:
                 raise ValueError(f"{where}: an idle rank has None")
             known = 0 <= action.stage < schedule.num_stages
             if not known or not 0 <= action.microbatch < schedule.microbatches:
@@ -128,10 +128,10 @@ def check(schedule: Schedule) -> None:
                 covered.add(part)
             for need in needs(action, schedule.num_stages):
                 if need not in finished:
-                    thing = "output" if need.kind == Kind.FORWARD else "input gradient"
+                    thing = "output" if need.kind == Work.FORWARD else "input gradient"
                     raise ValueError(f"{where}: before the {thing} of stage {need.stage} is there")
         finished |= {result(action) for action in row if action is not None}
-    kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.has_backward else (Kind.FORWARD,)
+    kinds = (Work.FORWARD, Work.BACKWARD) if schedule.has_backward else (Work.FORWARD,)
     every = itertools.product(kinds, range(schedule.microbatches), range(schedule.num_stages))
     wanted = [part for action in every for part in _parts(Action(*action))]
     for part in wanted:
@@ -145,6 +145,6 @@ def check(schedule: Schedule) -> None:
 
 
 def _parts(action: Action) -> list[Action]:
-    if action.kind != Kind.BACKWARD:
+    if action.kind != Work.BACKWARD:
         return [action]
-    return [action._replace(kind=kind) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    return [action._replace(kind=kind) for kind in (Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT)]

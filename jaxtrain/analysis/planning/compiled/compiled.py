@@ -28,9 +28,9 @@ from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.config import files
 from jaxtrain.parallel.compilation import with_known_options, xla_options
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training import layouts
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.program import make_program
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
 
 # What libtpu is told beside a run's own options (docs/planning.md has the figures).

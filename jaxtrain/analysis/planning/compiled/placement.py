@@ -12,7 +12,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.parallel.tables import TABLES
-from jaxtrain.training.exchange.program import ExchangeProgram
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program
 

@@ -13,10 +13,10 @@ from jaxtrain.models.model import TokenModel, reads_tokens, token_model
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.pipeline.schedules import make_schedule
 from jaxtrain.training.pipeline.slots import slots
-from jaxtrain.training.program import make_program, resolved
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 

@@ -20,9 +20,9 @@ from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
 from jaxtrain.nn.transformer import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.program import make_program, resolved
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, parameter_shapes, with_shardings
 

@@ -15,14 +15,15 @@ from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels
 from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, guard, model_and_data, settings
-from jaxtrain.training.exchange import settings as exchange
+from jaxtrain.training import corruption, guard, settings
+from jaxtrain.training.exchange import exchange
 from jaxtrain.training.objectives import losses
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers import moments
-from jaxtrain.training.outlook import Outlook
 from jaxtrain.training.pipeline import schedules
-from jaxtrain.training.program import kernel_request
+from jaxtrain.training.preflight import model_and_data
+from jaxtrain.training.preflight.outlook import Outlook
+from jaxtrain.training.program.program import kernel_request
 from jaxtrain.training.settings import Config
 
 

@@ -9,8 +9,8 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.exchange.program import ExchangeProgram
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers.optimizer import make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule

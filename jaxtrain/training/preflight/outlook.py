@@ -13,7 +13,7 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
 

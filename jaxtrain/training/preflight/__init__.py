@@ -1,0 +1,1 @@
+"""What a configuration may not ask, said before anything is built."""

@@ -1,0 +1,1 @@
+"""What a configuration becomes: a layout, and the pure functions of a run."""
