@@ -148,7 +148,7 @@ SLOW = {
             deep(LLAMA), {"pipe": 2, "data": 2, "fsdp": 2}, rows=32, accumulation=2,
             pipeline=Pipeline(microbatches=4), sharding=Sharding(zero=0),
         ),
-        set(),
+        {WHOLE},
     ),
     "accumulation x data x context, ulysses": (
         config_of(
