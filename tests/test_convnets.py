@@ -117,7 +117,7 @@ def test_outputs_and_every_gradient_equal_torch(name):
 @pytest.mark.parametrize(
     ("size", "stride", "padding", "ceil", "side"),
     [(2, 2, 0, False, 9), (3, 2, 0, False, 8), (3, 2, 0, True, 8), (3, 1, 1, False, 7),
-     (3, 2, 1, False, 8), (2, 2, 0, True, 5), (3, 2, 1, True, 7)],
+     (3, 2, 1, False, 8), (2, 2, 0, True, 5), (3, 2, 1, True, 7), (3, 3, 1, True, 5)],
 )  # fmt: skip
 def test_max_pooling_and_its_gradient_equal_torch(size, stride, padding, ceil, side):
     torch = pytest.importorskip("torch")
