@@ -170,6 +170,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return run.evaluate(arguments)
         case "generate":
             return run.generate(arguments)
+        case "predict":
+            return run.predict(arguments)
         case "inspect":
             return run.inspect(arguments)
         case "import-hf":

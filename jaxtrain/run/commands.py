@@ -241,6 +241,13 @@ def generate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def predict(arguments: argparse.Namespace) -> int:
+    """Prints the likeliest classes of each image."""
+    for prediction in open_run(arguments).predict(arguments.inputs, top=arguments.top):
+        print(prediction)  # noqa: T201
+    return DONE
+
+
 def inspect(arguments: argparse.Namespace) -> int:
     """Prints what a checkpoint holds; reads its arrays only to verify them."""
     workdir = _existing_run(arguments.workdir, arguments.step)

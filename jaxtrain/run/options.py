@@ -42,8 +42,8 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, inspect, import-hf, export-hf, data, prepare, configs, plot,
-    sweep and supervise."""
+    """Adds train, eval, generate, predict, inspect, import-hf, export-hf, data, prepare, configs,
+    plot, sweep and supervise."""
     command = add("train", "trains, or continues from the newest checkpoint")
     command.add_argument(
         "config",
@@ -89,6 +89,16 @@ def add_run_commands(add: Add) -> None:
         "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
     )
     command.add_argument("--seed", type=int, default=0, metavar="S")
+    add_config_options(command)
+
+    command = add("predict", "names the likeliest classes of images")
+    _add_checkpoint_options(command)
+    command.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="a PNG or JPEG file, or a folder of them"
+    )
+    command.add_argument(
+        "--top", type=int, default=3, metavar="N", help="classes of each image; %(default)s"
+    )
     add_config_options(command)
 
     command = add("inspect", "prints what a checkpoint holds")

@@ -33,6 +33,7 @@ from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
 from jaxtrain.run.metrics import MetricsLog, lacks_evaluation, open_log
 from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.predict import Given, Prediction, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
 from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
@@ -277,6 +278,20 @@ class Trainer:
         plain = self.program.plain
         state = self.program.consensus(self.state)
         return logits(plain, self.config.train.model, state, inputs)
+
+    def predict(self, inputs: Sequence[Given] | Given, *, top: int = 3) -> list[Prediction]:
+        """The likeliest classes of images, by name; see `run.predict`.
+
+        Args:
+          inputs: PNG or JPEG files, folders of them, or images of Pillow's.
+          top: classes that are named.
+
+        Raises:
+          UserError: the model does not tell classes of images; a file is missing or no image.
+        """
+        train = self.config.train
+        found = predict(inputs, train.model, train.data, self.logits, top=top, say=self.say)
+        return list(found)
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
         """Gradients of the mean loss over a global batch, float32, by the names of `weights`.

@@ -101,6 +101,33 @@ class ImageData:
         mask: Any = jax.ShapeDtypeStruct(shape[:1], np.float32)
         return Batch(images, labels, mask)
 
+    def prepared(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
+        """An image as the model reads it: float32 [H, W, C]; augmented by `rng`, if any."""
+        pixels = self._pixels(transform.convert(image, self.channels), rng)
+        return transform.normalise(pixels, self.mean, self.std)
+
+    def _pixels(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
+        resized = self.crop == "resized"
+        if rng is None:
+            zoom = transform.EVALUATION_ZOOM if resized else 1.0
+            return transform.to_array(transform.center_crop(image, self.image_size, zoom=zoom))
+        if resized:
+            image = transform.random_resized_crop(image, self.image_size, rng)
+        else:
+            image = transform.center_crop(image, self.image_size)
+        pixels = transform.to_array(image)
+        if self.crop == "pad":
+            pixels = transform.pad_and_crop(pixels, self.padding, rng)
+        return transform.flip(pixels, rng) if self.flip else pixels
+
+    def class_names(self) -> list[str]:
+        """The names of the classes, by label; of a source that names none their numbers.
+
+        Raises:
+          UserError: the source is not there, or has another number of classes.
+        """
+        return self._split(0)[2]
+
     def open(self, *, seed: int) -> Dataset:
         """Finds and splits the images; only `'synthetic'` depends on `seed`.
 
@@ -199,24 +226,8 @@ class PreparedImages:
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """One image [H, W, C], its label and a mask of 1; `rng` None is evaluation."""
         image, label = self.images.read(index)
-        pixels = self._pixels(transform.convert(image, self.config.channels), rng)
-        inputs = transform.normalise(pixels, self.config.mean, self.config.std)
+        inputs = self.config.prepared(image, rng)
         return Batch(inputs, np.asarray(label, np.int32), np.ones((), np.float32))
-
-    def _pixels(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
-        config = self.config
-        resized = config.crop == "resized"
-        if rng is None:
-            zoom = transform.EVALUATION_ZOOM if resized else 1.0
-            return transform.to_array(transform.center_crop(image, config.image_size, zoom=zoom))
-        if resized:
-            image = transform.random_resized_crop(image, config.image_size, rng)
-        else:
-            image = transform.center_crop(image, config.image_size)
-        pixels = transform.to_array(image)
-        if config.crop == "pad":
-            pixels = transform.pad_and_crop(pixels, config.padding, rng)
-        return transform.flip(pixels, rng) if config.flip else pixels
 
 
 def _numbers(count: int) -> list[str]:

@@ -73,7 +73,7 @@ class FileImages:
     def read(self, index: int) -> tuple[Image.Image, int]:
         path = self.paths[index]
         file = io.BytesIO(path.read_bytes()) if isinstance(path, BucketPath) else path
-        return decode(file, str(path)), int(self.of_class[index])
+        return decode(file, "ImageData.source", str(path)), int(self.of_class[index])
 
     def labels(self) -> np.ndarray:
         return self.of_class
@@ -97,7 +97,9 @@ class TfdsImages:
     def read(self, index: int) -> tuple[Image.Image, int]:
         record = self.records[index]
         encoded = io.BytesIO(record[self.image_feature])
-        return decode(encoded, f"{self.identity} record {index}"), int(record[self.label_feature])
+        name = f"{self.identity} record {index}"
+        image = decode(encoded, "ImageData.source", name)
+        return image, int(record[self.label_feature])
 
     def labels(self) -> np.ndarray:
         name = f"ImageData.source: {self.identity}"
@@ -152,8 +154,8 @@ class Subset:
         return [*self.images.content(), self.indices]
 
 
-def decode(file: Path | io.BytesIO, name: str) -> Image.Image:
-    """A decoded PNG or JPEG.
+def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
+    """A decoded PNG or JPEG; `setting` named it.
 
     Raises:
       UserError: it is neither, or it is damaged.
@@ -163,7 +165,7 @@ def decode(file: Path | io.BytesIO, name: str) -> Image.Image:
         image.load()
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow reports a damaged PNG chunk as a SyntaxError.
-        raise UserError(f"ImageData.source: {name} is no readable PNG or JPEG: {error}") from error
+        raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {error}") from error
     return image
 
 
