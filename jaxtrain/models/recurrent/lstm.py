@@ -15,13 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import HIDDEN
-from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
@@ -37,7 +34,7 @@ State = tuple[jax.Array, jax.Array]
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LSTM:
+class LSTM(RecurrentSizes):
     """Sizes of an LSTM language model; the defaults are the medium one of arXiv 1409.2329.
 
     Attributes:
@@ -53,56 +50,12 @@ class LSTM:
     embed_dim: int = 650
     context_length: int = 1024
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    attention = None
-    experts = None
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
-        "layers": "num_layers", "vocab_embed": "embed_dim",
-    }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
+    states: ClassVar[int] = 2  # its output and its cell
 
     @property
-    def layers(self) -> int:
-        """All LSTM layers are one stack."""
-        return self.num_layers
-
-    @property
-    def cached(self) -> tuple[Cached, ...]:
-        """A layer's output and its cell."""
-        one = Cached(shape=(self.embed_dim,), axes=("embed",), every_token=False, dtype="float32")
-        return one, one
-
-    def build(self, key: jax.Array) -> Decoder:
-        """The module with freshly drawn parameters."""
-        key_tokens, key_output, key_layers = jax.random.split(key, 3)
-        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
-        spread = normal(1 / math.sqrt(3 * self.embed_dim))
-        return Decoder(
-            LSTMLayer(self.embed_dim),
-            key_layers,
-            num_layers=self.num_layers,
-            token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
-            output=param(key_output, shape, axes, spread, role="output"),
-            stream=HIDDEN,
-        )
-
-    def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        return self.num_layers * 8 * self.embed_dim**2 + self.vocab_size * self.embed_dim
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token: 6 N, whatever the length."""
-        del sequence_length
-        return 6.0 * self.matmul_parameters()
-
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
-        return shape[0] * self.flops_per_token(shape[0])
+    def layer(self) -> "LSTMLayer":
+        """What every layer computes."""
+        return LSTMLayer(self.embed_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +75,10 @@ class LSTMLayer:
             "recurrent": param(key_recurrent, (D, G), ("embed", "gates"), spread),
             "gates_bias": param(key, (G,), ("vector",), _remembering),
         }
+
+    def matmul_parameters(self) -> int:
+        """All but the biases."""
+        return 8 * self.embed_dim**2
 
     def __call__(
         self,

@@ -1,0 +1,112 @@
+"""What recurrent language models share: settings, and what follows from them and a layer.
+
+Letters: V vocab, D embed, N of 6N.
+"""
+
+import math
+from typing import ClassVar, Protocol
+
+import jax
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.block import HIDDEN
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.decoder import Decoder, Layer
+from jaxtrain.nn.parameters import normal, param
+
+
+class RecurrentLayer(Layer, Protocol):
+    """A layer of one of them."""
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token."""
+        ...
+
+
+class RecurrentSizes(Protocol):
+    """The settings, each documented at the models, and what a `TokenModel` says by them.
+
+    A model that is this has the settings as fields, each with a default (a dataclass would take
+    the property for a missing one), and says what its `layer` is.
+
+    Attributes:
+      states: arrays [D] that a layer carries from token to token.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def layer(self) -> RecurrentLayer: ...
+
+    states: ClassVar[int] = 1
+    inputs: ClassVar[Inputs] = "tokens"
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
+
+    @property
+    def objective(self) -> str:
+        """They tell what comes next."""
+        return "next_token"
+
+    # A protocol's member without a body would be asked of each model.
+
+    @property
+    def attention(self) -> None:
+        """They have none."""
+        return None  # noqa: RET501
+
+    @property
+    def experts(self) -> None:
+        """They have none."""
+        return None  # noqa: RET501
+
+    @property
+    def layers(self) -> int:
+        """All layers are one stack."""
+        return self.num_layers
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """What a layer carries."""
+        one = Cached(shape=(self.embed_dim,), axes=("embed",), every_token=False, dtype="float32")
+        return (one,) * self.states
+
+    def build(self, key: jax.Array) -> Decoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_output, key_layers = jax.random.split(key, 3)
+        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
+        spread = normal(1 / math.sqrt(3 * self.embed_dim))
+        return Decoder(
+            self.layer,
+            key_layers,
+            num_layers=self.num_layers,
+            token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
+            output=param(key_output, shape, axes, spread, role="output"),
+            stream=HIDDEN,
+        )
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        return self.num_layers * self.layer.matmul_parameters() + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N, whatever the length."""
+        del sequence_length
+        return 6.0 * self.matmul_parameters()
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,)."""
+        return shape[0] * self.flops_per_token(shape[0])
