@@ -214,7 +214,7 @@ def test_only_shards_of_gradients_cross_between_slices():
     assert [{d.slice_index for d in row} for row in by_data] == [{0}, {1}]
     layout = Layout.of(mesh, Sharding())
     model = Llama(
-        vocab_size=128, num_layers=3, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512,
+        vocab_size=128, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
         context_length=128,
     )  # fmt: skip
     program = make_program(model, layout, precision=Precision(compute="bfloat16"))

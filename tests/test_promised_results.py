@@ -16,6 +16,7 @@ PROMISE = re.compile(r"([\d.]+) ± ([\d.]+) .*?\(5 seeds: ([\d.]+) to ([\d.]+)\)
 PROMISED = {
     "mixtral_tiny": (lambda values: values["eval_loss"], 8),
     "resnet_digits": (lambda values: 100 * values["eval_accuracy"], 1),
+    "resnet_mnist5k": (lambda values: 100 * values["eval_accuracy"], 1),
 }
 
 

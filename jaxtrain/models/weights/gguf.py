@@ -14,15 +14,17 @@ import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.family import Family, model_of
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MAGIC = b"GGUF"
 _MOST = 1 << 24  # entries of a table, bytes of a text
@@ -207,8 +209,10 @@ class GgufFile:
         return files
 
 
-def _tokenizer(said: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+def _tokenizer(said: Mapping[str, Any]) -> "tokenizers.Tokenizer | None":
     """The byte-level tokenizer of a file; None where it has another."""
+    import tokenizers
+
     split = {
         "gpt-2": [],
         "smollm": [tokenizers.pre_tokenizers.Digits(individual_digits=True)],

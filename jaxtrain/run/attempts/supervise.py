@@ -6,6 +6,7 @@ Nothing here imports JAX: a supervisor starts in tenths of a second and never ho
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -379,7 +380,12 @@ def _name(number: int) -> str:
 
 
 def _to_stderr(line: str) -> None:
-    # A terminal that was closed takes no more lines; the command still has to be waited for.
-    with contextlib.suppress(OSError):
+    try:
         sys.stderr.write(f"jaxtrain supervise: {line}\n")
         sys.stderr.flush()
+    except OSError:
+        # A terminal that was closed takes no more lines; the command still has to be waited for.
+        # What is left goes nowhere: the interpreter writes it out at its end, and fails over it.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno())
+        os.close(null)
