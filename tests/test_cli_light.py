@@ -112,5 +112,7 @@ def test_the_program_to_go_on_with_is_the_environment_s(tmp_path, monkeypatch):
 
 def test_every_shipped_config_is_found_by_the_listed_name(capsys):
     main(["configs"])
-    for line in capsys.readouterr().out.splitlines()[:2]:
-        load_config(line.split()[0])
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == sorted(file.stem for file in configs_folder().glob("*.gin"))
+    for name in listed:
+        assert load_config(name).train.steps > 0

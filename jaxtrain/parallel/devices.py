@@ -18,6 +18,7 @@ SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
 
 
 def device_word(count: int) -> str:
+    """ "device" or "devices", as the number asks."""
     return "devices" if count != 1 else "device"
 
 

@@ -171,6 +171,7 @@ def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_config_options(command: argparse.ArgumentParser) -> None:
+    """Adds what every command takes that reads a configuration: bindings, and imports."""
     command.add_argument(
         "-b",
         "--gin_bindings",

@@ -213,4 +213,5 @@ class Plan:
 
 
 def moved_by(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
+    """The collectives of a compiled step: bytes a device and step, loops multiplied out."""
     return collectives(compiled.text, dict(layout.mesh.shape), branch_counts(config, layout))

@@ -258,6 +258,7 @@ def is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections at this port, of IPv4 too where all addresses are meant."""
     where = bind_host(host)
     if where == "::":
         return socket.create_server(
