@@ -1,10 +1,8 @@
-"""The training loop: build, restore, step, log, evaluate, save."""
+"""What a run is made of, for Python: built and restored, stepped, evaluated, looked at."""
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -21,17 +19,17 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import chosen_devices, platform_of_device, simulate_devices
-from jaxtrain.run.attempts.attempt import Attempt, Preempted
+from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
-from jaxtrain.run.garbage import Garbage
 from jaxtrain.run.generate import Sampling, continued, write
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
-from jaxtrain.run.metrics import MetricsLog, lacks_evaluation, open_log
+from jaxtrain.run.loop import Loop
+from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
 from jaxtrain.run.predict import Given, Prediction, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
@@ -42,7 +40,6 @@ from jaxtrain.run.show.plot import loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
 from jaxtrain.run.weights import on_host, weights, with_weights
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
@@ -59,14 +56,13 @@ Prompt = TypeVar("Prompt", str, list[int])
 
 
 class Trainer:
-    """Mesh, model, state and data of a run, and the loop over them.
+    """Mesh, model, state and data of a run, and what can be asked of them.
 
     Attributes:
       config: the resolved configuration.
       mesh: the device mesh.
       program: the pure functions: init, train_step, eval_step.
       bad_records: the records of training and evaluation that could not be read.
-      steps_done: optimizer steps it has taken, known without asking the device.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
     """
 
@@ -120,11 +116,9 @@ class Trainer:
         self._step = CompiledStep(self.program, of_steps)
         self._evaluation = Evaluation(self.program, of_evaluation, self._attempt.phases)
         self._gradients = jax.jit(self.program.plain.gradients, compiler_options=of_evaluation)
-        self._is_compiled = False
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
         self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
-        self._recorder: Recorder | None = None
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self.dataset
@@ -139,11 +133,26 @@ class Trainer:
             phases=self._attempt.phases,
         )
         if step is None:
-            state, self._next_batch = self._saved.newest(lambda: self.dataset)
+            state, next_batch = self._saved.newest(lambda: self.dataset)
         else:
-            state, self._next_batch = self._saved.of_step(step)
+            state, next_batch = self._saved.of_step(step)
         self._stepper = Stepper(self._step, state, config.corruption)
-        self.steps_done = self._attempt.step = int(state.step)
+        self._loop = Loop(
+            train=config.train,
+            guard=config.guard,
+            stepper=self._stepper,
+            feed=self._feed,
+            evaluation=self._evaluation,
+            saved=self._saved,
+            attempt=self._attempt,
+            folder=self._folder,
+            dataset=lambda: self.dataset,
+            open_log=self._open_log,
+            say=self.say,
+            next_batch=next_batch,
+            steps_done=int(state.step),
+        )
+        self._attempt.step = self.steps_done
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
@@ -204,6 +213,11 @@ class Trainer:
         return self.program.plain.objective.dataset(opened, train.model)
 
     @property
+    def steps_done(self) -> int:
+        """Optimizer steps it has taken, known without asking the device."""
+        return self._loop.steps_done
+
+    @property
     def state(self) -> TrainState:
         """The current TrainState; the next step takes its arrays away."""
         return self._stepper.state
@@ -223,10 +237,7 @@ class Trainer:
             looked at, of NumPy's also the values: tokens, labels, positions and masks.
         """
         with self.layout.active():
-            metrics = self._stepper.step(self._placed("step", batch, self.program.plain))
-        self.steps_done += 1
-        self._next_batch += 1
-        return metrics
+            return self._loop.step(self._placed("step", batch, self.program.plain))
 
     def _placed(self, caller: str, batch: Batch, program: Program) -> Batch:
         """A batch of one's own on the devices; UserError where `program` cannot take it."""
@@ -333,125 +344,18 @@ class Trainer:
           CheckpointError: a checkpoint cannot be written.
         """
         last = self.config.train.steps if steps is None else self.steps_done + steps
-        rewinds = Rewinds(self.config.guard)
-        if profile is not None:
-            self._record(last, profile)
-        with self.layout.active(), self._attempt.listening(), jax.transfer_guard("disallow"):
-            while True:
-                try:
-                    values = self._train_until(last)
-                    break
-                except Rewind as rewind:
-                    self._go_back(rewind, rewinds.target(rewind))
-                finally:
-                    if self._recorder is not None:
-                        self._recorder.close()
-        with self._attempt.phases.phase("save", self.steps_done):
-            self._saved.wait()
-            if self._folder is not None:
-                self._folder.push_or_report()
-        return values
+        recorder = None if profile is None else self._recorder(last, profile)
+        with self.layout.active():
+            return self._loop.run(last, recorder)
 
-    def _train_until(self, last: int) -> dict[str, float]:
-        """The loop up to a step; Rewind where a step turned out to be bad."""
-        train, phases = self.config.train, self._attempt.phases
-        values: dict[str, float] = {}
-        first = self.steps_done
-        with ExitStack() as stack:
-            garbage = stack.enter_context(Garbage(last - first))
-            with phases.phase("start"):
-                log = stack.enter_context(closing(self._open_log(first, last)))
-                stream = stack.enter_context(self._feed.training(self.dataset, self._next_batch))
-            if self._owes_evaluation(last):
-                with log.paused():
-                    values = self._evaluate(log)
-                log.now(first, values, self._account(log))
-            for step in range(first + 1, last + 1):
-                self._stop_if_asked(log)
-                with phases.phase("step" if self._is_compiled else "compile", step):
-                    with phases.phase("data", step):
-                        batch = next(stream)
-                    metrics = self._stepper.checked_step(batch, step)
-                    if not self._is_compiled:  # other processes may compile for longer
-                        jax.block_until_ready(metrics)
-                    self.steps_done = self._attempt.step = step
-                    self._next_batch += 1
-                    log.later(step, metrics)
-                if step == first + 1:
-                    garbage.settle()
-                self._is_compiled = True
-                if self._recorder is not None and self._recorder.turns_at(step):
-                    with log.paused():
-                        jax.block_until_ready(self.state)
-                        self._recorder.turn(log.seconds)
-                if _every(train.eval_every, step) or step == last:
-                    with log.paused():
-                        values = self._evaluate(log)
-                        garbage.collect()
-                    log.now(step, values, self._account(log))
-                    if self._folder is not None:
-                        self._folder.push_soon()
-                if _every(train.save_every, step) or step == last:
-                    with log.paused():
-                        self._save()
-                        garbage.collect()
-                    self._account(log)
-        return values
-
-    def _record(self, last: int, profile: RecorderKind) -> None:
-        """Has some of the steps up to `last` recorded; compiles the step, which happens once."""
+    def _recorder(self, last: int, profile: RecorderKind) -> Recorder:
+        """What records some of the steps up to `last`; compiles the step, which happens once."""
         compute, done = self.config.precision.compute, self.steps_done
         folder = None if self._folder is None else self._folder.local
-        self._recorder = profile(folder, self.console, compute, done=done, last=last)
-        with self._attempt.phases.phase("compile", self.steps_done):
-            self._stepper.train_step = self._recorder.compile(self.lower())
-
-    def _account(self, log: MetricsLog) -> dict[str, Any]:
-        """Records where the time went so far."""
-        goodput = self._attempt.goodput
-        goodput.skipped(log.take_bad_steps())
-        goodput.record(self.steps_done)
-        return goodput.account().line()
-
-    def _owes_evaluation(self, last: int) -> bool:
-        """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
-        step = self.steps_done
-        due = _every(self.config.train.eval_every, step) or step == last
-        if not (due and step and self._folder is not None):
-            return False
-        return lacks_evaluation(self._folder.local, step)
-
-    def _stop_if_asked(self, log: MetricsLog) -> None:
-        """Saves and raises Preempted where all processes stop here."""
-        reason = self._attempt.stop_reason()
-        if reason is None:
-            return
-        if self.steps_done:
-            with log.paused():
-                self._save()
-        with self._attempt.phases.phase("save", self.steps_done):
-            self._saved.wait()
-        self._account(log)
-        raise Preempted(self.steps_done, reason)
-
-    def _save(self) -> None:
-        with self._attempt.phases.phase("save", self.steps_done):
-            self._saved.save(
-                self.steps_done,
-                self.state,
-                next_batch=self._next_batch,
-                digest=self.dataset.digest,
-            )
-
-    def _go_back(self, rewind: Rewind, target: int) -> None:
-        """Restores a state from before a bad step and passes over the batches around it."""
-        with jax.transfer_guard("allow"):
-            self.state, position = self._saved.back_to(target, self.dataset)
-            done, self.steps_done = self.steps_done, int(self.state.step)
-        self._attempt.goodput.resumed_at(self.steps_done, done=done)
-        skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
-        self._next_batch = position + skipped
-        self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
+        recorder = profile(folder, self.console, compute, done=done, last=last)
+        with self._attempt.phases.phase("compile", done):
+            self._stepper.train_step = recorder.compile(self.lower())
+        return recorder
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, float]:
         """`eval_loss` and the task's metric over the held-out examples, each counted once.
@@ -464,7 +368,7 @@ class Trainer:
           UserError: there is no batch, one that cannot be evaluated, or no target that counts.
         """
         if batches is None:
-            return self._evaluate(None)
+            return self._loop.evaluate(None)
         if isinstance(batches, Batch):
             raise UserError("Trainer.evaluate takes batches, not a Batch; give a list of them")
         whole = dataclasses.replace(self.program.plain, accumulation=1)
@@ -473,16 +377,6 @@ class Trainer:
         return self._evaluation.of(
             self.state, placed, step=self.steps_done, before_each=lambda: None
         )
-
-    def _evaluate(self, log: MetricsLog | None) -> dict[str, float]:
-        """The run's own; inside a run, whose log is given, all may stop before any batch."""
-        with self._feed.heldout(self.dataset) as stream:
-            return self._evaluation.of(
-                self.state,
-                itertools.islice(stream, self.config.train.eval_batches),
-                step=self.steps_done,
-                before_each=lambda: None if log is None else self._stop_if_asked(log),
-            )
 
     def other_data(self) -> str | None:
         """What makes the data others than the restored checkpoint's; None: they are the same."""
@@ -589,7 +483,3 @@ class Trainer:
         self._saved.close()
         if self._folder is not None and self._attempt.folder is None:
             self._folder.close()
-
-
-def _every(period: int, step: int) -> bool:
-    return period > 0 and step % period == 0

@@ -1,0 +1,204 @@
+"""The training loop: one step after the other, and what falls due between them."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Any
+
+import jax
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.run.attempts.attempt import Attempt, Preempted
+from jaxtrain.run.attempts.folder import RunFolder
+from jaxtrain.run.evaluation import Evaluation
+from jaxtrain.run.feed import Feed
+from jaxtrain.run.garbage import Garbage
+from jaxtrain.run.metrics import MetricsLog, lacks_evaluation
+from jaxtrain.run.recorder import Recorder
+from jaxtrain.run.saved import SavedRun
+from jaxtrain.training.guard import Guard, Rewind, Rewinds
+from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.settings import Train
+from jaxtrain.training.stepper import Stepper
+
+
+@dataclasses.dataclass(kw_only=True)
+class Loop:
+    """A run between two of its steps, and what takes it on: to be run with its layout active.
+
+    Attributes:
+      train: what falls due when.
+      guard: how many batches a rewind passes over.
+      stepper: the state, and the step.
+      feed: the batches.
+      evaluation: the loss over held-out ones.
+      saved: the checkpoints.
+      attempt: who may ask to stop, and where the time goes.
+      folder: the run's folder; None keeps everything in memory.
+      dataset: gives the opened data.
+      open_log: of the steps after a first one up to a last one.
+      say: takes a line for people.
+      next_batch: the number of the batch that the next step takes.
+      steps_done: optimizer steps taken, known without asking the device.
+    """
+
+    train: Train
+    guard: Guard
+    stepper: Stepper
+    feed: Feed
+    evaluation: Evaluation
+    saved: SavedRun
+    attempt: Attempt
+    folder: RunFolder | None
+    dataset: Callable[[], Dataset]
+    open_log: Callable[[int, int], MetricsLog]
+    say: Callable[[str], None]
+    next_batch: int
+    steps_done: int
+    _is_compiled: bool = False
+
+    def run(self, last: int, recorder: Recorder | None) -> dict[str, float]:
+        """Takes steps up to `last`, going back where the guard says so; the last evaluation.
+
+        Args:
+          last: the step to end at.
+          recorder: what records some of the steps; None: nothing does.
+
+        Raises:
+          Preempted: the run was asked to stop; the state is saved.
+          BadStepError: a step's numbers are bad, and Guard.policy says to stop.
+          CorruptionError: devices disagree about what they should hold alike.
+          CheckpointError: a checkpoint cannot be written.
+        """
+        rewinds = Rewinds(self.guard)
+        with self.attempt.listening(), jax.transfer_guard("disallow"):
+            while True:
+                try:
+                    values = self._until(last, recorder)
+                    break
+                except Rewind as rewind:
+                    self._go_back(rewind, rewinds.target(rewind))
+                finally:
+                    if recorder is not None:
+                        recorder.close()
+        with self.attempt.phases.phase("save", self.steps_done):
+            self.saved.wait()
+            if self.folder is not None:
+                self.folder.push_or_report()
+        return values
+
+    def step(self, batch: Batch) -> Sums:
+        """One step on a batch on the devices, and nothing of what falls due; its metrics there."""
+        metrics = self.stepper.step(batch)
+        self.steps_done += 1
+        self.next_batch += 1
+        return metrics
+
+    def evaluate(self, log: MetricsLog | None) -> dict[str, float]:
+        """Over the held-out batches; inside a run, whose log is given, all may stop before each."""
+        with self.feed.heldout(self.dataset()) as stream:
+            return self.evaluation.of(
+                self.stepper.state,
+                itertools.islice(stream, self.train.eval_batches),
+                step=self.steps_done,
+                before_each=lambda: None if log is None else self._stop_if_asked(log),
+            )
+
+    def _until(self, last: int, recorder: Recorder | None) -> dict[str, float]:
+        """The loop up to a step; Rewind where a step turned out to be bad."""
+        train, phases = self.train, self.attempt.phases
+        values: dict[str, float] = {}
+        first = self.steps_done
+        with ExitStack() as stack:
+            garbage = stack.enter_context(Garbage(last - first))
+            with phases.phase("start"):
+                log = stack.enter_context(closing(self.open_log(first, last)))
+                stream = stack.enter_context(self.feed.training(self.dataset(), self.next_batch))
+            if self._owes_evaluation(last):
+                with log.paused():
+                    values = self.evaluate(log)
+                log.now(first, values, self._account(log))
+            for step in range(first + 1, last + 1):
+                self._stop_if_asked(log)
+                with phases.phase("step" if self._is_compiled else "compile", step):
+                    with phases.phase("data", step):
+                        batch = next(stream)
+                    metrics = self.stepper.checked_step(batch, step)
+                    if not self._is_compiled:  # other processes may compile for longer
+                        jax.block_until_ready(metrics)
+                    self.steps_done = self.attempt.step = step
+                    self.next_batch += 1
+                    log.later(step, metrics)
+                if step == first + 1:
+                    garbage.settle()
+                self._is_compiled = True
+                if recorder is not None and recorder.turns_at(step):
+                    with log.paused():
+                        jax.block_until_ready(self.stepper.state)
+                        recorder.turn(log.seconds)
+                if _every(train.eval_every, step) or step == last:
+                    with log.paused():
+                        values = self.evaluate(log)
+                        garbage.collect()
+                    log.now(step, values, self._account(log))
+                    if self.folder is not None:
+                        self.folder.push_soon()
+                if _every(train.save_every, step) or step == last:
+                    with log.paused():
+                        self._save()
+                        garbage.collect()
+                    self._account(log)
+        return values
+
+    def _account(self, log: MetricsLog) -> dict[str, Any]:
+        """Records where the time went so far."""
+        goodput = self.attempt.goodput
+        goodput.skipped(log.take_bad_steps())
+        goodput.record(self.steps_done)
+        return goodput.account().line()
+
+    def _owes_evaluation(self, last: int) -> bool:
+        """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
+        step = self.steps_done
+        due = _every(self.train.eval_every, step) or step == last
+        if not (due and step and self.folder is not None):
+            return False
+        return lacks_evaluation(self.folder.local, step)
+
+    def _stop_if_asked(self, log: MetricsLog) -> None:
+        """Saves and raises Preempted where all processes stop here."""
+        reason = self.attempt.stop_reason()
+        if reason is None:
+            return
+        if self.steps_done:
+            with log.paused():
+                self._save()
+        with self.attempt.phases.phase("save", self.steps_done):
+            self.saved.wait()
+        self._account(log)
+        raise Preempted(self.steps_done, reason)
+
+    def _save(self) -> None:
+        with self.attempt.phases.phase("save", self.steps_done):
+            self.saved.save(
+                self.steps_done,
+                self.stepper.state,
+                next_batch=self.next_batch,
+                digest=self.dataset().digest,
+            )
+
+    def _go_back(self, rewind: Rewind, target: int) -> None:
+        """Restores a state from before a bad step and passes over the batches around it."""
+        with jax.transfer_guard("allow"):
+            self.stepper.state, position = self.saved.back_to(target, self.dataset())
+            done, self.steps_done = self.steps_done, int(self.stepper.state.step)
+        self.attempt.goodput.resumed_at(self.steps_done, done=done)
+        skipped = self.guard.batches_to_skip(rewind.step, self.steps_done)
+        self.next_batch = position + skipped
+        self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
