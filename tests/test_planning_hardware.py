@@ -29,19 +29,32 @@ MATRIX_UNITS = {
     "a100-40": (108 * 4 * 256, 1.41e9),
     "h100": (132 * 4 * 512, 1.83e9),
     "h200": (132 * 4 * 512, 1.83e9),
+    "h100-nvl": (132 * 4 * 512, 1.545e9),
+    "h100-pcie": (114 * 4 * 512, 1.62e9),
     "b200": (148 * 4 * 1024, 1.85e9),
+    "gb200": (152 * 4 * 1024, 2.007e9),
+    "b300": (158 * 4 * 1024, 1.738e9),
+    "gb300": (152 * 4 * 1024, 2.007e9),
+    "mi300x": (304 * 4 * 256, 2.1e9),
+    "l40s": (142 * 4 * 128, 2.52e9),
     "l4": (58 * 4 * 128, 2.04e9),
     # GeForce accumulates in float32 at half the rate of its tensor cores.
     "rtx3090": (82 * 4 * 64, 1.695e9),
     "rtx4090": (128 * 4 * 64, 2.52e9),
     "rtx5090": (170 * 4 * 64, 2.407e9),
 }
-ONE_HOST = ("rtx3090", "rtx4090", "rtx5090")  # without a network that is known
-OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
+ONE_HOST = (
+    "h100-nvl",
+    "h100-pcie",
+    "l40s",
+    "rtx3090",
+    "rtx4090",
+    "rtx5090",
+)  # without a network that is known
 
 
 def test_there_is_a_figure_of_everything_except_of_cpus():
-    assert list(CHIPS) == [*MATRIX_UNITS, "cpu"]
+    assert CHIPS.keys() == {*MATRIX_UNITS, "cpu"}
     for name, chip in CHIPS.items():
         assert chip.name == name
         figures = (
@@ -64,7 +77,7 @@ def test_tf32_runs_at_half_the_rate(name):
     assert CHIPS[name].float32_flops == pytest.approx(CHIPS[name].bf16_flops / 2, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["l4", *ONE_HOST])
+@pytest.mark.parametrize("name", ["l4", "rtx3090", "rtx4090", "rtx5090"])
 def test_memory_s_bandwidth_is_that_of_its_pins(name):
     """Pins x bits/s of one: GDDR6 at 12.5 Gb/s, GDDR6X at 19.5 and 21, GDDR7 at 28."""
     pins, rate = {
@@ -74,7 +87,10 @@ def test_memory_s_bandwidth_is_that_of_its_pins(name):
     assert CHIPS[name].hbm_bandwidth == pytest.approx(pins * rate / 8, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "gigabytes"), [("l4", 64), ("rtx4090", 64), ("rtx5090", 128)])
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("l4", 64), ("l40s", 64), ("h100-nvl", 128), ("rtx4090", 64), ("rtx5090", 128)],
+)
 def test_a_board_without_nvlink_has_its_slot(name, gigabytes):
     """The data sheets give both directions together, without what the coding takes."""
     assert 2 * CHIPS[name].link_bandwidth == pytest.approx(gigabytes * 1e9 * 128 / 130)
@@ -124,7 +140,8 @@ def test_links_together_carry_nine_tenths_of_the_documented_bandwidth(name, giga
 
 @pytest.mark.parametrize(
     ("name", "nominal"),
-    [("a100", 80e9), ("a100-40", 40e9), ("h100", 80e9), ("h200", 141e9), ("rtx3090", 24e9),
+    [("a100", 80e9), ("a100-40", 40e9), ("h100", 80e9), ("h200", 141e9), ("h100-nvl", 94e9),
+     ("gb200", 186e9), ("b300", 270e9), ("gb300", 279e9), ("rtx3090", 24e9),
      ("rtx4090", 24e9), ("rtx5090", 32e9)],
 )  # fmt: skip
 def test_programs_on_a_gpu_get_three_quarters_of_its_memory(name, nominal):
@@ -137,7 +154,7 @@ def test_device_kinds_name_one_chip_each():
     assert len(kinds) == len(set(kinds))
     for kind in kinds:
         assert kind in chip_of(kind).device_kinds
-    assert chip_of("NVIDIA H100 PCIe") is None
+    assert chip_of("NVIDIA A30") is None
 
 
 @pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "7x:2x2x1"])

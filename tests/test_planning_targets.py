@@ -52,13 +52,18 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
         ("tpu7x:2x2x1", "did you mean '7x'"),
         (
             "abacus:1",
-            "there are v4, v5e, v5p, v6e, 7x, a100, a100-40, h100, h200, b200, l4, rtx3090, "
-            "rtx4090, rtx5090, cpu",
+            "there are v4, v5e, v5p, v6e, 7x, a100, a100-40, h100, h100-nvl, h100-pcie, h200, "
+            "b200, gb200, b300, gb300, mi300x, l40s, l4, rtx3090, rtx4090, rtx5090, cpu",
         ),
         ("4090:1x2", "did you mean 'rtx4090'"),
-        ("rtx4090:2x8", "one host can be planned for; the nearest is 'rtx4090:1x8'"),
+        (
+            "rtx4090:2x8",
+            "one host can be planned for, or give --network; the nearest is 'rtx4090:1x8'",
+        ),
         ("rtx5090:16", "the nearest is 'rtx5090:1x8'"),
-        ("rtx3090:2x3", "the nearest is 'rtx3090:1x4'"),
+        ("rtx3090:2x3", "or give --network; the nearest is 'rtx3090:1x3'"),
+        ("gb200:1x80", "has 1 to 72; the nearest is 'gb200:1x72'"),
+        ("h100-pci:1x8", "did you mean 'h100-pcie'"),
         ("v5e", "not written as v5e:GRID, for example 'v5e:2x2'"),
         ("v5p:4x4x", "not written as v5p:GRID, for example 'v5p:2x2x2'"),
         ("h200:eight", "not written as h200:HOSTSxGPUS, for example 'h200:1x8'"),
@@ -77,7 +82,7 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
         ("h100:8", "the nearest is 'h100:1x8'"),
         ("h100:4", "the nearest is 'h100:1x4'"),
         ("h100:32", "the nearest is 'h100:4x8'"),
-        ("h100:2x6", "the nearest is 'h100:2x8'"),
+        ("h100:2x16", "the nearest is 'h100:2x8'"),
         ("h100:0x8", "the nearest is 'h100:1x8'"),
         ("h100:1x0", "the nearest is 'h100:1x1'"),
         ("h100:1x2x8", "a GPU target is hosts x GPUs per host"),
@@ -98,7 +103,10 @@ def test_what_does_not_exist_is_refused_with_the_nearest(target, says):
     [
         ("v4:8x8x16", 1024), ("v5e:16x16", 256), ("v5p:4x4x12", 192), ("v5p:8x8x16", 1024),
         ("v6e:8x8", 64), ("7x:1x1x1", 2), ("7x:8x8x8", 1024), ("a100:4x8", 32), ("a100-40:1x8", 8),
-        ("h100:128x8", 1024), ("h200:1x8", 8), ("b200:3x4", 12), ("l4:2x8", 16),
+        ("h100:128x8", 1024), ("h200:1x8", 8), ("b200:3x4", 12), ("h100:2x6", 12),
+        ("gb200:4x72", 288), ("gb300:1x72", 72), ("b300:2x8", 16), ("h100-nvl:1x4", 4),
+        ("h100-pcie:1x8", 8), ("l40s:1x8", 8),
+        ("mi300x:4x8", 32), ("a100-40:1x16", 16), ("v5p:16x20x28", 8960), ("l4:2x8", 16),
         ("rtx3090:1x2", 2), ("rtx4090:1x1", 1), ("rtx5090:1x4", 4), ("cpu:8", 8),
     ],
 )  # fmt: skip
@@ -107,6 +115,20 @@ def test_a_target_counts_its_devices_and_writes_its_name(target, devices):
     assert found.devices == devices
     assert found.name == target
     assert found.chip is CHIPS[target.split(":")[0]]
+
+
+def test_a_network_of_one_s_own_is_that_of_its_adapters():
+    found = parse_target("h100:4x8", network=100)
+    assert (found.name, found.chip.dcn_bandwidth) == ("h100:4x8", 100e9 / 8)
+    assert parse_target("rtx4090:2x4", network=25).devices == 8
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="--network="):
+            parse_target("h100:4x8", network=wrong)
+
+
+def test_what_the_cuda_plugin_cannot_compile_is_planned_by_closed_forms():
+    with pytest.raises(UserError, match="'mi300x:1x8': no compiler for it .* use --no-compile"):
+        target_devices(parse_target("mi300x:1x8"))
 
 
 def test_every_grid_that_a_refusal_lists_is_taken():
@@ -209,11 +231,17 @@ def test_native_stderr_is_kept_and_given_back(capfd):
         ("a100-40", "NVIDIA A100-SXM4-40GB", 42331013120, 108, "major: 8 minor: 0"),
         ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 132, "major: 9 minor: 0"),
         ("b200", "NVIDIA B200", 191514411008, 148, "major: 10 minor: 0"),
+        ("h100-pcie", "NVIDIA H100 PCIe", 84942979072, 114, "major: 9 minor: 0"),
+        ("gb200", "NVIDIA GB200", 197897748480, 152, "major: 10 minor: 0"),
+        ("gb300", "NVIDIA GB300", 297021079552, 152, "major: 10 minor: 3"),
         # What PyTorch reports of these, in hundredths of a GiB.
         ("l4", "NVIDIA L4", 22.03, 58, "major: 8 minor: 9"),
         ("rtx3090", "NVIDIA GeForce RTX 3090", 23.70, 82, "major: 8 minor: 6"),
         ("rtx4090", "NVIDIA GeForce RTX 4090", 23.64, 128, "major: 8 minor: 9"),
         ("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, 170, "major: 12 minor: 0"),
+        ("h100-nvl", "NVIDIA H100 NVL", 93.00, 132, "major: 9 minor: 0"),
+        ("b300", "NVIDIA B300", 267.69, 158, "major: 10 minor: 3"),
+        ("l40s", "NVIDIA L40S", 44.42, 142, "major: 8 minor: 9"),
     ],
 )
 def test_a_gpu_is_described_as_its_driver_would(name, description, memory, cores, capability):
@@ -223,14 +251,16 @@ def test_a_gpu_is_described_as_its_driver_would(name, description, memory, cores
     assert size == memory if isinstance(memory, int) else round(size / 2**30, 2) == memory
     assert f"\n  core_count: {cores}\n" in text
     assert f"\n  cuda_compute_capability {{ {capability} " in text
-    assert ("ACCELERATED" in text) == (name in ("h100", "h200", "b200"))
+    assert ("ACCELERATED" in text) == capability.startswith(("major: 9 ", "major: 10 "))
     # CUDA's programming guide: 48 warps of 32 on a core of these, 64 on one of the others.
-    threads = 1536 if name == "l4" or name.startswith("rtx") else 2048
+    threads = 1536 if name.startswith(("l4", "rtx")) else 2048
     assert f"\n  threads_per_core_limit: {threads}\n" in text
     assert text.count("{") == text.count("}")
 
 
-@pytest.mark.parametrize("target", ["a100:1x8", "a100-40:1x8", "h100:2x8", "h200:1x8", "b200:4x4"])
+@pytest.mark.parametrize(
+    "target", ["a100:1x8", "a100-40:1x8", "h100:2x8", "h200:1x8", "b200:4x4", "gb200:2x72"]
+)
 def test_hosts_are_nvlink_domains_of_their_own(target, monkeypatch):
     """The compiler is told: NVLink domains x hosts in each x GPUs of a host."""
     asked = {}
@@ -276,7 +306,8 @@ def test_without_the_cuda_plugin_the_user_learns_what_to_do(installed, says, mon
 @pytest.mark.parametrize(
     "target",
     ["a100:1x8", "a100-40:1x8", "h100:1x8", "h200:1x8", "b200:1x8", "l4:1x8", "rtx3090:1x8",
-     "rtx4090:1x8", "rtx5090:1x8"],
+     "rtx4090:1x8", "rtx5090:1x8", "h100-nvl:1x8", "h100-pcie:1x8", "gb200:1x8", "b300:1x8",
+     "gb300:1x8", "l40s:1x8"],
 )  # fmt: skip
 def test_the_cuda_compiler_compiles_a_train_step_where_no_gpu_is(target, capfd):
     found = parse_target(target)

@@ -2,25 +2,31 @@
 
 import argparse
 import contextlib
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from jaxtrain.analysis import doctor
+from jaxtrain.analysis.planning import side_by_side
 from jaxtrain.analysis.planning.budget import plan_budget
 from jaxtrain.analysis.planning.budget import show as show_budget
-from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.plan import plan as make_plan
+from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.show import show as show_plan
 from jaxtrain.analysis.planning.timeline import draw, simulate, table
 from jaxtrain.analysis.verify import verify as verification
 from jaxtrain.analysis.verify.report import show_end, showing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
+from jaxtrain.config.swept import Combination, combinations
 from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.show.progress import say_notes, terminal
-from jaxtrain.run.status import DONE, FAILED
+from jaxtrain.run.status import DONE, FAILED, USER_ERROR
 from jaxtrain.training.pipeline.schedules import make_schedule
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.settings import load_config
@@ -43,56 +49,92 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans a run for a machine that need not be there, or for a budget of FLOPs."""
+    """Plans a run for machines that need not be there, or for a budget of FLOPs."""
     console = terminal()
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
-    target = None if arguments.target is None else parse_target(arguments.target)
+    targets = [parse_target(name, network=arguments.network) for name in arguments.target]
     if arguments.budget is not None:
-        chip = None if target is None else target.chip
-        devices = None if target is None else target.devices
-        peak = None if chip is None else chip.bf16_flops
-        budget = plan_budget(arguments.budget, peak_flops=peak, devices=devices)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
-        others |= {"--png": picture, "--search": arguments.search}
+        others |= {"--png": picture, "--search": arguments.search, "--price": arguments.price}
+        others |= {"--tokens": arguments.tokens, "--network": arguments.network}
+        others |= {"a second --target": len(targets) > 1}
         if ignored := [name for name, value in others.items() if value]:
             raise UserError(
                 f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
             )
-        show_budget(console, budget)
+        target = targets[0] if targets else None
+        peak = None if target is None else target.chip.bf16_flops
+        devices = None if target is None else target.devices
+        show_budget(console, plan_budget(arguments.budget, peak_flops=peak, devices=devices))
         return DONE
-    if arguments.config is None or target is None:
+    if arguments.config is None or not targets:
         missing = "CONFIG" if arguments.config is None else "--target"
         raise UserError(
             f"plan: {missing} is missing; write for example 'jaxtrain plan llama_8b --target "
             "v5p:4x4x4', or 'jaxtrain plan --budget 1e21'"
         )
-    config = load_config(
-        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
-    )
-    say_notes(console, config.notes)
-    if target.chip.kind == "cpu":
-        offer_cpu_devices(target.devices)
     # Accelerators of this machine are not asked: the target's compiler needs none.
     jax.config.update("jax_platforms", "cpu")
+    if simulated := [target.devices for target in targets if target.chip.kind == "cpu"]:
+        offer_cpu_devices(max(simulated))
+        jax.devices()  # as many for the smaller ones, of which they are a part
+    layouts = combinations(arguments.gin_bindings)
+    if len(targets) * len(layouts) > 1:
+        entries = _side_by_side(arguments, console, targets, layouts)
+        side_by_side.show(console, entries)
+        if all(entry.plan is None for entry in entries):
+            return USER_ERROR
+        drawn, told = side_by_side.figure(entries), {"plans": [one.to_json() for one in entries]}
+    else:
+        found = _plan(arguments, console, targets[0], layouts[0])
+        show_plan(console, found)
+        drawn, told = found.plot(), found.to_json()
+    if picture is not None:
+        write_atomically(picture, drawn.png())
+        console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
+    if file is not None:
+        write_atomically(file, json.dumps(told, indent=2).encode())
+    return DONE
+
+
+def _plan(
+    arguments: argparse.Namespace, console: Console, target: Target, chosen: Combination
+) -> Plan:
+    config = load_config(arguments.config, chosen.bindings, allow_imports=arguments.allow_imports)
+    say_notes(console, config.notes)
 
     def progress(words: str) -> contextlib.AbstractContextManager[Any]:
         return console.status(words) if console.is_terminal else contextlib.nullcontext()
 
-    found = make_plan(
+    return make_plan(
         config,
         target.name,
         compile=arguments.compile,
         thorough=arguments.thorough,
         search=arguments.search,
+        price=arguments.price,
+        tokens=arguments.tokens,
+        network=arguments.network,
         progress=progress,
     )
-    show_plan(console, found)
-    if picture is not None:
-        write_atomically(picture, found.plot().png())
-        console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
-    if file is not None:
-        write_atomically(file, json.dumps(found.to_json(), indent=2).encode())
-    return DONE
+
+
+def _side_by_side(
+    arguments: argparse.Namespace,
+    console: Console,
+    targets: Sequence[Target],
+    layouts: Sequence[Combination],
+) -> list[side_by_side.Entry]:
+    """A plan of every layout on every target; what one of them cannot run leaves the others."""
+    entries = []
+    for target, chosen in itertools.product(targets, layouts):
+        made, refused = None, None
+        try:
+            made = _plan(arguments, console, target, chosen)
+        except UserError as error:
+            refused = str(error)
+        entries.append(side_by_side.Entry(target.name, chosen.values, made, refused))
+    return entries
 
 
 def timeline(arguments: argparse.Namespace) -> int:

@@ -16,8 +16,11 @@ def add_analysis_commands(add: Add) -> None:
     )
     command.add_argument(
         "--target",
+        action="append",
+        default=[],
         metavar="TARGET",
-        help="v5p:4x4x4 (chips; with Mesh.dcn of a slice), h100:2x8 (hosts x GPUs), cpu:8",
+        help="v5p:4x4x4 (chips; with Mesh.dcn of a slice), h100:2x8 (hosts x GPUs), cpu:8; given "
+        "several times, and with a list of values after -b, the plans stand side by side",
     )
     command.add_argument("--search", action="store_true", help="find the best mesh for the target")
     command.add_argument(
@@ -33,6 +36,15 @@ def add_analysis_commands(add: Add) -> None:
     )
     command.add_argument(
         "--budget", type=float, metavar="FLOPS", help="the compute-optimal model and its tokens"
+    )
+    command.add_argument(
+        "--price", type=float, metavar="DOLLARS", help="of one device for an hour: the run's cost"
+    )
+    command.add_argument(
+        "--tokens", type=float, metavar="N", help="of the whole run, in place of Train.steps'"
+    )
+    command.add_argument(
+        "--network", type=float, metavar="GBITS", help="Gb/s of each device between hosts or slices"
     )
     command.add_argument("--json", metavar="FILE", help="write everything into this file too")
     command.add_argument(

@@ -77,6 +77,8 @@ class Chip:
       dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for what
         is in no machine with a network of its own.
       devices: JAX devices of one chip.
+      watts: its power limit; None where none is published.
+      most_together: GPUs that one switch, or one host's PCIe, joins at most.
       slices: of a TPU.
       processor: of a GPU.
       also_called: names that others give it, for the nearest choice.
@@ -95,6 +97,8 @@ class Chip:
     links: int
     dcn_bandwidth: float | None
     devices: int = 1
+    watts: float | None = None
+    most_together: int = 8
     slices: Slices | None = None
     processor: Processor | None = None
     also_called: tuple[str, ...] = ()
@@ -147,14 +151,27 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   bridge between two 3090s (56 GB/s) is not counted.
 # - dcn_bandwidth: 100 Gb/s for the eight L4 of Google Cloud's g2-standard-96
 #   (docs.cloud.google.com/compute/docs/gpus).
-# PCIe boards of the A100 have the SXM boards' peak; those of H100 and H200 are slower and unknown.
+# PCIe boards of the A100 have the SXM boards' peak. H100 PCIe and NVL: the data sheet "H100 Tensor
+# Core GPU", and L40S its own, with PCIe slots likewise, without a bridge between two H100s.
+# - hbm_bytes: GPU_MEMORY_FRACTION of what PyTorch reports as total capacity: H100 NVL 93.00 GiB
+#   (issue 56 of ali-vilab/VACE), L40S 44.42 (issue 8 of stepfun-ai/Step-Video-T2V), B300 267.69,
+#   MI300X 191.98; of H100 PCIe, GB200 and GB300, and all processors, openxla/xla as above.
+# GB200 and GB300: NVIDIA's data sheets of the NVL72 racks, over 72 GPUs, which one switch joins;
+# B300: that of HGX B300. int8 is slower there than bfloat16. A ConnectX-7 (400 Gb/s) or, for
+# B300 and GB300, a ConnectX-8 (800 Gb/s) for each GPU.
+# MI300X: AMD's data sheet; its seven Infinity Fabric links of 64 GB/s each way lead to the other
+# seven GPUs of a host; 400 Gb/s for each GPU of Azure's ND MI300X v5. JAX's CUDA plugin has no
+# compiler for it, and Precision.matmul refuses 8 bits.
+# watts: the same sheets, "max thermal design power", the most it can be set to; of v4 the most that
+# was measured running (arXiv 2304.01433, table 4). Google publishes none of the later TPUs.
+# v5p 16x20x28 is a whole pod of 8,960 chips; the largest slice that is let is 6,144 of them.
 _ALL = (
     Chip(
         name="v4", kind="tpu", device_kinds=("TPU v4",),
         bf16_flops=275e12, float32_flops=275e12, float8_flops=None,
         int8_flops=None,
         hbm_bytes=int(30.75 * _GIB), hbm_bandwidth=1200e9,
-        link_bandwidth=4.5e10, links=3, dcn_bandwidth=6.25e9,
+        link_bandwidth=4.5e10, links=3, dcn_bandwidth=6.25e9, watts=192,
         slices=Slices(_CUBES, most_chips=4096),
     ),
     Chip(
@@ -171,7 +188,7 @@ _ALL = (
         int8_flops=918e12,
         hbm_bytes=int(95.74 * _GIB), hbm_bandwidth=2765e9,
         link_bandwidth=9e10, links=3, dcn_bandwidth=6.25e9,
-        slices=Slices((*_CUBES, "16x16x24"), most_chips=6144),
+        slices=Slices((*_CUBES, "16x16x24", "16x20x28"), most_chips=6144),
     ),
     Chip(
         name="v6e", kind="tpu", device_kinds=("TPU v6 lite", "TPU v6e"),
@@ -197,16 +214,16 @@ _ALL = (
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
         int8_flops=624e12,
         hbm_bytes=int(85_100_068_864 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
-        link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
+        link_bandwidth=300e9, links=1, dcn_bandwidth=25e9, watts=400,
         processor=_A100, also_called=("a100-80",),
     ),
     Chip(
-        name="a100-40", kind="gpu",
+        name="a100-40", kind="gpu", most_together=16,
         device_kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
         int8_flops=624e12,
         hbm_bytes=int(42_331_013_120 * GPU_MEMORY_FRACTION), hbm_bandwidth=1555e9,
-        link_bandwidth=300e9, links=1, dcn_bandwidth=25e9,
+        link_bandwidth=300e9, links=1, dcn_bandwidth=25e9, watts=400,
         processor=_A100,
     ),
     Chip(
@@ -214,15 +231,31 @@ _ALL = (
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
         int8_flops=1979e12,
         hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=3350e9,
-        link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
+        link_bandwidth=450e9, links=1, dcn_bandwidth=50e9, watts=700,
         processor=_HOPPER,
+    ),
+    Chip(
+        name="h100-nvl", kind="gpu", device_kinds=("NVIDIA H100 NVL",),
+        bf16_flops=835e12, float32_flops=417.5e12, float8_flops=1670.5e12,
+        int8_flops=1670.5e12,
+        hbm_bytes=int(93.00 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=3900e9,
+        link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=400,
+        processor=dataclasses.replace(_HOPPER, clock_ghz=1.785),
+    ),
+    Chip(
+        name="h100-pcie", kind="gpu", device_kinds=("NVIDIA H100 PCIe",),
+        bf16_flops=756e12, float32_flops=378e12, float8_flops=1513e12,
+        int8_flops=1513e12,
+        hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
+        link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=350,
+        processor=dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755),
     ),
     Chip(
         name="h200", kind="gpu", device_kinds=("NVIDIA H200",),
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
         int8_flops=1979e12,
         hbm_bytes=int(139.80 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=4800e9,
-        link_bandwidth=450e9, links=1, dcn_bandwidth=50e9,
+        link_bandwidth=450e9, links=1, dcn_bandwidth=50e9, watts=700,
         processor=_HOPPER,
     ),
     Chip(
@@ -230,17 +263,62 @@ _ALL = (
         bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
         int8_flops=4500e12,
         hbm_bytes=int(191_514_411_008 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
-        link_bandwidth=900e9, links=1, dcn_bandwidth=50e9,
+        link_bandwidth=900e9, links=1, dcn_bandwidth=50e9, watts=1000,
         processor=Processor(
             (10, 0), True, 148, 128, 2048, 228 * 1024, 227 * 1024, 132_644_864, 1.965
         ),
+    ),
+    Chip(
+        name="gb200", kind="gpu", device_kinds=("NVIDIA GB200",),
+        bf16_flops=2500e12, float32_flops=1250e12, float8_flops=5000e12,
+        int8_flops=5000e12,
+        hbm_bytes=int(197_897_748_480 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        link_bandwidth=900e9, links=1, dcn_bandwidth=50e9, watts=1200, most_together=72,
+        processor=Processor(
+            (10, 0), True, 152, 128, 2048, 228 * 1024, 227 * 1024, 135_528_448, 2.062
+        ),
+    ),
+    Chip(
+        name="b300", kind="gpu", device_kinds=("NVIDIA B300", "NVIDIA B300 SXM6 AC"),
+        bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
+        int8_flops=None,
+        hbm_bytes=int(267.69 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        link_bandwidth=900e9, links=1, dcn_bandwidth=100e9, watts=1100,
+        processor=Processor(
+            (10, 3), True, 158, 128, 2048, 228 * 1024, 227 * 1024, 135_528_448, 1.965
+        ),
+    ),
+    Chip(
+        name="gb300", kind="gpu", device_kinds=("NVIDIA GB300",),
+        bf16_flops=2500e12, float32_flops=1250e12, float8_flops=5000e12,
+        int8_flops=None,
+        hbm_bytes=int(297_021_079_552 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        link_bandwidth=900e9, links=1, dcn_bandwidth=100e9, watts=1400, most_together=72,
+        processor=Processor(
+            (10, 3), True, 152, 128, 2048, 228 * 1024, 227 * 1024, 135_528_448, 2.07
+        ),
+    ),
+    Chip(
+        name="mi300x", kind="gpu", device_kinds=("AMD Instinct MI300X",),
+        bf16_flops=1307.4e12, float32_flops=653.7e12, float8_flops=None,
+        int8_flops=None,
+        hbm_bytes=int(191.98 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=5300e9,
+        link_bandwidth=448e9, links=1, dcn_bandwidth=50e9, watts=750,
+    ),
+    Chip(
+        name="l40s", kind="gpu", device_kinds=("NVIDIA L40S",),
+        bf16_flops=366.5e12, float32_flops=183e12, float8_flops=733e12,
+        int8_flops=733e12,
+        hbm_bytes=int(44.42 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=864e9,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=350,
+        processor=Processor((8, 9), False, 142, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.52),
     ),
     Chip(
         name="l4", kind="gpu", device_kinds=("NVIDIA L4",),
         bf16_flops=121e12, float32_flops=60e12, float8_flops=242.5e12,
         int8_flops=242.5e12,
         hbm_bytes=int(22.03 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=300e9,
-        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=1.5625e9,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=1.5625e9, watts=72,
         processor=Processor((8, 9), False, 58, 128, 1536, *_GEFORCE_SHARED, 48 * 2**20, 2.04),
     ),
     Chip(
@@ -248,7 +326,7 @@ _ALL = (
         bf16_flops=71e12, float32_flops=35.6e12, float8_flops=None,
         int8_flops=None,
         hbm_bytes=int(23.70 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=936e9,
-        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=Processor((8, 6), False, 82, 128, 1536, *_GEFORCE_SHARED, 6 * 2**20, 1.695),
         also_called=("3090",),
     ),
@@ -257,7 +335,7 @@ _ALL = (
         bf16_flops=165.2e12, float32_flops=82.6e12, float8_flops=None,
         int8_flops=None,
         hbm_bytes=int(23.64 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1008e9,
-        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None,
+        link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=450,
         processor=Processor((8, 9), False, 128, 128, 1536, *_GEFORCE_SHARED, 72 * 2**20, 2.52),
         also_called=("4090",),
     ),
@@ -266,7 +344,7 @@ _ALL = (
         bf16_flops=209.5e12, float32_flops=104.8e12, float8_flops=None,
         int8_flops=None,
         hbm_bytes=int(31.36 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1792e9,
-        link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None,
+        link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=575,
         processor=Processor((12, 0), False, 170, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.407),
         also_called=("5090",),
     ),

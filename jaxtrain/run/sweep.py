@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import itertools
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.table import Table
 from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
 from jaxtrain.run.attempts.signals import noted_signals
@@ -29,9 +29,6 @@ PICTURE = "sweep.png"
 GRACE_SECONDS = 120.0  # to save and end, when this process is gone
 POLL_SECONDS = 0.2
 CONFIG_FILE = "config.gin"
-
-_SWEPT = re.compile(r"\s*([\w.]+)\s*=\s*\[(.*)\]\s*", re.S)
-_CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,51 +122,21 @@ def grid(
     Raises:
       UserError: no binding has such a list, or one of the configurations is refused.
     """
-    swept: dict[str, list[str]] = {}
-    for binding in bindings:
-        found = _SWEPT.fullmatch(binding)
-        if found is not None:
-            swept[found[1]] = list(_items(found[2]))
-            if not swept[found[1]]:
-                raise UserError(f"-b {binding!r}: the list is empty; write {found[1]} = [A, B]")
-    if not swept:
+    chosen = combinations(bindings)
+    if not chosen[0].values:
         raise UserError(
             "sweep: no binding has a list of values; write for example "
             "-b 'Optimizer.learning_rate = [1e-3, 3e-3]'"
         )
-    fixed = [binding for binding in bindings if _SWEPT.fullmatch(binding) is None]
     points, folders = [], set[str]()
-    for values in itertools.product(*swept.values()):
-        chosen = dict(zip(swept, values, strict=True))
-        folder = _folder_name(chosen)
+    for one in chosen:
+        folder = _folder_name(one.values)
         while folder in folders:
             folder += "_"
         folders.add(folder)
-        own = [*fixed, *(f"{setting} = {value}" for setting, value in chosen.items())]
-        config = load_config(name, own, allow_imports=allow_imports)
-        points.append(Point(chosen, own, workdir / folder, config))
+        config = load_config(name, one.bindings, allow_imports=allow_imports)
+        points.append(Point(one.values, one.bindings, workdir / folder, config))
     return points
-
-
-def _items(text: str) -> Iterator[str]:
-    """The parts between the commas that stand in no brackets and no quotes."""
-    part, closing, quote = "", [], ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in _CLOSES:
-            closing.append(_CLOSES[letter])
-        elif closing and letter == closing[-1]:
-            closing.pop()
-        elif letter == "," and not closing:
-            yield part.strip()
-            part = ""
-            continue
-        part += letter
-    if part.strip():
-        yield part.strip()
 
 
 def _folder_name(values: dict[str, str]) -> str:

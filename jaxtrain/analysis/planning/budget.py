@@ -97,8 +97,8 @@ def show(console: Console, budget: Budget) -> None:
     for rule, best, fit in rows:
         table.add_row(
             rule,
-            _amount(best.params),
-            _amount(best.tokens),
+            amount(best.params),
+            amount(best.tokens),
             f"{best.tokens_per_parameter:.1f}",
             f"{scaling.predicted_loss(best.params, best.tokens, fit):.3f}",
         )
@@ -139,7 +139,7 @@ def _formula(fit: scaling.Fit) -> str:
     return f"L = {fit.E:g} + {fit.A:g} / N^{fit.alpha:g} + {fit.B:g} / D^{fit.beta:g}"
 
 
-def _amount(number: float) -> str:
+def amount(number: float) -> str:
     """Three digits and a word: 2.89 billion."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= size:

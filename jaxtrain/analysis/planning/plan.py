@@ -19,6 +19,7 @@ from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.variants import refusal, slices_of
+from jaxtrain.analysis.planning.whole_run import refuse_amounts
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
@@ -35,6 +36,9 @@ def plan(
     compile: bool = True,  # noqa: A002 - what the option is called
     thorough: bool = False,
     search: bool = False,
+    price: float | None = None,
+    tokens: float | None = None,
+    network: float | None = None,
     progress: Progress = lambda words: contextlib.nullcontext(),
 ) -> Plan:
     """What the train step of a configuration needs on a machine that need not be there.
@@ -47,12 +51,17 @@ def plan(
         long as for a plan.
       search: whether to look for the best mesh, ZeRO stage, remat policy, accumulation and schedule
         for this target and global batch; the plan is then the winner's.
+      price: dollars of one device for an hour, for what the whole run costs.
+      tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
+      network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
       progress: called with what is going to be done, for the time that takes.
 
     Raises:
-      UserError: the target is unknown, its compiler is missing, or the configuration cannot run.
+      UserError: the target is unknown, its compiler is missing, the configuration cannot run, or
+        a number is not finite and above 0.
     """
-    machine = parse_target(target)
+    refuse_amounts(price, tokens)
+    machine = parse_target(target, network=network)
     if thorough and not compile:
         raise UserError(
             "--thorough with --no-compile: closed forms alone compile nothing; leave out one"
@@ -61,8 +70,10 @@ def plan(
     if search:
         with progress("pricing layouts by closed forms"):
             found = search_layouts(config, machine)
-        return _best_compiled(found, machine, effort, progress=progress)
-    return _plan(config, machine, effort, progress=progress)
+        made = _best_compiled(found, machine, effort, progress=progress)
+    else:
+        made = _plan(config, machine, effort, progress=progress)
+    return dataclasses.replace(made, price=price, tokens=tokens)
 
 
 def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: Progress) -> Plan:

@@ -20,6 +20,7 @@ from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import Memory
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.analysis.planning.timing import StepTime
+from jaxtrain.analysis.planning.whole_run import WholeRun, whole_run
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.program import resolve_kernel
@@ -41,6 +42,8 @@ class Plan:
       time: the prediction.
       fixes: where it does not fit, what makes it fit, the cheapest first.
       found: what a search found; its best is `config`.
+      price: dollars of one device for an hour; None: not said.
+      tokens: of the run, in place of those of Train.steps; of images and vectors their number.
     """
 
     config: Config
@@ -53,6 +56,8 @@ class Plan:
     time: StepTime
     fixes: list[Fix]
     found: Found | None = None
+    price: float | None = None
+    tokens: float | None = None
 
     @property
     def attention(self) -> Choice | None:
@@ -89,6 +94,8 @@ class Plan:
         """Whether the step runs in the memory of a device."""
         if self.compiled is not None and self.compiled.refusal is not None:
             return False
+        if self.compiled is not None and self.target.chip.kind == "tpu":
+            return True  # its compiler refuses what does not fit
         return self.target.chip.hbm_bytes is None or self.total <= self.target.chip.hbm_bytes
 
     @functools.cached_property
@@ -106,9 +113,29 @@ class Plan:
         """Tokens, images or vectors that a device gets through in a second; None without a time."""
         if self.time.seconds is None:
             return None
+        return self.per_step / self.time.seconds / self.devices
+
+    @property
+    def per_step(self) -> int:
+        """Tokens, images or vectors of the global batch."""
         train = self.config.train
         each = train.data.abstract_batch(1).inputs.shape[1] if self.is_text else 1
-        return train.global_batch_size * each / self.time.seconds / self.devices
+        return train.global_batch_size * each
+
+    @functools.cached_property
+    def whole_run(self) -> WholeRun | None:
+        """All steps together; None without a time."""
+        if self.time.seconds is None:
+            return None
+        return whole_run(
+            step_seconds=self.time.seconds,
+            devices=self.devices,
+            per_step=self.per_step,
+            steps=self.config.train.steps,
+            examples=self.tokens,
+            price=self.price,
+            watts=self.target.chip.watts,
+        )
 
     @property
     def devices(self) -> int:
@@ -168,6 +195,7 @@ class Plan:
                 "hidden_communication": time.hidden,
                 "assumptions": list(time.assumptions),
             },
+            "run": None if self.whole_run is None else dataclasses.asdict(self.whole_run),
             "compile_seconds": compiled.seconds if compiled else None,
             "cached": compiled.cached if compiled else None,
             "advice": self.advice,

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.analysis.planning.timing import ERROR_BAR
+from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
 
@@ -159,6 +160,9 @@ def _time(console: Console, plan: "Plan") -> None:
     table.add_row(f"{unit} a second and device", rate, f"{time.tflops or 0:.0f} TFLOP/s")
     table.add_row("communication behind computation", f"{time.hidden:.4g}", "")
     console.print(table)
+    if plan.whole_run is not None:
+        watts = plan.target.chip.watts
+        _line(console, sentence(plan.whole_run, unit=unit, error_bar=ERROR_BAR, watts=watts))
     for words in time.assumptions:
         _line(console, f"Assumed: {words}.")
 
@@ -202,8 +206,8 @@ def _candidates(console: Console, plan: "Plan") -> None:
 def _advice(console: Console, plan: "Plan") -> None:
     if plan.advice:
         _line(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
-    for sentence in plan.advice:
-        _line(console, f"- {sentence}")
+    for words in plan.advice:
+        _line(console, f"- {words}")
 
 
 if TYPE_CHECKING:

@@ -405,7 +405,10 @@ def pieces(
         by_axis[one.axis] = by_axis.get(one.axis, 0.0) + runs * (inside + outside)
         between += runs * outside
         names = set(links.names_of(one.axis))
-        if one.kind == "collective-permute" or ("tensor" not in names and names & _OF_WEIGHTS):
+        # Attention moves activations over `context`, and reduces none of them whole.
+        gradients = one.kind == "all-reduce" and names == {"context"}
+        of_weights = "tensor" not in names and (names & _OF_WEIGHTS or gradients)
+        if one.kind == "collective-permute" or of_weights:
             weights += runs * inside
         elif "tensor" in names:
             tensor += runs * inside

@@ -10,9 +10,6 @@ from jax.experimental import topologies
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, Chip
 
-# What vendors build and rent: boards of 4 and 8, or a part of one.
-GPUS_PER_HOST = (1, 2, 4, 8)
-
 
 def target_config(chip: Chip) -> str:
     """A GPU as XLA's `GpuTargetConfigProto` in text form.
@@ -71,6 +68,11 @@ def gpu_devices(
       UserError: JAX's CUDA plugin is not installed or, in this process, already refused by JAX.
     """
     name = f"{chip.name}:{hosts}x{gpus_per_host}"
+    if chip.processor is None:
+        raise UserError(
+            f"target {name!r}: no compiler for it comes with JAX's CUDA plugin; use --no-compile "
+            "for an estimate by closed forms"
+        )
     # The plugin otherwise looks for a driver as it is loaded, and refuses to be.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:

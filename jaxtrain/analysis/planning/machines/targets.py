@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import topologies
 
-from jaxtrain.analysis.planning.machines.gpu import GPUS_PER_HOST, gpu_devices
+from jaxtrain.analysis.planning.machines.gpu import gpu_devices
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.chips import CHIPS, Chip, Slices
 
@@ -41,11 +41,17 @@ class Target:
         return math.prod(self.shape) * self.chip.devices
 
 
-def parse_target(target: str) -> Target:
+def parse_target(target: str, *, network: float | None = None) -> Target:
     """The machine that a target such as "v5e:2x4", "h100:2x8" or "cpu:8" names.
 
+    Args:
+      target: as it is written after --target; a host of GPUs is what one switch joins, so that a
+        GB200 rack is "gb200:1x72".
+      network: Gb/s of each device between hosts or slices; None: as in `CHIPS`.
+
     Raises:
-      UserError: it is not written so, the chip is unknown, or there is no such grid of it.
+      UserError: it is not written so, the chip is unknown, there is no such grid of it, or
+        `network` is no finite number above 0.
     """
     name, _, grid = target.partition(":")
     chip = CHIPS.get(name)
@@ -57,6 +63,12 @@ def parse_target(target: str) -> Target:
             f"target {target!r}: no chip {name!r}{f'; did you mean {close!r}?' if close else ''} "
             f"(there are {', '.join(CHIPS)}, written as in 'v5e:2x4', 'h100:2x8' or 'cpu:8')"
         )
+    if network is not None:
+        if not (math.isfinite(network) and network > 0):
+            raise UserError(
+                f"--network={network:g}; use the Gb/s of each device's adapter, such as 400"
+            )
+        chip = dataclasses.replace(chip, dcn_bandwidth=network * 1e9 / 8)
     if re.fullmatch(r"\d+(x\d+)*", grid) is None:
         example = chip.slices.grids[1] if chip.slices else _EXAMPLES[chip.kind]
         raise UserError(
@@ -216,25 +228,26 @@ def _is_slice(there: Slices, shape: tuple[int, ...]) -> bool:
 
 
 def _refused_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
-    allowed = f"hosts x GPUs per host, of which a host has {', '.join(map(str, GPUS_PER_HOST))}"
-    alone = chip.dcn_bandwidth is None
-    if len(shape) == 2 and shape[0] > 0 and shape[1] in GPUS_PER_HOST:
+    most, alone = chip.most_together, chip.dcn_bandwidth is None
+    if len(shape) == 2 and shape[0] > 0 and 1 <= shape[1] <= most:
         if alone and shape[0] > 1:
             return (
                 f"{chip.name} is in no machine whose network is known: one host can be planned "
-                f"for; the nearest is '{chip.name}:1x{shape[1]}'"
+                f"for, or give --network; the nearest is '{chip.name}:1x{shape[1]}'"
             )
         return None
     if len(shape) == 2:
-        per_host = min(GPUS_PER_HOST, key=lambda known: (abs(known - shape[1]), -known))
-        close = (max(shape[0], 1), per_host)
+        close = (max(shape[0], 1), min(max(shape[1], 1), most))
     else:
         # The hosts are missing: as many as hold these GPUs.
-        per_host = max(size for size in GPUS_PER_HOST if size <= max(shape[0], 1))
+        per_host = min(max(shape[0], 1), most)
         close = (max(shape[0] // per_host, 1), per_host)
     if alone:
         close = (1, close[1])
-    return f"a GPU target is {allowed}; the nearest is '{chip.name}:{_written(close)}'"
+    return (
+        f"a GPU target is hosts x GPUs per host, of which one of {chip.name} has 1 to {most}; the "
+        f"nearest is '{chip.name}:{_written(close)}'"
+    )
 
 
 def _refused_cpu(chip: Chip, shape: tuple[int, ...]) -> str | None:

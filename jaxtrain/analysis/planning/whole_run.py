@@ -1,0 +1,86 @@
+"""What a whole run takes on its machine: days, device-hours, dollars, energy."""
+
+import dataclasses
+import math
+
+from jaxtrain.analysis.planning.budget import amount
+from jaxtrain.config.errors import UserError
+
+_DAY, _HOUR = 86_400.0, 3_600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRun:
+    """All steps of a run, each as long as predicted; starts, checkpoints and failures left out.
+
+    Attributes:
+      examples: tokens, or images or vectors, that are trained on.
+      steps: optimizer steps.
+      days: from the first to the last.
+      device_hours: of all devices together.
+      dollars: None without a price.
+      kilowatt_hours: all devices at their power limit, which no run exceeds; without hosts, network
+        and cooling. None where no limit is published.
+    """
+
+    examples: int
+    steps: int
+    days: float
+    device_hours: float
+    dollars: float | None
+    kilowatt_hours: float | None
+
+
+def whole_run(
+    *,
+    step_seconds: float,
+    devices: int,
+    per_step: int,
+    steps: int,
+    examples: float | None = None,
+    price: float | None = None,
+    watts: float | None = None,
+) -> WholeRun:
+    """Multiplies a step out.
+
+    Args:
+      step_seconds: of one optimizer step.
+      devices: that take it together.
+      per_step: tokens, images or vectors of the global batch.
+      steps: of the run.
+      examples: trained on in place of those of `steps`; the last step is a whole one.
+      price: dollars of one device for an hour.
+      watts: the power limit of one device.
+    """
+    if examples is not None:
+        steps = math.ceil(examples / per_step)
+    hours = steps * step_seconds / _HOUR * devices
+    return WholeRun(
+        examples=steps * per_step,
+        steps=steps,
+        days=steps * step_seconds / _DAY,
+        device_hours=hours,
+        dollars=None if price is None else price * hours,
+        kilowatt_hours=None if watts is None else watts / 1e3 * hours,
+    )
+
+
+def refuse_amounts(price: float | None, tokens: float | None) -> None:
+    """Raises: UserError: one of them is no finite number above 0."""
+    for name, value, example in (("--price", price, "2.5"), ("--tokens", tokens, "15e12")):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"{name}={value:g}; use a finite number above 0, such as {example}")
+
+
+def sentence(run: WholeRun, *, unit: str, error_bar: float, watts: float | None) -> str:
+    """A line for people: how long, how much."""
+    around = f"{run.days * (1 - error_bar):,.3g} to {run.days * (1 + error_bar):,.3g}"
+    words = (
+        f"The run: {run.steps:,} steps, {amount(run.examples)} {unit}, {run.days:,.3g} days "
+        f"({around}), {run.device_hours:,.4g} device-hours"
+    )
+    if run.dollars is not None:
+        words += f", ${run.dollars:,.0f}"
+    if run.kilowatt_hours is not None:
+        words += f", at most {run.kilowatt_hours:,.4g} kWh ({watts:g} W a device)"
+    return words

@@ -1,0 +1,115 @@
+"""A whole run multiplied out, and plans beside each other: machines times layouts."""
+
+import json
+
+import pytest
+
+from jaxtrain import load_config, plan
+from jaxtrain.analysis.planning.whole_run import whole_run
+from jaxtrain.cli import main
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.swept import combinations
+
+SMALL = ["-b", "GPT.num_layers=2", "-b", "Train.steps=1000"]
+
+
+def test_a_run_is_its_steps_multiplied_out():
+    found = whole_run(
+        step_seconds=36.0, devices=8, per_step=1_000_000, steps=2400, price=2.5, watts=700
+    )
+    assert found.examples == 2_400_000_000
+    assert found.days == pytest.approx(1)  # 2400 x 36 s
+    assert found.device_hours == pytest.approx(8 * 24)
+    assert found.dollars == pytest.approx(8 * 24 * 2.5)
+    assert found.kilowatt_hours == pytest.approx(8 * 24 * 0.7)
+
+
+def test_tokens_in_place_of_steps_end_with_a_whole_step():
+    found = whole_run(step_seconds=1.0, devices=1, per_step=1000, steps=5, examples=2001.0)
+    assert (found.steps, found.examples) == (3, 3000)
+    assert found.dollars is None
+    assert found.kilowatt_hours is None
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["price", "tokens", "network"])
+def test_an_amount_that_is_none_is_refused_before_anything_is_planned(name, wrong):
+    with pytest.raises(UserError, match=f"--{name}="):
+        plan(load_config("gpt2_124m"), "h100:1x8", compile=False, **{name: wrong})
+
+
+def test_a_network_of_one_s_own_slows_what_crosses_it():
+    config = load_config("llama_8b", ["Llama.num_layers=2"])
+    fast = plan(config, "h100:8x8", compile=False)
+    slow = plan(config, "h100:8x8", compile=False, network=100.0)
+    assert slow.time.by_axis["fsdp"] == pytest.approx(
+        fast.time.by_axis["fsdp"] * min(450, 8 * 50) / (8 * 100 / 8)
+    )
+    assert slow.time.compute == fast.time.compute
+
+
+def test_one_plan_says_what_the_run_takes(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    words = ["plan", "gpt2_124m", *SMALL, "--target", "h100:1x8", "--no-compile", "--price", "3"]
+    assert main([*words, "--tokens", "1e9", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    seconds, run = found["step_seconds"], found["run"]
+    batch = 480 * 1024
+    assert run["steps"] == -(-1_000_000_000 // batch)
+    assert run["examples"] == run["steps"] * batch
+    assert run["days"] == pytest.approx(run["steps"] * seconds / 86_400)
+    assert run["dollars"] == pytest.approx(3 * 8 * 24 * run["days"])
+    assert run["kilowatt_hours"] == pytest.approx(0.7 * 8 * 24 * run["days"])
+    assert f"The run: {run['steps']:,} steps, " in capsys.readouterr().out
+
+
+def test_machines_and_layouts_stand_side_by_side(tmp_path, capsys):
+    file, picture = tmp_path / "plans.json", tmp_path / "plans.png"
+    words = ["plan", "gpt2_124m", *SMALL, "--target", "h100:1x8", "--target", "v5e:2x4"]
+    words += ["--no-compile", "-b", "Mesh.tensor=[1, 4, 5]", "--json", str(file)]
+    assert main([*words, "--png", str(picture)]) == 0
+    plans = json.loads(file.read_text())["plans"]
+    asked = [(one["target"], one["values"]["Mesh.tensor"]) for one in plans]
+    assert asked == [(name, size) for name in ("h100:1x8", "v5e:2x4") for size in "145"]
+    for one in plans:
+        if one["values"]["Mesh.tensor"] == "5":
+            assert "Mesh.tensor=5" in one["refused"]
+            continue
+        alone = plan(
+            load_config("gpt2_124m", [*SMALL[1::2], f"Mesh.tensor={one['values']['Mesh.tensor']}"]),
+            one["target"],
+            compile=False,
+        )
+        assert one["step_seconds"] == alone.time.seconds
+        assert one["memory"]["total"] == alone.total
+        assert one["mesh"]["tensor"] == int(one["values"]["Mesh.tensor"])
+    out = capsys.readouterr().out
+    assert out.count("refused") == 2
+    assert out.count("fastest") == 1
+    fastest = min((one for one in plans if "run" in one), key=lambda one: one["run"]["days"])
+    row = next(line for line in out.splitlines() if "fastest" in line)
+    assert fastest["target"] in row
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_nothing_can_run_the_command_is_refused(capsys):
+    words = ["plan", "gpt2_124m", "--no-compile", "--target", "h100:1x8", "--target", "cpu:8"]
+    assert main([*words, "-b", "Mesh.tensor=5"]) == 2
+    assert capsys.readouterr().out.count("Mesh.tensor=5") >= 2
+
+
+def test_a_budget_takes_one_machine_and_no_price(capsys):
+    words = ["plan", "--budget", "1e21", "--target", "h100:1x8"]
+    assert main([*words, "--target", "v5e:2x4", "--price", "2"]) == 2
+    assert "leave out --price and a second --target" in capsys.readouterr().err
+
+
+def test_lists_of_values_become_one_choice_each():
+    found = combinations(["A.x = [1, 2]", "B.y = 'z'", "A.w = [(1, 2), 'a,b']"])
+    assert [one.values for one in found] == [
+        {"A.x": x, "A.w": w} for x in ("1", "2") for w in ("(1, 2)", "'a,b'")
+    ]
+    assert found[1].bindings == ["B.y = 'z'", "A.x = 1", "A.w = 'a,b'"]
+    assert [one.values for one in combinations(["B.y = 1"])] == [{}]
+    with pytest.raises(UserError, match="the list is empty"):
+        combinations(["A.x = []"])
