@@ -1,14 +1,20 @@
 """A whole run multiplied out, and plans beside each other: machines times layouts."""
 
 import json
+import os
+import types
 
+import jax
 import pytest
 
 from jaxtrain import load_config, plan
+from jaxtrain.analysis.planning.machines.gpu import target_config
 from jaxtrain.analysis.planning.whole_run import whole_run
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.swept import combinations
+from jaxtrain.parallel.chips import CHIPS
+from jaxtrain.parallel.devices import other_gpu_memory, take_gpu_memory
 
 SMALL = ["-b", "GPT.num_layers=2", "-b", "Train.steps=1000"]
 
@@ -113,3 +119,37 @@ def test_lists_of_values_become_one_choice_each():
     assert [one.values for one in combinations(["B.y = 1"])] == [{}]
     with pytest.raises(UserError, match="the list is empty"):
         combinations(["A.x = []"])
+
+
+def test_the_part_of_a_gpu_s_memory_is_what_programs_are_planned_into():
+    some = plan(load_config("gpt2_124m", SMALL[1::2]), "h100:1x8", compile=False)
+    more = [*SMALL[1::2], "Train.gpu_memory_fraction=0.9375"]
+    most = plan(load_config("gpt2_124m", more), "h100:1x8", compile=False)
+    sizes = [found.to_json()["hbm_bytes"] for found in (some, most)]
+    assert sizes[1] == pytest.approx(sizes[0] * 0.9375 / 0.75, rel=1e-9)
+    # The compiler is told of the whole board all the same.
+    assert "device_memory_size: 84942979072\n" in target_config(most.target.chip)
+    on_tpu = plan(load_config("gpt2_124m", more), "v5e:2x4", compile=False)
+    assert on_tpu.to_json()["hbm_bytes"] == CHIPS["v5e"].hbm_bytes
+    for wrong in ("0.0", "1.5"):
+        with pytest.raises(UserError, match="Train.gpu_memory_fraction"):
+            load_config("gpt2_124m", [f"Train.gpu_memory_fraction={wrong}"])
+
+
+def test_jax_is_told_how_much_of_a_gpu_to_take_or_the_user_that_it_was_too_late(monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, "0.5")
+    take_gpu_memory(None)
+    assert os.environ[name] == "0.5"
+    take_gpu_memory(0.94)
+    assert os.environ[name] == "0.94"
+
+    whole = 84_942_979_072
+    taken = types.SimpleNamespace(
+        device_kind="NVIDIA H100 80GB HBM3",
+        memory_stats=lambda: {"bytes_limit": int(0.75 * whole)},
+    )
+    assert other_gpu_memory(0.75, taken) is None
+    assert other_gpu_memory(None, taken) is None
+    assert "taken 75% of the GPUs' memory already" in other_gpu_memory(0.94, taken)
+    assert other_gpu_memory(0.94, jax.devices()[0]) is None

@@ -54,6 +54,10 @@ def plan(arguments: argparse.Namespace) -> int:
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
     targets = [parse_target(name, network=arguments.network) for name in arguments.target]
     if arguments.budget is not None:
+        target = targets[0] if targets else None
+        peak = None if target is None else target.chip.bf16_flops
+        devices = None if target is None else target.devices
+        budget = plan_budget(arguments.budget, peak_flops=peak, devices=devices)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
         others |= {"--png": picture, "--search": arguments.search, "--price": arguments.price}
         others |= {"--tokens": arguments.tokens, "--network": arguments.network}
@@ -62,10 +66,7 @@ def plan(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
             )
-        target = targets[0] if targets else None
-        peak = None if target is None else target.chip.bf16_flops
-        devices = None if target is None else target.devices
-        show_budget(console, plan_budget(arguments.budget, peak_flops=peak, devices=devices))
+        show_budget(console, budget)
         return DONE
     if arguments.config is None or not targets:
         missing = "CONFIG" if arguments.config is None else "--target"

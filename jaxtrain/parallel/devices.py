@@ -4,6 +4,7 @@ import collections
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 from jax.extend import backend
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, chip_of
 from jaxtrain.parallel.compilation import keep_compiled_programs
 
 SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
@@ -69,6 +71,34 @@ def platforms_without_libtpu(
     if chosen or not is_installed or has_tpu_chips(root) or has_gpus or others:
         return None
     return "cpu"
+
+
+def take_gpu_memory(fraction: float | None) -> None:
+    """Has JAX take this part of each GPU's memory; call before anything opens the backend.
+
+    None leaves it as the environment has it.
+    """
+    if fraction is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"
+
+
+def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
+    """What to say where JAX had taken another part of a GPU's memory before it was told.
+
+    Args:
+      fraction: the part that was asked for; None: any.
+      device: a device of the run.
+    """
+    chip = chip_of(device.device_kind)
+    if fraction is None or chip is None or chip.kind != "gpu" or chip.hbm_bytes is None:
+        return None
+    taken = device.memory_stats()["bytes_limit"] / (chip.hbm_bytes / GPU_MEMORY_FRACTION)
+    if abs(taken - fraction) < 0.02:  # the driver keeps some of it
+        return None
+    return (
+        f"Train.gpu_memory_fraction={fraction:g} came too late: JAX has taken {taken:.0%} of the "
+        "GPUs' memory already; start a new process, or set XLA_PYTHON_CLIENT_MEM_FRACTION first"
+    )
 
 
 def simulate_devices(count: int) -> None:

@@ -18,7 +18,13 @@ from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
-from jaxtrain.parallel.devices import chosen_devices, platform_of_device, simulate_devices
+from jaxtrain.parallel.devices import (
+    chosen_devices,
+    other_gpu_memory,
+    platform_of_device,
+    simulate_devices,
+    take_gpu_memory,
+)
 from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
@@ -99,10 +105,13 @@ class Trainer:
             )
         if config.mesh.simulated_devices:
             simulate_devices(config.mesh.simulated_devices)
+        take_gpu_memory(config.train.gpu_memory_fraction)
         devices = chosen_devices(devices)
         platform, kind = platform_of_device(devices[0]), devices[0].device_kind
         preflight.check(config, device_count=len(devices), platform=platform, kind=kind)
         self.config, self.console = config, console or quiet()
+        if late := other_gpu_memory(config.train.gpu_memory_fraction, devices[0]):
+            self.say(late)
         self._attempt, self._platform = attempt or Attempt(Alone()), platform
         self.workdir = None if workdir is None else place(workdir)
         self._folder = self._attempt.folder

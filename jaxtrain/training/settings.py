@@ -209,6 +209,9 @@ class Train:
         nothing. 0 stops at the first.
       start_from: what a run takes its first parameters from, and nothing else: another run's
         folder, its newest checkpoint, or a Hugging Face folder. None draws them from the seed.
+      gpu_memory_fraction: the part of each GPU's memory that JAX takes at the start, such as 0.94;
+        None leaves it to XLA_PYTHON_CLIENT_MEM_FRACTION, else 0.75. TPUs and CPUs have no such
+        part.
     """
 
     model: Model
@@ -223,6 +226,7 @@ class Train:
     save_every: int = 0
     bad_records: int = 0
     start_from: Annotated[str | None, PathOr()] = None
+    gpu_memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
         refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
@@ -231,6 +235,11 @@ class Train:
             raise UserError(f"Train.seed={self.seed}; use at most {MAX_SEED}")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise UserError(f"Train.eval_batches={self.eval_batches}; use None or at least 1")
+        part = self.gpu_memory_fraction
+        if part is not None and not 0 < part <= 1:
+            raise UserError(
+                f"Train.gpu_memory_fraction={part:g}; use above 0 and at most 1, such as 0.94"
+            )
         refuse_incomplete(self.model)
 
 

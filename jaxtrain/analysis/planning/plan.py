@@ -10,7 +10,7 @@ from jaxtrain.analysis.planning.compiled.audit import Row, audit
 from jaxtrain.analysis.planning.compiled.compiled import compile_step, planned_layout
 from jaxtrain.analysis.planning.compiled.placement import paddings
 from jaxtrain.analysis.planning.machines.links import names_of
-from jaxtrain.analysis.planning.machines.targets import Target, parse_target
+from jaxtrain.analysis.planning.machines.targets import Target, parse_target, with_memory
 from jaxtrain.analysis.planning.result import Plan, moved_by
 from jaxtrain.analysis.planning.search import COMPILED, Candidate, Found, with_reasons
 from jaxtrain.analysis.planning.search import search as search_layouts
@@ -62,6 +62,7 @@ def plan(
     """
     refuse_amounts(price, tokens)
     machine = parse_target(target, network=network)
+    machine = with_memory(machine, config.train.gpu_memory_fraction)
     if thorough and not compile:
         raise UserError(
             "--thorough with --no-compile: closed forms alone compile nothing; leave out one"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.files import refused_path
+from jaxtrain.parallel.devices import take_gpu_memory
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
@@ -60,6 +61,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
       ClusterError: a process is missing.
     """
     phases = Phases()
+    take_gpu_memory(config.train.gpu_memory_fraction)
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
     with _usable(workdir):

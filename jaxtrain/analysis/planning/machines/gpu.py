@@ -8,7 +8,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, Chip
+from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip
 
 
 def target_config(chip: Chip) -> str:
@@ -20,7 +20,8 @@ def target_config(chip: Chip) -> str:
     gpu = chip.processor
     assert gpu is not None, "a GPU"
     major, minor = gpu.compute_capability
-    assert chip.hbm_bytes is not None
+    whole = CHIPS[chip.name].hbm_bytes  # of which programs may be given another part
+    assert whole is not None
     assert chip.hbm_bandwidth is not None
     feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
     return f"""\
@@ -29,7 +30,7 @@ gpu_device_info {{
   core_count: {gpu.cores}
   fpus_per_core: {gpu.fpus_per_core}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {round(chip.hbm_bytes / GPU_MEMORY_FRACTION)}
+  device_memory_size: {round(whole / GPU_MEMORY_FRACTION)}
   memory_bandwidth: {round(chip.hbm_bandwidth)}
   l2_cache_size: {gpu.l2_bytes}
   shared_memory_per_core: {gpu.shared_bytes_per_core}

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from jaxtrain.analysis.planning.machines.gpu import gpu_devices
 from jaxtrain.config.errors import UserError, nearest
-from jaxtrain.parallel.chips import CHIPS, Chip, Slices
+from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
 
 _EXAMPLES = {"gpu": "1x8", "cpu": "8"}
 
@@ -80,6 +80,18 @@ def parse_target(target: str, *, network: float | None = None) -> Target:
     if refusal is not None:
         raise UserError(f"target {target!r}: {refusal}")
     return Target(chip, shape)
+
+
+def with_memory(target: Target, fraction: float | None) -> Target:
+    """The machine, whose GPUs programs get this part of the memory: `Train.gpu_memory_fraction`.
+
+    None, and other chips than GPUs, change nothing.
+    """
+    chip = target.chip
+    if fraction is None or chip.kind != "gpu" or chip.hbm_bytes is None:
+        return target
+    size = int(chip.hbm_bytes / GPU_MEMORY_FRACTION * fraction)
+    return dataclasses.replace(target, chip=dataclasses.replace(chip, hbm_bytes=size))
 
 
 def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
