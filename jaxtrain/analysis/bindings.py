@@ -60,16 +60,17 @@ def page() -> str:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the `Attributes:` of a settings class say, field by field.
+    """What the `Attributes:` of a settings class and of those that it extends say of its fields.
 
     Raises:
       ValueError: a field is not described, or what is described is no field.
     """
-    _, _, attributes = _docstring(cls).partition("\nAttributes:\n")
     found: dict[str, str] = {}
-    for entry in re.split(r"\n(?=  \S)", "\n" + attributes)[1:]:
-        names, _, meaning = " ".join(entry.split()).partition(": ")
-        found |= dict.fromkeys(names.split(", "), meaning)
+    for base in reversed([one for one in cls.__mro__ if "__dataclass_fields__" in vars(one)]):
+        _, _, attributes = _docstring(base).partition("\nAttributes:\n")
+        for entry in re.split(r"\n(?=  \S)", "\n" + attributes)[1:]:
+            names, _, meaning = " ".join(entry.split()).partition(": ")
+            found |= dict.fromkeys(names.split(", "), meaning)
     fields = {field.name for field in dataclasses.fields(cls)}
     wrong = sorted(fields ^ found.keys()) + [name for name in found if not found[name]]
     if wrong:

@@ -10,9 +10,9 @@ import optax
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.optimizers.matrices import decay_matrices, each, root_mean_square, sides
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule
+from jaxtrain.training.optimizers.direction import DirectionRule
+from jaxtrain.training.optimizers.matrices import each, root_mean_square, sides
+from jaxtrain.training.optimizers.rule import Kept
 
 # Added to the squares, so that a row of zeros divides nothing by 0 (the paper's epsilon 1).
 _LEAST_SQUARE = 1e-30
@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adafactor(Rule):
+class Adafactor(DirectionRule):
     """Adafactor (arXiv 1804.04235) without momentum: the second moment of a matrix is the product
     of its rows' and its columns' means; steps are relative to the parameter's size; decay beside
     it.
@@ -51,14 +51,8 @@ class Adafactor(Rule):
     def __post_init__(self) -> None:
         refuse_not_positive(self, "decay_power", "clip", "epsilon")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            keep_moments(optax.GradientTransformation(self._init, self._update), moments),
-            decay_matrices(weight_decay),
-            optax.scale_by_learning_rate(rate),
-        ]
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(self._init, self._update)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         stack, rows, columns = sides(axes)

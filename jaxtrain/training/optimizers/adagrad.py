@@ -9,9 +9,7 @@ import optax
 
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule
+from jaxtrain.training.optimizers.direction import DirectionRule
 
 
 class Squares(NamedTuple):
@@ -26,7 +24,7 @@ class Squares(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adagrad(Rule):
+class Adagrad(DirectionRule):
     """Adagrad (Duchi et al., JMLR 12, 2011): g / (sqrt(sum of g^2) + epsilon), decay in the
     gradient.
 
@@ -35,22 +33,14 @@ class Adagrad(Rule):
     """
 
     name: ClassVar[str] = "adagrad"
+    decay_in_gradient: ClassVar[bool] = True
     epsilon: float = 1e-10
 
     def __post_init__(self) -> None:
         refuse_not_positive(self, "epsilon")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            decay_matrices(weight_decay),
-            keep_moments(optax.GradientTransformation(_init, self._update), moments),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),)
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(_init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
+from jaxtrain.training.optimizers.rule import refuse_rate
 
 
 class Sensitivities(NamedTuple):
@@ -31,39 +29,26 @@ class Sensitivities(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamSAGE(Rule):
+class AdamSAGE(AdamRule):
     """AdamW-SAGE (arXiv 2202.02664): AdamW's step times |I - s| / (s + epsilon^2), where I = |w g|
     is what the loss would lose without the parameter, to first order, and s its debiased moving
     mean. For going on from trained parameters: one that is 0, as biases are at first, stays 0.
 
     Attributes:
-      b1: decay rate of the gradient's mean m.
-      b2: decay rate of its square's mean v.
       b3: decay rate of the sensitivity's mean s.
       epsilon: what AdamW's denominator is at least; its square, what the sensitivity's is.
     """
 
     name: ClassVar[str] = "adam_sage"
-    b1: float = 0.9
-    b2: float = 0.999
+    kept: ClassVar[int] = 3
     b3: float = 0.75
-    epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2", "b3")
-        refuse_not_positive(self, "epsilon")
+        super().__post_init__()
+        refuse_rate(self, "b3")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            keep_moments(optax.GradientTransformation(_init, self._update), moments),
-            decay_matrices(weight_decay),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),) * 3
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(_init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = state.count + 1
@@ -82,5 +67,4 @@ class AdamSAGE(Rule):
 
 
 def _init(params: Any) -> Sensitivities:
-    zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(3))
-    return Sensitivities(jnp.zeros((), jnp.int32), *zeros)
+    return Sensitivities(jnp.zeros((), jnp.int32), *zeros_like(params, 3))

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
+from jaxtrain.training.optimizers.rule import refuse_rate
 
 
 class Differences(NamedTuple):
@@ -32,39 +30,28 @@ class Differences(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adan(Rule):
+class Adan(AdamRule):
     """Adan (arXiv 2208.06677): (m + b2 v) / (sqrt(n) + epsilon), all debiased, n the mean of (g +
     b2 (g - g of the step before))^2; decay beside it. A rate is 1 less the paper's beta, as in its
     authors' code.
 
     Attributes:
-      b1: decay rate of the gradient's mean m.
       b2: decay rate of the mean v of its differences, and their weight.
       b3: decay rate of the mean of squares n.
-      epsilon: what the denominator is at least.
     """
 
     name: ClassVar[str] = "adan"
+    kept: ClassVar[int] = 4
     b1: float = 0.98
     b2: float = 0.92
     b3: float = 0.99
-    epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2", "b3")
-        refuse_not_positive(self, "epsilon")
+        super().__post_init__()
+        refuse_rate(self, "b3")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            keep_moments(optax.GradientTransformation(_init, self._update), moments),
-            decay_matrices(weight_decay),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),) * 4
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(_init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -89,5 +76,4 @@ class Adan(Rule):
 
 
 def _init(params: Any) -> Differences:
-    zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(4))
-    return Differences(jnp.zeros((), jnp.int32), *zeros)
+    return Differences(jnp.zeros((), jnp.int32), *zeros_like(params, 4))

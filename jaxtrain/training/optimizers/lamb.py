@@ -5,44 +5,23 @@ from typing import ClassVar
 
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices, scale_by_trust_ratio
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import AdamRule
+from jaxtrain.training.optimizers.matrices import scale_by_trust_ratio
+from jaxtrain.training.optimizers.moments import Moments
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LAMB(Rule):
+class LAMB(AdamRule):
     """LAMB (arXiv 1904.00962): AdamW's update, decay included, times |w| / |update| of each matrix
-    of each layer.
-
-    Attributes:
-      b1: decay rate of the gradient's mean m.
-      b2: decay rate of its square's mean v.
-      epsilon: what the denominator is at least.
-    """
+    of each layer."""
 
     name: ClassVar[str] = "lamb"
-    b1: float = 0.9
-    b2: float = 0.999
     epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2")
-        refuse_not_positive(self, "epsilon")
 
     def chain(
         self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
     ) -> list[optax.GradientTransformation]:
-        adam = optax.scale_by_adam(self.b1, self.b2, self.epsilon)
-        return [
-            keep_moments(adam, moments),
-            decay_matrices(weight_decay),
-            scale_by_trust_ratio(),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),) * 2
+        *update, scale = super().chain(rate, weight_decay=weight_decay, moments=moments)
+        return [*update, scale_by_trust_ratio(), scale]

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes, parts_of
-from jaxtrain.training.optimizers.matrices import Sides, decay_matrices, each, sides
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import AdamRule
+from jaxtrain.training.optimizers.matrices import Sides, each, sides
+from jaxtrain.training.optimizers.rule import Kept, refuse_rate
 
 # The quintic a x + b x^3 + c x^5 of the authors' code, steepest at 0: five turns of it bring
 # singular values from 0.002 on to between 0.7 and 1.2.
@@ -42,7 +41,7 @@ class Momenta(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Muon(Rule):
+class Muon(AdamRule):
     """Muon (Jordan et al., 2024; arXiv 2502.16982): the Nesterov momentum of each matrix,
     orthogonalised by five Newton-Schulz turns and scaled to 0.2 root mean square; AdamW for
     embeddings, heads, norm scales and biases; decay beside both. Queries, keys and values, layers
@@ -59,22 +58,14 @@ class Muon(Rule):
 
     name: ClassVar[str] = "muon"
     momentum: float = 0.95
-    b1: float = 0.9
     b2: float = 0.95
-    epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "momentum", "b1", "b2")
-        refuse_not_positive(self, "epsilon")
+        super().__post_init__()
+        refuse_rate(self, "momentum")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            keep_moments(optax.GradientTransformation(_init, self._update), moments),
-            decay_matrices(weight_decay),
-            optax.scale_by_learning_rate(rate),
-        ]
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(_init, self._update)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         return (Kept(shape, axes),) * (1 if _is_orthogonalised(axes) else 2)

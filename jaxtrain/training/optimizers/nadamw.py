@@ -9,9 +9,7 @@ import optax
 
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
 
 
 class NesterovMoments(NamedTuple):
@@ -31,38 +29,23 @@ class NesterovMoments(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NAdamW(Rule):
+class NAdamW(AdamRule):
     """NAdam (Dozat, ICLR 2016 workshop) with decay beside it: Adam whose mean is one step ahead.
     Its momentum grows to b1: at update t it is b1 (1 - 0.96^(t momentum_decay) / 2).
 
     Attributes:
-      b1: decay rate of the gradient's mean m.
-      b2: decay rate of its square's mean v.
-      epsilon: what the denominator is at least.
       momentum_decay: how fast the momentum grows.
     """
 
     name: ClassVar[str] = "nadamw"
-    b1: float = 0.9
-    b2: float = 0.999
-    epsilon: float = 1e-8
     momentum_decay: float = 4e-3
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2")
-        refuse_not_positive(self, "epsilon", "momentum_decay")
+        super().__post_init__()
+        refuse_not_positive(self, "momentum_decay")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            keep_moments(optax.GradientTransformation(_init, self._update), moments),
-            decay_matrices(weight_decay),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),) * 2
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(_init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -85,5 +68,4 @@ class NAdamW(Rule):
 
 
 def _init(params: Any) -> NesterovMoments:
-    zeros, more = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return NesterovMoments(jnp.zeros((), jnp.int32), jnp.ones(()), zeros, more)
+    return NesterovMoments(jnp.zeros((), jnp.int32), jnp.ones(()), *zeros_like(params, 2))

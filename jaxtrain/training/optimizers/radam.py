@@ -10,9 +10,7 @@ import optax
 
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
 
 # Below this many updates' worth of memory the variance of 1 / sqrt(v) has no bound worth a name.
 _SHORTEST = 5.0
@@ -20,36 +18,18 @@ _SHORTEST = 5.0
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RAdam(Rule):
+class RAdam(AdamRule):
     """RAdam (arXiv 1908.03265): Adam times a rectification, and the debiased mean alone while the
-    second moment has seen too little (5 updates at b2 = 0.999); decay beside it.
-
-    Attributes:
-      b1: decay rate of the gradient's mean m.
-      b2: decay rate of its square's mean v.
-      epsilon: what the denominator is at least.
-    """
+    second moment has seen too little (5 updates at b2 = 0.999); decay beside it."""
 
     name: ClassVar[str] = "radam"
-    b1: float = 0.9
-    b2: float = 0.999
-    epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2")
-        refuse_not_positive(self, "b2", "epsilon")
+        super().__post_init__()
+        refuse_not_positive(self, "b2")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            keep_moments(optax.GradientTransformation(_init, self._update), moments),
-            decay_matrices(weight_decay),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),) * 2
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(_init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -87,5 +67,4 @@ def memory_length(t: jax.Array, b2: float) -> jax.Array:
 
 
 def _init(params: Any) -> Any:
-    zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), *zeros)
+    return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), *zeros_like(params, 2))

@@ -9,9 +9,8 @@ import optax
 
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import DirectionRule
+from jaxtrain.training.optimizers.rule import Kept, refuse_rate
 
 
 class Squares(NamedTuple):
@@ -28,7 +27,7 @@ class Squares(NamedTuple):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RMSprop(Rule):
+class RMSprop(DirectionRule):
     """RMSprop (Hinton, Coursera lecture 6e, 2012): g / (sqrt(v) + epsilon), v not debiased; decay
     in the gradient.
 
@@ -39,6 +38,7 @@ class RMSprop(Rule):
     """
 
     name: ClassVar[str] = "rmsprop"
+    decay_in_gradient: ClassVar[bool] = True
     decay: float = 0.99
     momentum: float = 0.0
     epsilon: float = 1e-8
@@ -47,14 +47,8 @@ class RMSprop(Rule):
         refuse_rate(self, "decay", "momentum")
         refuse_not_positive(self, "epsilon")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            decay_matrices(weight_decay),
-            keep_moments(optax.GradientTransformation(self._init, self._update), moments),
-            optax.scale_by_learning_rate(rate),
-        ]
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(self._init, self._update)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         return (Kept(shape, axes),) * (2 if self.momentum else 1)

@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 import optax
@@ -68,7 +68,14 @@ def rules() -> Mapping[str, type[Rule]]:
     package = jaxtrain.training.optimizers
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-    return {cls.name: cls for cls in sorted(Rule.__subclasses__(), key=lambda cls: cls.name)}
+    named = [cls for cls in _below(Rule) if "name" in vars(cls)]
+    return {cls.name: cls for cls in sorted(named, key=lambda cls: cls.name)}
+
+
+def _below(cls: type[Rule]) -> Iterator[type[Rule]]:
+    for one in cls.__subclasses__():
+        yield one
+        yield from _below(one)
 
 
 def refuse_rate(rule: Rule, *fields: str) -> None:

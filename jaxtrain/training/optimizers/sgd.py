@@ -6,14 +6,13 @@ from typing import ClassVar
 import optax
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.matrices import decay_matrices
-from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.direction import DirectionRule
+from jaxtrain.training.optimizers.rule import refuse_rate
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SGD(Rule):
+class SGD(DirectionRule):
     """SGD with Nesterov momentum: m = momentum m + g, then momentum m + g; decay in the gradient.
 
     Attributes:
@@ -21,19 +20,11 @@ class SGD(Rule):
     """
 
     name: ClassVar[str] = "sgd"
+    decay_in_gradient: ClassVar[bool] = True
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
         refuse_rate(self, "momentum")
 
-    def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
-    ) -> list[optax.GradientTransformation]:
-        return [
-            decay_matrices(weight_decay),
-            keep_moments(optax.trace(self.momentum, nesterov=True), moments),
-            optax.scale_by_learning_rate(rate),
-        ]
-
-    def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),)
+    def direction(self) -> optax.GradientTransformation:
+        return optax.trace(self.momentum, nesterov=True)
