@@ -56,12 +56,15 @@ def test_a_field_without_a_meaning_is_refused():
 
     @dataclasses.dataclass
     class Other(Half):
-        """Two fields.
+        """Three fields.
 
         Attributes:
-          first: described.
+          first: described anew.
           third: not there.
         """
 
-    with pytest.raises(ValueError, match="differ in second, third"):
+        fourth: int
+
+    # What it extends says what it does not say itself.
+    with pytest.raises(ValueError, match="differ in fourth, third"):
         bindings.meanings(Other)
