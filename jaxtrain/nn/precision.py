@@ -53,13 +53,18 @@ class Precision:
 
 
 def is_matrix(variable) -> bool:  # noqa: ANN001 - an NNX variable
-    """Whether a parameter is the weight of a product or a lookup, not a scale or a bias.
+    """Whether a parameter is the weight of a product or a lookup, not a scale or a bias."""
+    return is_of_matrix(logical_axes(variable))
+
+
+def is_of_matrix(axes: tuple[str, ...]) -> bool:
+    """Whether dimensions that mean this are those of a matrix.
 
     It then has at least two dimensions besides those that only stack weights; the heads' two
     dimensions count once, since together they are one side of the product.
     """
     stacked = ("layers", "qkv", "head_dim")
-    return sum(axis not in stacked for axis in logical_axes(variable)) >= 2
+    return sum(axis not in stacked for axis in axes) >= 2
 
 
 def to_compute(params, dtype: str):  # noqa: ANN001, ANN201

@@ -7,7 +7,7 @@ with the probability that makes the expected value the exact one (arXiv 1502.025
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +18,12 @@ import optax
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 
 Moments = Literal["float32", "bfloat16"]
+
+# Why replicas' rounded moments are not averaged.
+ROUNDED = (
+    "the mean of replicas' moments would be rounded to the nearest number, which a slow moment "
+    "never leaves"
+)
 
 
 class Rounded(NamedTuple):
@@ -70,16 +76,6 @@ def keep_moments(
         return updates, Rounded(state.count + 1, _round_all(exact, state.count, layers))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def refuse(dtype: Moments, *, exchange: str) -> Iterator[str]:
-    """A sentence where moments of this dtype do not go with this method of exchange."""
-    if dtype == "bfloat16" and exchange == "local_sgd":
-        yield (
-            "Optimizer.moments='bfloat16' with Exchange.method='local_sgd': the mean of replicas' "
-            "moments would be rounded to the nearest number, which a slow moment never leaves; "
-            "use Optimizer.moments='float32', or Exchange.method='diloco', which averages none"
-        )
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """From settings to an optax transformation."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated
 
 import optax
@@ -10,7 +11,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import ByName
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.average import keep_average
-from jaxtrain.training.optimizers.moments import Moments
+from jaxtrain.training.optimizers.moments import ROUNDED, Moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
 
 
@@ -58,6 +59,12 @@ class Optimizer:
                 f"{self.name!r}, which averages the parameters by itself; use None"
             )
 
+        if self.moments != "float32" and self.rule.dtype is not None:
+            raise UserError(
+                f"Optimizer.moments={self.moments!r} with Optimizer.name={self.name!r}, which "
+                f"keeps its own in {self.rule.dtype}; use 'float32', the default"
+            )
+
     @property
     def name(self) -> str:
         """The rule's."""
@@ -65,8 +72,22 @@ class Optimizer:
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         """The arrays kept for a parameter: the rule's, and the average."""
-        average = () if self.average_decay is None else (Kept(shape, axes, exact=True),)
+        average = () if self.average_decay is None else (Kept(shape, axes, dtype="float32"),)
         return (*self.rule.keeps(shape, axes), *average)
+
+
+def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
+    """A sentence where what is kept does not go with this method of exchange."""
+    said, instead = f"Optimizer.name={settings.name!r}", "another rule"
+    reason = settings.rule.no_mean
+    if settings.moments != "float32":
+        said, instead = f"Optimizer.moments={settings.moments!r}", "Optimizer.moments='float32'"
+        reason = ROUNDED
+    if reason is not None and exchange == "local_sgd":
+        yield (
+            f"{said} with Exchange.method='local_sgd': {reason}; use {instead}, or "
+            "Exchange.method='diloco', which averages none"
+        )
 
 
 def make_optimizer(settings: Optimizer, schedule: optax.Schedule) -> optax.GradientTransformation:

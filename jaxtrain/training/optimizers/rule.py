@@ -6,12 +6,14 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax.numpy as jnp
 import optax
 
 import jaxtrain.training.optimizers
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.optimizers.moments import Moments
 
 
@@ -22,16 +24,16 @@ class Kept(NamedTuple):
       shape: of the array.
       axes: what its dimensions mean, by which it is sharded as a parameter of such axes would be
         from ZeRO 1 on. A mean over a dimension has lost that dimension's name, and nothing else.
-      exact: whether it stays float32 whatever `Optimizer.moments` says.
+      dtype: of its numbers; None: as `Optimizer.moments` says.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    exact: bool = False
+    dtype: Literal["float32", "uint8"] | None = None
 
     def bytes(self, moments: Moments) -> int:
         """Of the whole array."""
-        return math.prod(self.shape) * (2 if moments == "bfloat16" and not self.exact else 4)
+        return math.prod(self.shape) * jnp.dtype(self.dtype or moments).itemsize
 
 
 class Rule(abc.ABC):
@@ -40,10 +42,14 @@ class Rule(abc.ABC):
     Attributes:
       name: what `Optimizer.name` calls it.
       averages: whether it averages the parameters by itself.
+      dtype: what its moments are kept in whatever the settings say; None: as they say.
+      no_mean: why the mean of two of its states is none; None where it is one.
     """
 
     name: ClassVar[str]
     averages: ClassVar[bool] = False
+    dtype: ClassVar[str | None] = None
+    no_mean: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def chain(
@@ -60,6 +66,16 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         """The arrays kept for a parameter of this shape, whose dimensions mean `axes`."""
+
+    def refuse_layout(self, params: Any, layout: Layout) -> Iterator[str]:
+        """A sentence for each reason why it cannot update parameters that lie so.
+
+        Args:
+          params: the parameters, of which no array need be there.
+          layout: where they and what it keeps of them lie.
+        """
+        del params, layout
+        return iter(())
 
 
 @functools.cache

@@ -86,7 +86,7 @@ class ScheduleFree(Rule):
         ]
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return Kept(shape, axes), Kept(shape, axes, exact=True)
+        return Kept(shape, axes), Kept(shape, axes, dtype="float32")
 
 
 def _average_iterates(rate: optax.Schedule, b1: float) -> optax.GradientTransformation:

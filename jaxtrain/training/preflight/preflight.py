@@ -19,7 +19,7 @@ from jaxtrain.training import corruption, guard, settings
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.objectives import losses
 from jaxtrain.training.objectives.objective import objective_named
-from jaxtrain.training.optimizers import moments
+from jaxtrain.training.optimizers import optimizer
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
 from jaxtrain.training.preflight.outlook import Outlook
@@ -137,7 +137,8 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
     lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
-    lambda seen, c: moments.refuse(c.optimizer.moments, exchange=c.exchange.method),
+    lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
+    lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),
     _context,
     lambda seen, c: experts.refuse(seen.capacity, context=seen.size("context"), model=seen.name),
     _pipeline,
