@@ -61,6 +61,7 @@ RULES: dict[str, AxisRule] = {
     # Of a layer of any width: activations come out split, and are gathered for the next layer.
     "fan_in": AxisRule("fsdp", None, None),
     "fan_out": _TENSOR,
+    "side": _WHOLE,  # of a preconditioner's rows, which lie as the matrix's side: the whole side
     "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
 }
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.parallel.sharding import logical_axes, parts_of
+from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.direction import AdamRule
 from jaxtrain.training.optimizers.matrices import Sides, each, sides
 from jaxtrain.training.optimizers.rule import Kept, refuse_rate
+from jaxtrain.training.optimizers.whole import on_whole
 
 # The quintic a x + b x^3 + c x^5 of the authors' code, steepest at 0: five turns of it bring
 # singular values from 0.002 on to between 0.7 and 1.2.
@@ -105,37 +105,9 @@ def orthogonalised(x: jax.Array, dims: Sides) -> jax.Array:
       x: float32, laid out as the optimizer's state is; so is the result.
       dims: which dimensions count matrices and which are a matrix's sides.
     """
-    rows, columns = (math.prod(x.shape[i] for i in part) for part in (dims.rows, dims.columns))
-    stack = len(dims.stack)
-
-    def whole(x: jax.Array) -> jax.Array:
-        """Of matrices that lie whole on their devices."""
-        flat = x.reshape(*x.shape[: x.ndim - len(dims.rows + dims.columns)], rows, columns)
-        found = newton_schulz(flat) * (_ROOT_MEAN_SQUARE * math.sqrt(max(rows, columns)))
-        return found.reshape(x.shape)
-
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.empty or not any(sharding.spec[stack:]):
-        return whole(x)
-    spec = sharding.spec
-    moves = _moves(x.shape, spec, stack, sharding.mesh.shape)
-    for to in moves:
-        x = jax.sharding.reshard(x, to)
-    spec_now = moves[-1] if moves else spec
-    if stack and not any(spec_now[:1]) and any(spec_now[stack:]):
-
-        def one_layer(_: None, layer: jax.Array) -> tuple[None, jax.Array]:
-            gathered = P(*spec_now[1:stack], *(None,) * (x.ndim - stack))
-            found = whole(jax.sharding.reshard(layer, gathered))
-            return None, jax.sharding.reshard(found, P(*spec_now[1:]))
-
-        x = jax.lax.scan(one_layer, None, x)[1]
-    else:
-        gathered = P(*spec_now[:stack], *(None,) * (x.ndim - stack))
-        x = jax.sharding.reshard(whole(jax.sharding.reshard(x, gathered)), spec_now)
-    for to in (*moves[-2::-1], spec) if moves else ():
-        x = jax.sharding.reshard(x, to)
-    return x
+    longer = max(math.prod(x.shape[i] for i in part) for part in (dims.rows, dims.columns))
+    scale = _ROOT_MEAN_SQUARE * math.sqrt(longer)
+    return on_whole(lambda matrices: scale * newton_schulz(matrices), x, dims)
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
@@ -157,25 +129,6 @@ def newton_schulz(x: jax.Array) -> jax.Array:
 
 def _is_orthogonalised(axes: tuple[str, ...]) -> bool:
     return bool(sides(axes).rows) and not any(axis in _TABLES for axis in axes)
-
-
-def _moves(shape: tuple[int, ...], spec: P, stack: int, mesh: Any) -> list[P]:
-    """Layouts that bring matrices together, one mesh axis after the other: from a side to layers.
-
-    Moving one axis between dimensions is an all-to-all; each device ends with whole layers.
-    """
-    found, now = [], list(spec)
-    if not stack:
-        return found
-    for dim in range(stack, len(shape)):
-        for axis in parts_of(spec[dim]):
-            layers = (*parts_of(now[0]), axis)
-            if shape[0] % math.prod(mesh[name] for name in layers):
-                continue
-            left = tuple(name for name in parts_of(now[dim]) if name != axis)
-            now[0], now[dim] = layers, left or None
-            found.append(P(*now))
-    return found
 
 
 def _init(params: Any) -> Momenta:

@@ -1,0 +1,164 @@
+"""Square matrices for the two sides of a matrix, each split by its rows as that side is.
+
+Letters: i, k places along the rows, j, l along the columns. Products are in whole float32: what
+they make goes into roots and bases.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import logical_axes, on_each_device, reshape
+from jaxtrain.parallel.tables import MeshAxes
+from jaxtrain.training.optimizers.matrices import Sides, sides
+from jaxtrain.training.optimizers.rule import Kept
+from jaxtrain.training.optimizers.whole import on_whole
+
+ROWS, COLUMNS = 0, 1
+
+
+def of_sides(shape: tuple[int, ...], axes: tuple[str, ...], largest: int) -> list[Kept | None]:
+    """A square matrix for either side of a parameter; None for sides longer than `largest`, and for
+    both where it is no matrix."""
+    stack, *both = sides(axes)
+    if not both[ROWS]:
+        return [None, None]
+    lengths = [math.prod(shape[i] for i in part) for part in both]
+    stacked = tuple(shape[i] for i in stack), tuple(axes[i] for i in stack)
+    return [
+        Kept((*stacked[0], n, n), (*stacked[1], axes[part[0]], "side"), "float32")
+        if n <= largest
+        else None
+        for n, part in zip(lengths, both, strict=True)
+    ]
+
+
+def for_sides(param: Any, largest: int, *, diagonal: float) -> tuple[Any, Any]:
+    """Such matrices with this diagonal and zeros beside it, () for None."""
+
+    def one(kept: Kept | None) -> Any:
+        if kept is None:
+            return ()
+        square = jnp.broadcast_to(diagonal * jnp.eye(kept.shape[-1]), kept.shape)
+        return param.replace(square, axes=kept.axes)
+
+    rows, columns = of_sides(param.get_value().shape, logical_axes(param), largest)
+    return one(rows), one(columns)
+
+
+def is_none(square: Any) -> bool:
+    """Whether `for_sides` left a side out."""
+    return isinstance(square, tuple)
+
+
+def are_none(squares: Any) -> bool:
+    """Whether it left both."""
+    return all(map(is_none, squares))
+
+
+def flat(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter's array as matrices [..., rows, columns]."""
+    stack, rows, columns = sides(axes)
+    lengths = (math.prod(x.shape[i] for i in part) for part in (rows, columns))
+    parts = _parts(x)
+    shape = *(x.shape[i] for i in stack), *lengths
+    return reshape(x, shape, (*parts[: len(stack)], parts[rows[0]], parts[columns[0]]))
+
+
+def like(m: jax.Array, x: jax.Array) -> jax.Array:
+    """Matrices in the form of the array that they were made of."""
+    return reshape(m, x.shape, _parts(x))
+
+
+def gram(m: jax.Array, side: int) -> jax.Array:
+    """M M^T of the rows, M^T M of the columns."""
+    product = "...ij,...kj->...ik" if side == ROWS else "...ij,...il->...jl"
+    *stack, rows, columns = _parts(m)
+    return _einsum(product, m, _gathered(m, side), (*stack, (rows, columns)[side], None))
+
+
+def into(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
+    """M in a basis of one side, given by columns: B^T M of the rows, M B of the columns."""
+    if side == ROWS:
+        return _einsum("...ik,...ij->...kj", basis, m, _parts(m))
+    return _einsum("...ij,...jl->...il", m, basis, _parts(m))
+
+
+def out_of(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
+    """The way back: B M of the rows, M B^T of the columns."""
+    if side == ROWS:
+        return _einsum("...ik,...kj->...ij", basis, _gathered(m, side), _parts(m))
+    return _einsum("...ij,...lj->...il", _gathered(m, side), basis, _parts(m))
+
+
+def inverse_root(square: jax.Array, order: int, least: float) -> jax.Array:
+    """square^(-1 / order) of symmetric matrices, whose eigenvalues count as at least `least`."""
+
+    def root(x: jax.Array) -> jax.Array:
+        values, vectors = jnp.linalg.eigh(x)
+        scaled = vectors * (jnp.maximum(values, least) ** (-1 / order))[..., None, :]
+        return jnp.einsum("...ik,...jk->...ij", scaled, vectors, precision="highest")
+
+    return _each_whole(root, square)
+
+
+def eigenbasis(square: jax.Array) -> jax.Array:
+    """The eigenvectors of symmetric matrices by columns, the largest eigenvalue's first."""
+    return _each_whole(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], square)
+
+
+def turned(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A basis after one turn of the power iteration, and the order in which its columns stood.
+
+    Returns:
+      The basis and a permutation [..., n, n], whole: column l of the new one came of column k of
+      the old one where [k, l] is 1. The largest of the estimated eigenvalues comes first.
+    """
+    *stack, rows, _ = _parts(square)
+    turn = _einsum("...ik,...kl->...il", square, _gathered(basis, ROWS), (*stack, rows, None))
+    values = (basis * turn).sum(-2)
+    order = jnp.argsort(-values, axis=-1)
+    permutation = (jnp.arange(values.shape[-1])[:, None] == order[..., None, :]) * 1.0
+    turn = _einsum("...ik,...kl->...il", turn, permutation, (*stack, rows, None))
+    return _each_whole(lambda x: jnp.linalg.qr(x)[0], turn), permutation
+
+
+def permuted(permutation: jax.Array, m: jax.Array, side: int) -> jax.Array:
+    """M with its rows or columns in the order that `turned` gave a basis."""
+    if side == ROWS:
+        return _einsum("...kl,...kj->...lj", permutation, _gathered(m, side), _parts(m))
+    return _einsum("...ij,...jl->...il", _gathered(m, side), permutation, _parts(m))
+
+
+def _each_whole(function: Any, square: jax.Array) -> jax.Array:
+    dims = Sides(tuple(range(square.ndim - 2)), (square.ndim - 2,), (square.ndim - 1,))
+
+    def local(x: jax.Array) -> jax.Array:
+        sharding = jax.typeof(x).sharding
+        if sharding.mesh.empty:
+            return function(x)
+        # By hand: the compiler need not know how to decompose its own part of a stack.
+        return on_each_device(function, sharding.spec, sharding.spec)(x)
+
+    return on_whole(local, square, dims)
+
+
+def _gathered(m: jax.Array, side: int) -> jax.Array:
+    """Matrices of which each device has this side whole."""
+    if jax.typeof(m).sharding.mesh.empty:
+        return m
+    parts = list(_parts(m))
+    parts[m.ndim - 2 + side] = None
+    return jax.sharding.reshard(m, P(*parts))
+
+
+def _einsum(product: str, a: jax.Array, b: jax.Array, parts: tuple[MeshAxes, ...]) -> jax.Array:
+    out = None if jax.typeof(a).sharding.mesh.empty else P(*parts)
+    return jnp.einsum(product, a, b, precision="highest", out_sharding=out)
+
+
+def _parts(x: jax.Array) -> tuple[MeshAxes, ...]:
+    return tuple(jax.typeof(x).sharding.spec)
