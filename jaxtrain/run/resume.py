@@ -22,6 +22,7 @@ from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import FORMAT
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
@@ -169,7 +170,7 @@ def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, 
 
 
 # What decides which arrays a state consists of, what explains most first.
-_OF_STATE = (("Train.model ",), ("Optimizer.", "Precision.", "Exchange.", "Guard."))
+_OF_STATE = (("Train.model ",), ("Finetune.", "Optimizer.", "Precision.", "Exchange.", "Guard."))
 
 
 def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserError:
@@ -199,6 +200,20 @@ class _Rates:
     notes: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tuned:
+    """What of a model a run trains."""
+
+    finetune: Finetune
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _bindings(config: str, *beginnings: str) -> list[str]:
+    """The settings of a saved config whose names begin so, as bindings."""
+    return [x for x in config.splitlines() if x.startswith(beginnings) and " = " in x]
+
+
 def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
     """A sentence where a run goes on from `step` with another learning rate than was saved.
 
@@ -206,7 +221,7 @@ def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str
     step was given more steps.
     """
     saved = dict(line.split(" = ", 1) for line in extra["config"].splitlines() if " = " in line)
-    bindings = [f"{name} = {value}" for name, value in saved.items() if name.startswith(_OF_RATES)]
+    bindings = _bindings(extra["config"], *_OF_RATES)
     try:
         before = load(_Rates, None, bindings, search_path=Path())
     except UserError:
@@ -243,9 +258,18 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
 
 
 def restore_parameters(checkpoints: Checkpoints, step: int, program: Program) -> nnx.State:
-    """The parameters of `step` alone, in the program's layout; nothing else is read."""
-    found = _restore(checkpoints, step, program, lambda state: {"params": state.params})
-    return found["params"]
+    """The parameters of `step` alone, all of them, in the layout of the program's `whole`; nothing
+    else is read."""
+    said = _bindings(checkpoints.extra(step)["config"], "Finetune.")
+    saved = load(_Tuned, None, said, search_path=Path())
+    source = dataclasses.replace(program, tuning=tuning_of(saved.finetune, program.build))
+    found = _restore(checkpoints, step, source, _parameters)
+    with program.layout.active():
+        return jax.jit(source.tuning.merged)((found["params"], found["frozen"]))
+
+
+def _parameters(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, "frozen": state.frozen}
 
 
 def _restore(
@@ -282,7 +306,7 @@ def _restore(
 def _num_layers(program: Program) -> int:
     sizes = {
         variable.get_value().shape[0]
-        for variable in jax.tree.leaves(program.abstract_state().params, is_leaf=is_variable)
+        for variable in jax.tree.leaves(program.abstract_state().weights, is_leaf=is_variable)
         if is_layer(variable)
     }
     order = program.layer_order

@@ -207,8 +207,8 @@ class Trainer:
         return export_run(
             str(path),
             self.config,
-            self.program.plain,
-            self.program.consensus(self.state).params,
+            self.program.plain.whole,
+            self.program.plain.merged(self.program.consensus(self.state)),
             self.workdir,
             dtype=dtype,
             console=self.console,

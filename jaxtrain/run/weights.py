@@ -1,5 +1,6 @@
 """A model's weights by name on the host: out of a state, checked, and into one."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -59,7 +60,10 @@ def weights(program: Program | ExchangeProgram, state: TrainState) -> dict[str, 
       state: from its `trained` or `consensus`.
     """
     stages = program.plain.stages
-    return on_host(state.params, stages) | on_host(state.statistics, stages)
+    found = {}
+    for part in (*state.weights, state.statistics):
+        found |= on_host(part, stages)
+    return found
 
 
 def with_weights(
@@ -77,11 +81,12 @@ def with_weights(
     """
     plain = program.plain
     shapes = plain.abstract_state()
-    refuse(by_name(shapes.params) | by_name(shapes.statistics), given, plain.stages)
-    params = _placed(shapes.params, given, plain.stages)
-    statistics = _placed(shapes.statistics, given, plain.stages)
+    parts = (*shapes.weights, shapes.statistics)
+    refuse({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
+    params, frozen, statistics = (_placed(part, given, plain.stages) for part in parts)
     with program.layout.active():
         after = _with_weights(program, state, params, statistics)
+        after = dataclasses.replace(after, frozen=frozen)
         return jax.device_put(after, program.state_shardings(after))
 
 

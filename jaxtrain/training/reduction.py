@@ -64,7 +64,8 @@ def local_gradients(
       of_rows: (layout, rows, *arguments) -> gradients, sums and statistics of these rows alone; the
         statistics are those of the whole batch (see `sharding.mean_over_batch`).
       batch: the global batch.
-      arguments: pytrees of arrays that all devices along the axes have alike, parameters first.
+      arguments: pytrees of arrays that all devices along the axes have alike: first the parameters,
+        trained and frozen, then the statistics.
     """
 
     def one(rows: Batch, *arguments: Any) -> tuple[nnx.State, Sums, nnx.State]:
@@ -77,7 +78,7 @@ def local_gradients(
         grads, sums = jax.tree.map(lambda x: x[None], (grads, sums))
         return grads, sums, statistics
 
-    params, statistics = arguments[:2]
+    (params, _), statistics = arguments[:2]
     specs = jax.tree.map(
         lambda v: v.replace(_of_device(axes, layout, logical_axes(v))), params, is_leaf=is_variable
     )

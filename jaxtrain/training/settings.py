@@ -35,6 +35,7 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.corruption import Corruption
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.optimizers.optimizer import Optimizer
@@ -296,6 +297,7 @@ class Config:
     guard: Guard
     corruption: Corruption
     deadlines: Deadlines
+    finetune: Finetune
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 

@@ -22,6 +22,7 @@ from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.parallel.gathering import GradientSlice
 from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shard, shardings
+from jaxtrain.training.finetune.tuning import Tuning, Weights
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
@@ -41,12 +42,13 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, optimizer steps taken.
-      params: the master parameters.
+      params: the master parameters that are trained.
       opt_state: the optimizer's state.
       statistics: running statistics; empty for models that have none.
       loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
       exchange: what an exchange over `data` other than the synchronous one remembers.
       guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
+      frozen: the parameters that stay as they are; empty where all are trained.
     """
 
     step: jax.Array
@@ -56,6 +58,12 @@ class TrainState:
     loss_scale: jax.Array
     exchange: Any = ()
     guard: Any = ()
+    frozen: nnx.State = dataclasses.field(default_factory=lambda: nnx.State({}))
+
+    @property
+    def weights(self) -> Weights:
+        """All parameters: those that are trained, and those that are not."""
+        return self.params, self.frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +83,7 @@ class Program:
       pipeline: how microbatches go through the stages, where the mesh has more than one.
       guard: which steps are bad, and whether they may change the state.
       seed: of what training draws in its steps, as dropout does.
+      tuning: which parameters are trained.
     """
 
     build: Callable[[jax.Array], nnx.Module]
@@ -89,6 +98,7 @@ class Program:
     pipeline: Pipeline = Pipeline()
     guard: Guard = Guard()
     seed: int = 0
+    tuning: Tuning = Tuning()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -97,7 +107,7 @@ class Program:
 
         Args:
           key: of what is drawn.
-          params: the parameters to start from, as a state holds them; None draws them.
+          params: the parameters to start from, as `whole`'s state holds them; None draws them.
         """
         _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
         if params is None:
@@ -106,6 +116,7 @@ class Program:
                 params = self.stages.to_stages(params)
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
+        params, frozen = self.tuning.begin(params)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -113,7 +124,17 @@ class Program:
             statistics=statistics,
             loss_scale=jnp.array([first, 0.0], jnp.float32),
             guard=() if self.guard.spike_sigma is None else History.empty(self.guard.window),
+            frozen=frozen,
         )
+
+    @property
+    def whole(self) -> "Program":
+        """The same program with all parameters trained: its state holds a model's as they are."""
+        return dataclasses.replace(self, tuning=Tuning())
+
+    def merged(self, state: TrainState) -> nnx.State:
+        """The model's parameters, in the form of `whole`'s state."""
+        return self.tuning.merged(state.weights)
 
     @functools.cached_property
     def stages(self) -> Stages | None:
@@ -147,6 +168,7 @@ class Program:
             "statistics": shardings(state.statistics, layout.weight, layout),
             "loss_scale": layout.named(P()),
             "guard": jax.tree.map(lambda _: layout.named(P()), state.guard),
+            "frozen": shardings(state.frozen, layout.parameter, layout),
         }
         return TrainState(**of)
 
@@ -155,7 +177,8 @@ class Program:
 
         Args:
           seed: of what is drawn.
-          params: the parameters to start from, which are taken away; None draws them.
+          params: the parameters to start from, as `whole`'s state holds them, which are taken
+            away; None draws them.
         """
         out = self.state_shardings(self.shapes())
         init = jax.jit(self.init, out_shardings=out, donate_argnums=1)
@@ -310,7 +333,7 @@ class Program:
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
-        weights = to_compute(state.params, self.precision.compute)
+        weights = to_compute(state.weights, self.precision.compute)
         axes = summed_once(self.layout, self.passes)
         if axes:
             grads, sums, statistics = local_gradients(
@@ -334,7 +357,7 @@ class Program:
         self,
         layout: Layout,
         batch: Batch,
-        weights: nnx.State,
+        weights: Weights,
         statistics: nnx.State,
         scales: Sums,
         step: jax.Array,
@@ -359,7 +382,8 @@ class Program:
             return self.objective.total(sums, scales), (sums, statistics)
 
         # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
-        of = reshard(weights, layout.gradient, layout) if layout.zero == 2 else weights
+        trained, _ = weights
+        of = reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
         gradient = jax.grad(loss_fn, has_aux=True)
 
         def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
@@ -397,6 +421,8 @@ class Program:
     ) -> tuple[Sums, nnx.State]:
         """The forward pass: the objective's sums over a batch, and the new running statistics.
 
+        Of a whole model; through the stages of a pipeline goes `_through_stages`.
+
         Args:
           params: in the dtype to compute with.
           statistics: the running statistics.
@@ -404,9 +430,6 @@ class Program:
           train: turns on what only training does.
           step: whose random numbers are drawn, where rows are numbered; None draws none.
         """
-        if self.stages is not None:
-            no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
-            return self._through_stages(params, params, batch, no_gradient, train)[1], statistics
         model, execution = nnx.merge(self._graphdef(), params, statistics), self.execution
         if step is not None and batch.rows is not None:
             draws = Draws.of_step(self.seed, step, batch.rows)
@@ -414,7 +437,7 @@ class Program:
         return self.objective.sums(model, statistics, batch, execution, self.loss, train=train)
 
     def _through_stages(
-        self, weights: nnx.State, of: nnx.State, batch: Batch, scales: Sums, train: bool
+        self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, train: bool
     ) -> tuple[nnx.State, Sums]:
         """Gradients and sums of a batch that goes through the pipeline in microbatches."""
         assert self.stages is not None, "no pipeline"
@@ -427,9 +450,7 @@ class Program:
             )
         else:
             schedule = forward_only(ranks, count, chunks)
-        parts = Parts.of(
-            self._graphdef(), weights, objective, self.execution, self.loss, train=train
-        )
+        parts = Parts(self._graphdef(), objective, self.execution, self.loss, train=train)
         engine = Engine(
             parts,
             schedule,
@@ -441,9 +462,13 @@ class Program:
         batch = objective.arranged(batch, self.execution)
         return engine.run(weights, of, split_microbatches(batch, count), scales)
 
-    def _with_gradient(self, weights: Any, of: Any) -> Any:
-        """The parameters to compute with, so that the gradient is taken with respect to `of`."""
-        return _with_slices(weights, of) if self.layout.zero == 2 else of
+    def _with_gradient(self, weights: Weights, of: Any = None) -> nnx.State:
+        """The parameters to compute with, so that the gradient is taken with respect to `of`, which
+        is like the trained ones; None: no gradient is."""
+        trained, frozen = weights
+        if of is not None:
+            trained = _with_slices(trained, of) if self.layout.zero == 2 else of
+        return self.tuning.join((trained, frozen))
 
     def _graphdef(self) -> Any:
         return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
@@ -455,28 +480,33 @@ class Program:
         that do not depend on each other starve simulated devices of threads while they wait in
         reductions.
         """
-        weights = to_compute(state.params, self.precision.compute)
+        weights = to_compute(state.weights, self.precision.compute)
         sums = self._heldout_sums(weights, state.statistics, batch)
         return jax.tree.map(jnp.add, total, sums)
 
-    def _heldout_sums(self, params: nnx.State, statistics: nnx.State, batch: Batch) -> Sums:
-        sums, _ = self.sums(params, statistics, batch, train=False)
+    def _heldout_sums(self, weights: Weights, statistics: nnx.State, batch: Batch) -> Sums:
+        if self.stages is None:
+            params = self._with_gradient(weights)
+            sums, _ = self.sums(params, statistics, batch, train=False)
+        else:
+            no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
+            sums = self._through_stages(weights, weights[0], batch, no_gradient, False)[1]
         return {**sums, **self.objective.counts(batch)}
 
     def no_sums(self, state: TrainState, batch: Batch) -> Sums:
         """Zeros in the form of `eval_step`'s sums, on every device."""
         with self.layout.active():
-            shapes = jax.eval_shape(self._heldout_sums, state.params, state.statistics, batch)
+            shapes = jax.eval_shape(self._heldout_sums, state.weights, state.statistics, batch)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         return jax.device_put(zeros, self.layout.named(P()))
 
     def model(self, state: TrainState) -> Any:
         """The module with the state's parameters in the compute dtype, on every stage."""
-        weights = to_compute(state.params, self.precision.compute)
+        weights = to_compute(state.weights, self.precision.compute)
         if self.stages is not None:
             whole = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
             weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
-        return nnx.merge(self._graphdef(), weights, state.statistics)
+        return nnx.merge(self._graphdef(), self._with_gradient(weights), state.statistics)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -57,7 +57,7 @@ def import_run(
     preflight.check(
         config, device_count=jax.device_count(), platform=platform, kind=kind, reads_data=False
     )
-    program = make_program(config, layouts.layout(config)).plain
+    program = make_program(config, layouts.layout(config)).plain.whole
     params = read_parameters(folder, program, config.train.model)
     with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         carried = workdir / CARRIED_FOLDER

@@ -32,7 +32,7 @@ def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def read_parameters(folder: Published, program: Program, model: Model) -> nnx.State:
-    """The parameters of a folder, in the program's layout, dtype and order of layers.
+    """The parameters of a folder, all of them, in the program's layout, dtype and order of layers.
 
     Args:
       folder: of the published model.
@@ -51,7 +51,7 @@ def read_parameters(folder: Published, program: Program, model: Model) -> nnx.St
     shapes = shapes_of(program)
     stored = match(family, model, shapes, folder.tensors(), where=str(folder.path))
     of = {name.ours: name for name in family.names(model)}
-    names, leaves, treedef = flatten(program.abstract_state().params)
+    names, leaves, treedef = flatten(program.whole.abstract_state().params)
     arrays = []
     for ours, leaf in zip(names, leaves, strict=True):
         order = program.layer_order if _is_stacked(of[ours]) else None

@@ -41,7 +41,7 @@ def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def parameters(state: TrainState) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
     """Every parameter by its name: the array, and what its dimensions mean."""
-    named = by_name(state.params)
+    named = by_name(state.params) | by_name(state.frozen)
     return {name: (one.get_value(), logical_axes(one)) for name, one in named.items()}
 
 
@@ -71,8 +71,10 @@ def _part(part: str | tuple[str, ...] | None) -> str:
 
 
 def parameter_table(state: TrainState) -> Table:
-    """Every parameter: shape, logical axes, where they lie, bytes on each device."""
-    rows = parameter_rows(state)
+    """Every parameter: shape, logical axes, where they lie, bytes on each device; and, where some
+    are not, whether it is trained."""
+    rows, trained = parameter_rows(state), by_name(state.params)
+    tells = bool(by_name(state.frozen))
     table = Table(title="Parameters", title_justify="left", show_footer=True)
     total = f"{sum(row[4] for row in rows):,}"
     per_device = human_bytes(sum(row[5] for row in rows))
@@ -81,8 +83,12 @@ def parameter_table(state: TrainState) -> Table:
     table.add_column("logical axes", overflow="fold")
     table.add_column("placement", overflow="fold")
     table.add_column("bytes per device", footer=per_device, justify="right")
+    if tells:
+        count = sum(row[4] for row in rows if row[0] in trained)
+        table.add_column("trained", footer=f"{count:,}", justify="right")
     for name, shape, axes, placement, _, size in rows:
-        table.add_row(name, " x ".join(map(str, shape)), axes, placement, human_bytes(size))
+        row = [name, " x ".join(map(str, shape)), axes, placement, human_bytes(size)]
+        table.add_row(*row, *(["yes" if name in trained else "frozen"] if tells else []))
     return table
 
 
@@ -91,6 +97,7 @@ def show_parameters(console: Console, state: TrainState) -> None:
     console.print(parameter_table(state))
     sizes = {
         "parameters": state.params,
+        "frozen parameters": state.frozen,
         "optimizer state": state.opt_state,
         "statistics": state.statistics,
     }

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, reshard
+from jaxtrain.training.finetune.tuning import Weights
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.parts import Parts
 from jaxtrain.training.pipeline.rank import Rank
@@ -34,7 +35,7 @@ class Engine:
       stages: which layers each stage has.
       layout: where everything goes, outside the pipeline.
       with_gradient: (weights, of) -> the parameters to compute with, so that the gradient is taken
-        with respect to `of` (see `step.Program`).
+        with respect to `of`; of weights alone: without one (see `step.Program`).
       keep_residuals: whether the forward pass keeps its residuals; else backward computes each
         stage again from its input.
     """
@@ -43,17 +44,17 @@ class Engine:
     schedule: Timetable
     stages: Stages
     layout: Layout
-    with_gradient: Callable[[Any, Any], Any]
+    with_gradient: Callable[..., Any]
     keep_residuals: bool = False
 
     def run(
-        self, weights: nnx.State, of: nnx.State, micros: Batch, scales: Sums
+        self, weights: Weights, of: nnx.State, micros: Batch, scales: Sums
     ) -> tuple[nnx.State, Sums]:
         """Gradients of what the objective minimises over all microbatches, and their sums.
 
         Args:
           weights: parameters in the compute dtype, layers in stage order.
-          of: what the gradient is taken with respect to, like `weights`.
+          of: what the gradient is taken with respect to, like the trained ones of `weights`.
           micros: the microbatches, a leading dimension of them.
           scales: for each count of the objective, what the sums over it are multiplied by.
 

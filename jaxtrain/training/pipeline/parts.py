@@ -12,12 +12,13 @@ from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.execution import Execution
-from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.stages import is_layer
 
-Variables = list[Any]
+# Named arrays: a tree of them, or what is trained and what is frozen.
+Variables = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,6 @@ class Parts:
 
     Attributes:
       graphdef: the model's structure.
-      structure: the tree of its parameters, and which leaves of it belong to layers.
       objective: what it is trained to do.
       execution: how its mathematics is run.
       loss: the loss's settings.
@@ -34,42 +34,25 @@ class Parts:
     """
 
     graphdef: Any
-    structure: tuple[Any, tuple[bool, ...]]
     objective: TokenObjective
     execution: Execution
     loss: Loss
     train: bool
 
-    @classmethod
-    def of(
-        cls,
-        graphdef: Any,
-        params: nnx.State,
-        objective: TokenObjective,
-        execution: Execution,
-        loss: Loss,
-        *,
-        train: bool,
-    ) -> "Parts":
-        """The parts of a model with parameters like `params`."""
-        leaves, tree = jax.tree.flatten(params, is_leaf=is_variable)
-        structure = tree, tuple(map(is_layer, leaves))
-        return cls(graphdef, structure, objective, execution, loss, train)
+    def split(self, params: Any) -> tuple[Variables, Variables]:
+        """The parameters of the layers, and those around them.
 
-    def split(self, params: nnx.State) -> tuple[Variables, Variables]:
-        """The parameters of the layers, and those around them."""
-        leaves = jax.tree.leaves(params, is_leaf=is_variable)
-        flags = self.structure[1]
-        layers = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
-        return layers, [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
+        Args:
+          params: a tree of named arrays, or a tuple of such.
+        """
+        if isinstance(params, tuple):
+            layers, outer = zip(*map(self.split, params), strict=True)
+            return layers, outer
+        return told_apart(params, lambda _, variable: is_layer(variable))
 
-    def join(self, layers: Variables, outer: Variables) -> nnx.State:
+    def join(self, layers: nnx.State, outer: nnx.State) -> nnx.State:
         """The inverse of `split`."""
-        tree, flags = self.structure
-        layers_left, outer_left = iter(layers), iter(outer)
-        return jax.tree.unflatten(
-            tree, [next(layers_left) if flag else next(outer_left) for flag in flags]
-        )
+        return nnx.merge_state(layers, outer)
 
     def embed(self, layers: Variables, outer: Variables, micro: Batch) -> jax.Array:
         """What goes into the first layer [B, T, D]."""

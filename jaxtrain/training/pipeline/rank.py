@@ -34,7 +34,7 @@ class Rank:
         table: Slots,
         *,
         patterns: dict[str, list[Edges]],
-        with_gradient: Callable[[Any, Any], Any],
+        with_gradient: Callable[..., Any],
         keep_residuals: bool,
     ) -> None:
         """Nothing is computed yet.
@@ -210,15 +210,18 @@ class Rank:
     def _stage(self, of_layers: Variables, x: jax.Array, context: Any) -> tuple[jax.Array, Sums]:
         layers, micro, valid = context
         params = self._with_gradient(layers, of_layers)
-        return self._parts.run_layers(params, self._outer, x, micro, valid)
+        outer = self._with_gradient(self._outer)
+        return self._parts.run_layers(params, outer, x, micro, valid)
 
     def _embed(self, of_outer: Variables, context: Any) -> jax.Array:
         layers, micro, _ = context
-        return self._parts.embed(layers, self._with_gradient(self._outer, of_outer), micro)
+        outer = self._with_gradient(self._outer, of_outer)
+        return self._parts.embed(self._with_gradient(layers), outer, micro)
 
     def _head(self, of_outer: Variables, y: jax.Array, context: Any) -> Sums:
         layers, micro, _ = context
-        return self._parts.head(layers, self._with_gradient(self._outer, of_outer), y, micro)
+        outer = self._with_gradient(self._outer, of_outer)
+        return self._parts.head(self._with_gradient(layers), outer, y, micro)
 
     def _head_gradients(self, own: Carry, y: jax.Array, context: Any) -> Any:
         """The loss's gradient with respect to what the last layer gives; totals with it added."""

@@ -17,6 +17,7 @@ from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
 from jaxtrain.training import corruption, guard, settings
 from jaxtrain.training.exchange import exchange
+from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers import optimizer
@@ -137,6 +138,9 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
     lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
+    lambda seen, c: finetune.refuse(
+        c.finetune, lambda: finetune.names_of(seen.shapes), c.exchange.method
+    ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),
     _context,

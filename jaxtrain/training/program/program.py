@@ -1,21 +1,28 @@
 """A configuration becomes the pure functions of a run."""
 
 import dataclasses
+import math
 from typing import Any
 
-from jaxtrain.models.model import reads_tokens
+import jax
+
+from jaxtrain.models.model import Model, reads_tokens
 from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.parallel.devices import platform_of
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.finetune.finetune import Finetune, names_of, tuning_of
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers.optimizer import make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program
+from jaxtrain.training.step import Program, parameter_shapes
 
 
 def resolve_kernel(config: Config, platform: str) -> Choice | None:
@@ -92,13 +99,41 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         pipeline=config.pipeline,
         guard=config.guard,
         seed=config.train.seed,
+        tuning=tuning_of(config.finetune, config.train.model.build),
     )
     return with_exchange(config.exchange, program)
 
 
 def flops_per_step(config: Config) -> float:
     """FLOPs that the model's mathematics needs for a global batch: 6 N a token and causal
-    attention, without recomputation (arXiv 2204.02311, appendix B)."""
+    attention, without recomputation (arXiv 2204.02311, appendix B).
+
+    A frozen weight of a model that reads tokens needs 4 N: it has no gradient. The backward pass
+    that nothing before the first trained weight needs is not taken off.
+    """
     train = config.train
     example = train.data.abstract_batch(1).inputs.shape[1:]
-    return train.model.flops(example) * train.global_batch_size
+    whole = train.model.flops(example)
+    if config.finetune != Finetune() and reads_tokens(train.model):
+        tuning = tuning_of(config.finetune, train.model.build)
+        whole -= 2 * math.prod(example) * _frozen_products(train.model, tuning)
+    return whole * train.global_batch_size
+
+
+def _frozen_products(model: Model, tuning: Tuning) -> float:
+    """Numbers of frozen weights that a token is multiplied with; of experts those it goes to."""
+    shapes = parameter_shapes(model.build)
+    named = list(zip(names_of(shapes), jax.tree.leaves(shapes, is_leaf=is_variable), strict=True))
+    tied = all(role_of(variable) != "output" for _, variable in named)
+    count = 0.0
+    for name, variable in named:
+        only_read = role_of(variable) == "position" or (
+            role_of(variable) == "embedding" and not tied
+        )
+        if name in tuning.frozen and is_matrix(variable) and not only_read:
+            size = math.prod(variable.get_value().shape)
+            if "experts" in logical_axes(variable) and role_of(variable) != "router":
+                assert model.experts is not None, "experts belong to a mixture"
+                size *= model.experts.per_token / model.experts.count
+            count += size
+    return count

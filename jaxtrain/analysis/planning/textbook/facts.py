@@ -19,6 +19,7 @@ from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
+from jaxtrain.training.finetune.finetune import tuning_of
 from jaxtrain.training.pipeline.schedules import make_schedule
 from jaxtrain.training.pipeline.slots import sends
 from jaxtrain.training.pipeline.stages import deal
@@ -168,6 +169,11 @@ class Facts:
     def weights(self) -> tuple[Weight, ...]:
         """The model's parameters."""
         return weights_of(self.model)
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return tuning_of(self.config.finetune, self.model.build).frozen
 
     @functools.cached_property
     def value_bytes(self) -> int:

@@ -26,7 +26,7 @@ class Arguments:
     """Bytes on one device of what a step is given and gives back.
 
     Attributes:
-      params: the master parameters.
+      params: the master parameters, trained or frozen.
       optimizer: the optimizer's state, and what an exchange keeps beside it.
       other: the batch, counters, running statistics.
     """
@@ -85,7 +85,8 @@ def argument_bytes(config: Config, layout: Layout) -> Arguments:
     for (path, _), size in zip(jax.tree_util.tree_leaves_with_path(shapes), parts, strict=True):
         name = path[0].name
         held[name] = held.get(name, 0) + size
-    params, optimizer = held.pop("params"), held.pop("opt_state") + held.pop("exchange")
+    params = held.pop("params") + held.pop("frozen", 0)
+    optimizer = held.pop("opt_state") + held.pop("exchange")
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     return Arguments(params, optimizer, sum(held.values()) + given // layout.batch_devices())
@@ -155,13 +156,25 @@ class _Step:
     @functools.cached_property
     def _params(self) -> list[Any]:
         """The parameters as named variables, stages padded as a pipeline holds them."""
+        weights = _state_shapes(_of_state(self.config)).weights
+        return jax.tree.leaves(weights, is_leaf=is_variable)
+
+    @functools.cached_property
+    def _trained(self) -> list[Any]:
+        """Those of them that have a gradient."""
         params = _state_shapes(_of_state(self.config)).params
         return jax.tree.leaves(params, is_leaf=is_variable)
 
-    def _sum(self, spec: Any, *, itemsize: int, layers: bool | None = None) -> int:
+    def _gradients(self, *, itemsize: int, layers: bool | None = None) -> int:
+        """Bytes of gradients as they are accumulated; only the layers', or only the others'."""
+        return self._sum(self.layout.gradient, itemsize=itemsize, layers=layers, of=self._trained)
+
+    def _sum(
+        self, spec: Any, *, itemsize: int, layers: bool | None = None, of: list[Any] | None = None
+    ) -> int:
         """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
         total = 0
-        for variable in self._params:
+        for variable in self._params if of is None else of:
             stacked = "layers" in logical_axes(variable)
             if layers is None or layers == stacked:
                 shape = variable.get_value().shape
@@ -206,10 +219,10 @@ class _Step:
         if self._microbatches == 1:
             return 0
         if self._ranks == 1:
-            return self._sum(self.layout.gradient, itemsize=4)
+            return self._gradients(itemsize=4)
         # A pipeline's ranks each keep accumulators for the embedding and the head.
-        outer = self._sum(self.layout.gradient, itemsize=4, layers=False)
-        own = self._sum(self.layout.gradient, itemsize=4, layers=True)
+        outer = self._gradients(itemsize=4, layers=False)
+        own = self._gradients(itemsize=4, layers=True)
         return (own + outer) * (2 if self.config.train.accumulation > 1 else 1)
 
     # -- the phases of a microbatch --------------------------------------------------------------
@@ -301,7 +314,7 @@ class _Step:
         return {**self._kept, "gradients": 0, "hidden states of the head": 3 * self._hidden + wide}
 
     def _layers(self) -> dict[str, int]:
-        of_layers = self._sum(self.layout.gradient, itemsize=self._compute, layers=True)
+        of_layers = self._gradients(itemsize=self._compute, layers=True)
         layers = self._model.layers
         weights = self._sum(self.layout.weight, itemsize=self._compute, layers=True) // layers
         # Each product's gradient, and where the layer runs again its results too.
@@ -315,7 +328,7 @@ class _Step:
         }
 
     def _embedding(self) -> dict[str, int]:
-        of_layers = self._sum(self.layout.gradient, itemsize=self._compute)
+        of_layers = self._gradients(itemsize=self._compute)
         return {"gradients": of_layers, "residual stream": 2 * self._stream, **self._tables()}
 
 
@@ -332,7 +345,8 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
 
         def forward(params: Any, statistics: Any, batch: Batch) -> Any:
             def loss(params: Any) -> Any:
-                sums, statistics_ = program.sums(params, statistics, batch, train=True)
+                whole = program.tuning.join((params, state.frozen))
+                sums, statistics_ = program.sums(whole, statistics, batch, train=True)
                 return sums["loss"], statistics_
 
             return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])

@@ -143,7 +143,9 @@ def _residuals(
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         shapes = parameter_shapes(program.build)
         shapes = jax.eval_shape(lambda p: to_compute(p, program.precision.compute), shapes)
-        weights = with_shardings(shapes, program.state_shardings(program.shapes()).params)
+        weights = with_shardings(
+            shapes, program.whole.state_shardings(program.whole.shapes()).params
+        )
         batch = config.train.data.abstract_batch(rows)
         batch = with_shardings(batch, program.batch_shardings(batch))
         graph = nnx.split(parameter_model(program), nnx.Param, ...)[0]

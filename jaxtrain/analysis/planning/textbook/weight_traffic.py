@@ -15,8 +15,9 @@ def weight_traffic(facts: Facts) -> Iterator[Expected]:
     for weight in facts.weights:
         one = _Weight(facts, weight)
         yield from one.gathers()
-        yield from one.gradients()
-        yield from one.update()
+        if weight.name not in facts.frozen:
+            yield from one.gradients()
+            yield from one.update()
 
 
 @dataclasses.dataclass(frozen=True)

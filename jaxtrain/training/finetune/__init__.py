@@ -1,0 +1,1 @@
+"""Training a part of a model, the rest held as it is."""

@@ -1,0 +1,43 @@
+"""Which of a model's parameters are trained: the rest have no gradient and no optimizer state."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+# What is trained, and what is held as it is: each a tree of named arrays.
+Weights = tuple[nnx.State, nnx.State]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a model's parameters become what is trained and what is frozen, and the model again.
+
+    Attributes:
+      frozen: names of the parameters that are held as they are, such as `layers/up`.
+    """
+
+    frozen: frozenset[str] = frozenset()
+
+    def begin(self, params: nnx.State) -> Weights:
+        """A model's parameters, told apart."""
+        return told_apart(params, lambda name, _: name not in self.frozen)
+
+    def join(self, weights: Weights) -> nnx.State:
+        """What the model computes with; of any part of a model, such as its layers."""
+        trained, frozen = weights
+        return nnx.merge_state(trained, frozen) if self.frozen else trained
+
+    def merged(self, weights: Weights) -> nnx.State:
+        """The model's parameters as a run has them that trains them all: `begin`'s inverse."""
+        return self.join(weights)
+
+
+def told_apart(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
+    """Two trees: of the variables of which `first` says so, by name and self, and of the others."""
+    parts: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    for path, variable in nnx.to_flat_state(state):
+        parts[0 if first("/".join(map(str, path)), variable) else 1][path] = variable
+    one, other = map(nnx.from_flat_state, parts)
+    return one, other
