@@ -169,7 +169,9 @@ def _run(arguments: argparse.Namespace) -> int:
         case "eval":
             return run.evaluate(arguments)
         case "generate":
-            return run.generate(arguments)
+            from jaxtrain.run.generation import command as generation
+
+            return generation.generate(arguments)
         case "predict":
             return run.predict(arguments)
         case "inspect":

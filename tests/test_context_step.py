@@ -18,7 +18,8 @@ from jaxtrain.nn.attention.context import along_context, refuse
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout
@@ -111,17 +112,16 @@ def test_a_step_gathers_no_activations_over_context(method: str) -> None:
 
 
 def test_generation_does_not_split_its_tokens() -> None:
-    sampling, prompt = Sampling(temperature=0), [1, 2, 3]
+    sampling, prompts = Sampling(temperature=0), [[1, 2, 3]]
     drawn = []
     for layout in (make_layout(), make_layout(context=2, tensor=2)):
-        layout = dataclasses.replace(layout, split_batch=False)
         program = make_program(MODELS["llama"], layout)
         state = program.create(seed=0)
         sizes = MODELS["llama"]
         drawn.append(
-            generate(program, sizes, state, prompt, max_new_tokens=5, sampling=sampling, seed=0)
+            generate(program, sizes, state, prompts, max_new_tokens=5, sampling=sampling, seed=0)
         )
-    assert drawn[0] == drawn[1]
+    assert drawn[0][0].tokens == drawn[1][0].tokens
 
 
 # -- settings and refusals ------------------------------------------------------------------------

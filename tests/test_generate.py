@@ -13,11 +13,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.transformer import hidden, logits
-from jaxtrain.run.generate import Sampling, for_one_text, generate, next_logits, sample
+from jaxtrain.run.generation import decoding
+from jaxtrain.run.generation.decoding import for_texts, prefill
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling, adjusted, draw
 
 SIZES = {
     "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),
@@ -33,6 +36,7 @@ SIZES = {
     "lstm": LSTM(vocab_size=32, num_layers=2, embed_dim=16, context_length=24),
 }
 PROMPT = [3, 1, 4, 1, 5]
+PROMPTS = [PROMPT, [2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -46,7 +50,7 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     sizes = SIZES[name]
     program = make_program(sizes, make_layout())
     state = sharper(program.create(seed=0))
-    found = generate(program, sizes, state, PROMPT, max_new_tokens=10, sampling=GREEDY, seed=0)
+    [answer] = generate(program, sizes, state, [PROMPT], max_new_tokens=10, sampling=GREEDY, seed=0)
     model, text = program.model(state), list(PROMPT)
 
     # One padded shape for every length: causality keeps the padding out.
@@ -61,24 +65,95 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
             padded = np.zeros(24, np.int32)
             padded[: len(text)] = text
             text.append(int(run(padded, len(text)).argmax()))
-    assert found == text[len(PROMPT) :]
-    assert len(set(found)) > 2
+    assert answer.tokens == text[len(PROMPT) :]
+    assert len(set(answer.tokens)) > 2
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_padded_row_has_the_logits_of_the_row_alone(name):
+    """Whatever stands in the padding, whose last token here would be seen first."""
+    sizes = SIZES[name]
+    program = for_texts(make_program(sizes, make_layout()))
+    state = sharper(program.create(seed=0))
+    tokens_BT, padding_B = decoding.padded(program, sizes, PROMPTS)
+    assert tokens_BT.shape == (4, 16)
+    assert padding_B.tolist() == [11, 15, 7, 15]
+    tokens_BT = np.where(np.arange(16) < padding_B[:, None], 31, tokens_BT)
+    with program.layout.active():
+        together, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=24)
+        for row, prompt in enumerate(PROMPTS):
+            tokens, nothing = np.array([prompt], np.int32), np.zeros(1, np.int32)
+            alone, _ = prefill(program, sizes, state, tokens, nothing, room=24)
+            np.testing.assert_allclose(together[row], alone[0], atol=2e-5)
+    assert np.abs(together).max() > 0.5
+
+
+def test_an_answer_does_not_depend_on_the_prompts_beside_it():
+    sizes = SIZES["llama"]
+    program = make_program(sizes, make_layout())
+    state = sharper(program.create(seed=0))
+    settings = {"sampling": Sampling(temperature=1.0), "seed": 1, "max_new_tokens": 8}
+    together = generate(program, sizes, state, PROMPTS, **settings)
+    apart = generate(program, sizes, state, PROMPTS, batch_size=1, **settings)
+    assert [a.tokens for a in together] == [a.tokens for a in apart]
+    same = generate(program, sizes, state, [PROMPT, PROMPT], **settings)
+    assert same[0].tokens == together[0].tokens
+    assert same[1].tokens != same[0].tokens
+
+
+def test_other_lengths_numbers_and_settings_of_a_bucket_compile_nothing(caplog):
+    sizes = SIZES["gpt"]
+    program = make_program(sizes, make_layout())
+    state = program.create(seed=0)
+
+    def write(lengths, new, sampling):
+        prompts = [[1] * length for length in lengths]
+        generate(program, sizes, state, prompts, max_new_tokens=new, sampling=sampling, seed=0)
+
+    write([3, 5, 2], 5, Sampling(temperature=0.5, top_k=3))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        write([16, 1, 7], 7, Sampling(temperature=0.9, top_k=5))
+        compiled = [line for line in caplog.messages if "jit(advance)" in line or "prefill" in line]
+        assert not compiled
+        write([17, 1, 7], 7, Sampling(temperature=0.9, top_k=5))
+    assert any("prefill" in line for line in caplog.messages)
+
+
+def test_experts_with_a_capacity_see_no_padding():
+    """Padding would take slots: prompts of one length go together, unpadded."""
+    sizes = Mixtral(
+        vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
+        context_length=24, num_experts=4, capacity_factor=0.5,
+    )  # fmt: skip
+    program = for_texts(make_program(sizes, make_layout()))
+    tokens_BT, padding_B = decoding.padded(program, sizes, [PROMPT])
+    assert tokens_BT.tolist() == [PROMPT]
+    assert padding_B.tolist() == [0]
+    state = sharper(program.create(seed=0))
+    prompts = [PROMPT, [2, 2], [7, 7, 7, 7, 7]]
+    settings = {"sampling": GREEDY, "seed": 0, "max_new_tokens": 3}
+    together = generate(program, sizes, state, prompts, **settings)
+    apart = [generate(program, sizes, state, [one], **settings)[0] for one in prompts]
+    assert [a.tokens for a in together] == [a.tokens for a in apart]
 
 
 MESHES = ({}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2, "tensor": 2})
 
 
 def test_generation_on_a_mesh_equals_one_device():
-    sizes, texts = SIZES["llama"], []
+    sizes, texts, told = SIZES["llama"], [], []
     sampling = Sampling(temperature=0.9, top_k=10)
     for axes in MESHES:
         program = make_program(sizes, make_layout(3, **axes))
-        state = program.create(seed=0)
-        program = dataclasses.replace(program, layout=for_one_text(program.layout))
-        texts.append(
-            generate(program, sizes, state, PROMPT, max_new_tokens=12, sampling=sampling, seed=3)
-        )
+        found = generate(
+            program, sizes, program.create(seed=0), PROMPTS, max_new_tokens=12, sampling=sampling,
+            seed=3,
+        )  # fmt: skip
+        texts.append([answer.tokens for answer in found])
+        told.append([answer.log_probabilities for answer in found])
     assert texts[0] == texts[1] == texts[2]
+    np.testing.assert_allclose(told[1], told[0], atol=1e-4)
+    np.testing.assert_allclose(told[2], told[0], atol=1e-4)
 
 
 def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
@@ -89,15 +164,11 @@ def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
             sizes, make_layout(3, **axes), precision=Precision(compute="bfloat16")
         )
         state = sharper(program.create(seed=0))
-        program = dataclasses.replace(program, layout=for_one_text(program.layout))
-
-        def run(state, program=program):
-            dtype = jnp.dtype("bfloat16")
-            cache = empty_cache(sizes.cached, layers=sizes.layers, rows=1, room=12, dtype=dtype)
-            return next_logits(program.model(state), np.array([PROMPT]), cache, program.execution)
-
+        program = for_texts(program)
+        tokens_BT, padding_B = decoding.padded(program, sizes, [PROMPT])
         with program.layout.active():
-            found.append(np.asarray(jax.jit(run)(state)[0]))
+            logits_BV, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=16)
+        found.append(np.asarray(logits_BV)[:1])
     limit = 8 * 2**-8 * np.abs(found[0]).max()  # roundings of some sums a layer
     np.testing.assert_allclose(found[1], found[0], atol=limit)
     np.testing.assert_allclose(found[2], found[0], atol=limit)
@@ -109,8 +180,9 @@ TRUE = np.array([0.15, 0.5, 0.1, 0.25])
 
 def frequencies(sampling: Sampling) -> np.ndarray:
     draws = 20_000
-    rows = jnp.broadcast_to(LOGITS, (draws, 4))
-    return np.bincount(sample(rows, jax.random.key(0), sampling), minlength=4) / draws
+    drawing, rows = sampling.drawing(), jnp.broadcast_to(LOGITS, (draws, 4))
+    keys = jax.random.split(jax.random.key(0), draws)
+    return np.bincount(draw(adjusted(rows, None, drawing), keys, drawing), minlength=4) / draws
 
 
 @pytest.mark.parametrize(
@@ -124,6 +196,7 @@ def frequencies(sampling: Sampling) -> np.ndarray:
         (Sampling(top_k=3, top_p=0.99), np.array([0.15, 0.5, 0, 0.25]) / 0.9),
         (Sampling(temperature=0.0), np.array([0, 1.0, 0, 0])),
         (Sampling(top_k=99), TRUE),
+        (Sampling(min_p=0.4), np.array([0, 0.5, 0, 0.25]) / 0.75),
     ],
 )
 def test_draws_follow_the_distribution(sampling, expected):
@@ -139,6 +212,8 @@ def test_draws_follow_the_distribution(sampling, expected):
         ({"temperature": -1.0}, "--temperature -1.0: use 0"),
         ({"top_k": 0}, "--top-k 0: use at least 1"),
         ({"top_p": 1.5}, "--top-p 1.5: use a probability"),
+        ({"min_p": -0.1}, "--min-p -0.1: use a share"),
+        ({"repetition_penalty": 0.0}, "--repetition-penalty 0.0: use a number above 0"),
     ],
 )
 def test_impossible_sampling_is_refused(arguments, words):

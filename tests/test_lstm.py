@@ -1,6 +1,5 @@
 """The LSTM equals torch.nn.LSTM, keeps documents apart, and is the same on every mesh."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -30,7 +29,9 @@ from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer import hidden, logits
-from jaxtrain.run.generate import Sampling, generate, next_logits
+from jaxtrain.run.generation.decoding import next_logits
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
@@ -136,7 +137,10 @@ def test_a_state_carried_token_by_token_equals_the_whole_text() -> None:
 
     @jax.jit
     def after(tokens, cache):  # noqa: ANN001, ANN202
-        return next_logits(nnx.merge(structure, params), tokens, cache, Execution())
+        model = nnx.merge(structure, params)
+        padding = jnp.zeros(2, jnp.int32)
+        found, cache = next_logits(model, tokens, cache, padding, Execution(), room=0, last=1)
+        return found[:, 0], cache
 
     empty = empty_cache(SIZES.cached, layers=L, rows=2, room=0, dtype=jnp.dtype("bfloat16"))
     last, cache = after(tokens[:, :prompt], empty)
@@ -153,12 +157,12 @@ def test_a_state_carried_token_by_token_equals_the_whole_text() -> None:
 def test_generation_on_a_mesh_equals_one_device() -> None:
     texts = []
     for layout in (make_layout(), make_layout(3, data=2, fsdp=4)):
-        program = make_program(SIZES, dataclasses.replace(layout, split_batch=False))
+        program = make_program(SIZES, layout)
         texts.append(
             generate(
-                program, SIZES, program.create(seed=0), [3, 1, 4], max_new_tokens=8,
+                program, SIZES, program.create(seed=0), [[3, 1, 4]], max_new_tokens=8,
                 sampling=Sampling(top_k=10), seed=3,
-            )
+            )[0].tokens
         )  # fmt: skip
     assert texts[0] == texts[1]
 

@@ -24,7 +24,8 @@ from jaxtrain.nn.experts import slots_per_expert
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer import hidden, logits
 from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
@@ -303,13 +304,19 @@ def exchanges(text: str) -> dict[str, list[int]]:
 def test_generation_on_an_expert_mesh_equals_one_device():
     texts = []
     for layout in (make_layout(), make_layout(3, fsdp=2, expert=2, tensor=2)):
-        program = make_program(SIZES, dataclasses.replace(layout, split_batch=False))
+        program = make_program(SIZES, layout)
         state = program.create(seed=0)
         sampling = Sampling(temperature=0.9, top_k=10)
         texts.append(
             generate(
-                program, SIZES, state, [3, 1, 4, 1, 5], max_new_tokens=8, sampling=sampling, seed=3
-            )
+                program,
+                SIZES,
+                state,
+                [[3, 1, 4, 1, 5]],
+                max_new_tokens=8,
+                sampling=sampling,
+                seed=3,
+            )[0].tokens
         )
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 2

@@ -15,7 +15,8 @@ from parity import TOLERANCE, assert_equal, evaluate
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.run.generate import Sampling, generate
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.pipeline.schedules import Pipeline
 
@@ -136,18 +137,11 @@ def test_evaluation_and_generation_equal_one_device():
         with program.layout.active():
             found = jax.jit(program.eval_step)(state, BATCH, zeros)
         sums.append({name: float(value) for name, value in found.items()})
-        layout = dataclasses.replace(program.layout, split_batch=False, manual=frozenset({"pipe"}))
-        tokens.append(
-            generate(
-                dataclasses.replace(program, layout=layout),
-                model,
-                state,
-                [1, 2, 3],
-                max_new_tokens=6,
-                sampling=Sampling(temperature=0.0),
-                seed=0,
-            )
+        greedy = Sampling(temperature=0.0)
+        [answer] = generate(
+            program, model, state, [[1, 2, 3]], max_new_tokens=6, sampling=greedy, seed=0
         )
+        tokens.append(answer.tokens)
     assert sums[1] == pytest.approx(sums[0], rel=1e-5)
     assert tokens[0] == tokens[1]
 

@@ -21,7 +21,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.tables import TABLES, AxisRule, MeshAxes, TensorLayout
 from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
 
-# Logical axes that generation, which has one row, does not split.
+# Logical axes that are whole where any number of rows is taken: `Trainer.logits`.
 _OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
 
 # NNX would otherwise shard variables by itself while a module is being built.
@@ -98,8 +98,8 @@ class Layout:
       mesh: the device mesh, or an abstract one.
       zero: the ZeRO stage.
       sequence_parallel: whether the residual stream is sharded over `tensor`.
-      split_batch: whether activations are split over the batch and along the sequence; generation
-        turns this off.
+      split_batch: whether activations are split over the batch and along the sequence;
+        `Trainer.logits` turns this off.
       manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
         them (or a `jax.vmap` over replicas): no spec mentions these.
       tensor_layout: the table, a name in TABLES.
@@ -273,9 +273,10 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     """
     layout = _LAYOUT.get()
     assert layout is not None, "no layout is active"
-    # Inside a pipeline stage the axis pipe is taken. Generation hides it as well, but is inside of
-    # nothing; XLA's CPU compiler aborts over bfloat16 sums between devices while an axis is left.
-    idle = {"pipe"} - set(jax.sharding.get_abstract_mesh().manual_axes)
+    # Inside a pipeline stage the axis pipe is taken, and context inside a ring. Generation hides
+    # them as well, but is inside of nothing; XLA's CPU compiler aborts over bfloat16 sums between
+    # devices while an axis is left.
+    idle = {"pipe", "context"} - set(jax.sharding.get_abstract_mesh().manual_axes)
     free = set(layout.mesh.axis_names) - (layout.manual - idle)
 
     def run(*shards: Any) -> Any:

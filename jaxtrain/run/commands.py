@@ -1,4 +1,4 @@
-"""What train, eval, generate, inspect and data do: one function per command, nothing else."""
+"""What train, eval, predict, inspect and data do: one function per command, nothing else."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ from jaxtrain.run.checkpoint.retention import FOLDER, refuse_absent, sealed_step
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.generate import printable
+from jaxtrain.run.generation.write import printable
 from jaxtrain.run.metrics_file import strict
 from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
@@ -221,23 +221,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print(line, file=sys.stderr)  # noqa: T201
     line = strict({"step": trainer.steps_done, **values})
     print(json.dumps(line, allow_nan=False))  # noqa: T201
-    return DONE
-
-
-def generate(arguments: argparse.Namespace) -> int:
-    """Prints a sample from a trained language model."""
-    trainer = open_run(arguments)
-    sample = trainer.generate(
-        arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
-    text = arguments.prompt + sample
-    # A file or a pipe gets the text itself.
-    print(printable(text) if sys.stdout.isatty() else text)  # noqa: T201
     return DONE
 
 

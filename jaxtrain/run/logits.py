@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
-from jaxtrain.run.generate import for_one_text
+from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.step import Program, TrainState

@@ -77,18 +77,9 @@ def add_run_commands(add: Add) -> None:
     _add_checkpoint_options(command)
     add_config_options(command)
 
-    command = add("generate", "prints a sample from a trained language model")
+    command = add("generate", "prints what a trained language model writes")
     _add_checkpoint_options(command)
-    command.add_argument("--prompt", metavar="TEXT", required=True)
-    command.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
-    )
-    command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
-    command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    command.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="S")
+    _add_generation_options(command)
     add_config_options(command)
 
     command = add("predict", "names the likeliest classes of images")
@@ -161,6 +152,51 @@ def add_run_commands(add: Add) -> None:
 
     command = add("supervise", "runs train, restarts it after failures")
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="[OPTIONS] -- train ...")
+
+
+def _add_generation_options(command: argparse.ArgumentParser) -> None:
+    asked = command.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", metavar="TEXT", help="what it goes on from")
+    asked.add_argument(
+        "--prompts", metavar="FILE", help='JSON lines {"prompt": TEXT}, answered by JSON lines'
+    )
+    command.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
+    )
+    command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
+    command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
+    )
+    command.add_argument(
+        "--min-p", type=float, metavar="P", help="only tokens P times as likely as the likeliest"
+    )
+    command.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="what logits of tokens that were there are divided by; above 1 repeats less",
+    )
+    command.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end an answer before this text; may be repeated",
+    )
+    command.add_argument(
+        "--log-probabilities",
+        action="store_true",
+        help="answer by JSON lines, with tokens and the model's log-probability of each",
+    )
+    command.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="prompts of the file that are answered at one time; %(default)s",
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="S")
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:

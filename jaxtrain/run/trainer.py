@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -30,7 +30,9 @@ from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
-from jaxtrain.run.generate import Sampling, continued, write
+from jaxtrain.run.generation.generate import BATCH_SIZE, Answer, generate
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.write import write
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
@@ -408,23 +410,63 @@ class Trainer:
           prompt: text, which is answered in text up to its end; or a list of token ids, which is
             answered with all the ids that were drawn.
           max_new_tokens: None: as far as 100 tokens fit.
-          temperature, top_k, top_p: as in `run.generate.Sampling`.
+          temperature, top_k, top_p: as in `run.generation.sampling.Sampling`.
           seed: of the draws.
 
         Raises:
           UserError: the model is no language model, or the prompt does not fit into its context.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        answer: Any = write if isinstance(prompt, str) else continued
-        return answer(
-            self.program.plain,
-            self.config.train,
-            self.program.consensus(self.state),
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-        )
+        prompts: Any = [prompt]
+        answer: Any = self.answers(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+        )[0]
+        return answer.text if isinstance(prompt, str) else answer.tokens
+
+    def answers(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        batch_size: int = BATCH_SIZE,
+        show: Callable[[str], None] | None = None,
+    ) -> list[Answer]:
+        """What a trained language model writes after each of several prompts, and why it ended.
+
+        Args:
+          prompts: texts, or lists of token ids.
+          max_new_tokens: for each; None: as far as 100 tokens fit.
+          sampling: how tokens are drawn; None: from the model's own distribution.
+          stop: strings before which an answer in text ends.
+          seed: of the draws.
+          batch_size: prompts that are answered at one time.
+          show: is given the first text's answer piece by piece while it is written.
+
+        Raises:
+          UserError: the model is no language model, or a prompt does not fit into its context.
+        """
+        sampling = sampling or Sampling()
+        program, train = self.program.plain, self.config.train
+        state = self.program.consensus(self.state)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) == len(prompts):
+            return write(
+                program, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
+                seed=seed, stop=stop, batch_size=batch_size, show=show,
+            )  # fmt: skip
+        if texts or stop or show:
+            raise UserError(
+                "Trainer.answers: prompts that are token ids go with no text: give all of them as "
+                "texts, or leave texts, `stop` and `show` out"
+            )
+        ids: Any = prompts
+        return generate(
+            program, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
+            seed=seed, batch_size=batch_size,
+        )  # fmt: skip
 
     def show(self) -> None:
         """Prints configuration, mesh, data and parameter table."""

@@ -1,0 +1,1 @@
+"""What trained language models write, and how their next tokens are chosen."""

@@ -1,0 +1,266 @@
+"""Tokens in, tokens out: prompts in batches, each answer with why it ended.
+
+Letters: B rows, E tokens that end a text.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import Model, TokenModel, reads_tokens
+from jaxtrain.run.generation.decoding import (
+    LEAST_LENGTH,
+    Texts,
+    advance,
+    counts_slots,
+    for_texts,
+    padded,
+    prefill,
+    rounded,
+)  # fmt: skip
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.training.settings import MAX_SEED
+from jaxtrain.training.step import Program, TrainState
+
+BATCH_SIZE = 8  # prompts that are answered at one time, where nothing else is said
+
+Ended = Literal["end", "stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What follows one prompt.
+
+    Attributes:
+      tokens: those that were drawn, without the one that ends a text.
+      log_probabilities: the model's of each token, natural, before temperature or anything else.
+      ended: by a token that ends texts, by a stop string, or by its greatest length.
+      text: the tokens as text, up to a stop string; None where tokens were asked for.
+    """
+
+    tokens: list[int]
+    log_probabilities: list[float]
+    ended: Ended
+    text: str | None = None
+
+
+class Watch(Protocol):
+    """Looks at answers while they are written.
+
+    Attributes:
+      every: tokens that are drawn between two looks.
+    """
+
+    every: int
+
+    def stopped_at(self, prompt: int, tokens: list[int]) -> int | None:
+        """How many tokens prompt number `prompt`'s answer ends with, or None: it goes on."""
+        ...
+
+
+def writes(model: Model) -> TokenModel:
+    """The same model, one that looks back; UserError for others."""
+    if not reads_tokens(model):
+        raise UserError(
+            f"generate: Train.model=@{type(model).__name__}() reads {model.inputs}; only models "
+            "that read tokens generate"
+        )
+    if not model.cached:
+        raise UserError(
+            f"generate: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
+            "it reads whole texts, and only models that look back generate"
+        )
+    return model
+
+
+def generate(
+    program: Program,
+    model: Model,
+    state: TrainState,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int,
+    ends: Sequence[int] = (),
+    batch_size: int = BATCH_SIZE,
+    watch: Watch | None = None,
+) -> list[Answer]:
+    """What a trained language model lets follow after each prompt, in their order.
+
+    An answer depends on its prompt, its number among them and the seed: neither on the prompts
+    beside it nor on the mesh.
+
+    Args:
+      program: the program whose state it is.
+      model: its model's settings.
+      state: the trained state.
+      prompts: tokens, each at least one.
+      max_new_tokens: how many to draw for each at most; None: as far as 100 fit.
+      sampling: how to draw them.
+      seed: of the draws.
+      ends: tokens that end an answer.
+      batch_size: prompts that are answered at one time.
+      watch: may end an answer before.
+
+    Raises:
+      UserError: the model is no language model, a prompt is empty, holds tokens that it does not
+        have or does not fit into its context, or a number is out of its range.
+    """
+    sizes, program = writes(model), for_texts(program)
+    given = [checked(prompt, sizes) for prompt in prompts]
+    limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
+    refuse_seed(seed)
+    if batch_size < 1:
+        raise UserError(f"--batch-size {batch_size}: use at least 1")
+    answers: dict[int, Answer] = {}
+    key = jax.random.key(seed)
+    with program.layout.active():
+        for numbers in _batches([len(prompt) for prompt in given], sizes, batch_size):
+            found = _answered(
+                program,
+                sizes,
+                state,
+                {number: given[number] for number in numbers},
+                [limits[number] for number in numbers],
+                sampling=sampling,
+                key=key,
+                ends=ends,
+                watch=watch,
+            )
+            answers.update(zip(numbers, found, strict=True))
+    return [answers[number] for number in range(len(given))]
+
+
+def checked(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> list[int]:
+    """The prompt's tokens; UserError where it is empty or they are not the model's."""
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise UserError(
+            f"generate: the prompt is {tokens.dtype.name}{list(tokens.shape)}; use text, or the "
+            "token ids of one text: integers [T]"
+        )
+    outside = tokens[(tokens < 0) | (tokens >= sizes.vocab_size)]
+    if outside.size:
+        raise UserError(
+            f"generate: the prompt has the token {outside[0]}; use 0 to {sizes.vocab_size - 1} "
+            f"({type(sizes).__name__}.vocab_size={sizes.vocab_size})"
+        )
+    if not tokens.size:
+        raise UserError("--prompt is empty: give at least one character to go on from")
+    return tokens.tolist()
+
+
+def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
+    """How many tokens may follow a prompt of this length."""
+    room = sizes.context_length - length
+    if max_new_tokens is None:
+        max_new_tokens = max(min(100, room), 1)
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {max_new_tokens}: use at least 1")
+    if max_new_tokens > room:
+        name = type(sizes).__name__
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} after a prompt of {length} tokens is more "
+            f"than {name}.context_length={sizes.context_length}; use at most {max(room, 0)}"
+        )
+    return max_new_tokens
+
+
+def refuse_seed(seed: int) -> None:
+    """Raises UserError where a seed has more than 32 bits."""
+    if not 0 <= seed <= MAX_SEED:
+        raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
+
+
+def _batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[list[int]]:
+    """Numbers of prompts that go on together: of lengths that are near, or equal where they must
+    be."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
+        unlike = batch and counts_slots(sizes) and lengths[number] != lengths[batch[0]]
+        if len(batch) == batch_size or unlike:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def _answered(
+    program: Program,
+    sizes: TokenModel,
+    state: TrainState,
+    prompts: dict[int, list[int]],
+    limits: list[int],
+    *,
+    sampling: Sampling,
+    key: jax.Array,
+    ends: Sequence[int],
+    watch: Watch | None,
+) -> list[Answer]:
+    """The answers of one batch, prompts by their numbers."""
+    tokens_BT, padding_B = padded(program, sizes, list(prompts.values()))
+    (rows, length), count = tokens_BT.shape, len(prompts)
+    new = rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
+    room, drawing = length + new, sampling.drawing()
+    logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+    seen_BV = None
+    if "repetition_penalty" in drawing:
+        seen_BV = np.zeros((rows, sizes.vocab_size), bool)
+        for row, prompt in enumerate(prompts.values()):
+            seen_BV[row, prompt] = True
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, _filled(list(prompts), rows, 0))
+    texts = Texts(
+        cache=cache,
+        logits_BV=logits_BV,
+        padding_B=jnp.asarray(padding_B),
+        seen_BV=None if seen_BV is None else jnp.asarray(seen_BV),
+        finished_B=jnp.arange(rows) >= count,
+        limit_B=jnp.asarray(_filled(limits, rows, 0)),
+        drawn_BN=jnp.zeros((rows, new), jnp.int32),
+        told_BN=jnp.zeros((rows, new), jnp.float32),
+        count=jnp.zeros((), jnp.int32),
+    )
+    ends_E, until = np.asarray(ends, np.int32), 0
+    most = max(limits)
+    stops: dict[int, int] = {}  # rows that the watch has ended -> after how many tokens
+    while True:
+        until = most if watch is None else min(most, until + watch.every)
+        texts = advance(program, state, texts, drawing, keys_B, ends_E, until, room=room)
+        # Whole on every device: each process reads them.
+        drawn_BN, finished_B = np.asarray(texts.drawn_BN), np.array(texts.finished_B)
+        lengths = [_length(drawn_BN[row, : min(until, limit)], ends)
+                   for row, limit in enumerate(limits)]  # fmt: skip
+        if watch is not None:
+            for row, number in enumerate(prompts):
+                if row not in stops:
+                    at = watch.stopped_at(number, drawn_BN[row, : lengths[row]].tolist())
+                    if at is not None:
+                        stops[row], finished_B[row] = at, True
+            texts = dataclasses.replace(texts, finished_B=jnp.asarray(finished_B))
+        if finished_B.all() or until == most:
+            break
+    told_BN, answers = np.asarray(texts.told_BN), []
+    for row, limit in enumerate(limits):
+        ended: Ended = "length" if lengths[row] == limit else "end"
+        if row in stops:
+            lengths[row], ended = stops[row], "stop"
+        tokens, told = drawn_BN[row, : lengths[row]], told_BN[row, : lengths[row]]
+        answers.append(Answer(tokens=tokens.tolist(), log_probabilities=told.tolist(), ended=ended))
+    return answers
+
+
+def _filled(values: list[int], rows: int, value: int) -> np.ndarray:
+    return np.array(values + [value] * (rows - len(values)), np.int32)
+
+
+def _length(drawn_N: np.ndarray, ends: Sequence[int]) -> int:
+    """How many tokens there are before one that ends a text."""
+    places = np.flatnonzero(np.isin(drawn_N, ends))
+    return int(places[0]) if places.size else len(drawn_N)

@@ -1,0 +1,105 @@
+"""How the next token is chosen: penalties, what is cut off, one draw a row.
+
+Letters: B rows, V vocab.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import UserError
+
+# The settings that are in force, by name, as scalars of a compiled program: other values of the
+# same ones compile nothing. Without a temperature the likeliest token is taken.
+Drawing = dict[str, jax.Array | float | int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn; what is set holds together, from top to bottom.
+
+    Attributes:
+      repetition_penalty: logits of tokens that stand in the text so far are divided by it where
+        they are positive, and multiplied where they are negative (arXiv 1909.05858); above 1
+        there is less repetition. Also where the likeliest token is taken.
+      temperature: logits are divided by it; 0 always takes the likeliest token.
+      top_k: only the k likeliest tokens; None is no limit.
+      top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
+      min_p: only tokens at least this probable, relative to the likeliest (arXiv 2407.01082).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UserError(f"--temperature {self.temperature}: use 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"--top-k {self.top_k}: use at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p}: use a probability above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise UserError(f"--min-p {self.min_p}: use a share of 0 to 1")
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise UserError(
+                f"--repetition-penalty {self.repetition_penalty}: use a number above 0, such as "
+                "1.2; 1 is none"
+            )
+
+    def drawing(self) -> Drawing:
+        """The settings that change anything."""
+        values = dataclasses.asdict(self)
+        if self.temperature == 0:
+            values = {"repetition_penalty": self.repetition_penalty}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def adjusted(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) -> jax.Array:
+    """The logits to draw from, float32: of what is cut off -inf.
+
+    Args:
+      logits_BV: the model's.
+      seen_BV: whether a token stands in the text so far; None where nothing is penalised.
+      drawing: from `Sampling.drawing`.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    if "repetition_penalty" in drawing:
+        assert seen_BV is not None, "a penalty needs to know what there was"
+        penalty = drawing["repetition_penalty"]
+        penalised_BV = jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+        logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
+    if "temperature" not in drawing:
+        return logits_BV
+    logits_BV = logits_BV / drawing["temperature"]
+    if "top_k" in drawing or "top_p" in drawing:
+        logits_BV = jnp.where(_ranked(logits_BV, drawing), logits_BV, -jnp.inf)
+    if "min_p" in drawing:
+        far = jnp.log(jnp.asarray(drawing["min_p"], jnp.float32))
+        near_BV = logits_BV - logits_BV.max(-1, keepdims=True) >= far
+        logits_BV = jnp.where(near_BV, logits_BV, -jnp.inf)
+    return logits_BV
+
+
+def _ranked(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
+    """Which tokens are among the likeliest, by number and by their probability together."""
+    order_BV = jnp.argsort(-logits_BV, axis=-1)
+    ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+    keep_BV = jnp.ones(ranked_BV.shape, bool)
+    if "top_k" in drawing:
+        keep_BV &= jnp.arange(ranked_BV.shape[-1]) < drawing["top_k"]
+    if "top_p" in drawing:
+        # A token stays while what stands before it has not reached top_p: the first always does.
+        probability_BV = jax.nn.softmax(jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
+        keep_BV &= jnp.cumsum(probability_BV, axis=-1) - probability_BV < drawing["top_p"]
+    return jnp.take_along_axis(keep_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
+
+
+def draw(adjusted_BV: jax.Array, keys_B: jax.Array, drawing: Drawing) -> jax.Array:
+    """A token a row, int32 [B]: the likeliest, or by the row's own key from their softmax."""
+    if "temperature" not in drawing:
+        return adjusted_BV.argmax(-1).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys_B, adjusted_BV).astype(jnp.int32)

@@ -1,0 +1,129 @@
+"""What is generated equals `transformers.generate` token for token, on random weights."""
+
+import numpy as np
+import pytest
+
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling, adjusted
+from jaxtrain.run.trainer import Trainer
+
+torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+
+END = 3
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "bos_token_id": 0, "eos_token_id": END, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "bos_token_id": 0, "eos_token_id": END, "pad_token_id": 0,
+}  # fmt: skip
+# Transformers' name of the model, its settings, our mesh.
+CASES = {
+    "gpt2": ("GPT2LMHead", "GPT2", GPT2, ["Mesh.fsdp=2", "Mesh.data=4"]),
+    "llama": ("LlamaForCausal", "Llama", {**SIZES, "vocab_size": 62},
+              ["Mesh.fsdp=2", "Mesh.data=2", "Mesh.tensor=2"]),
+    "mixtral": (
+        "MixtralForCausal", "Mixtral",
+        {**SIZES, "num_local_experts": 4, "sliding_window": None},
+        ["Mesh.fsdp=2", "Mesh.expert=4"],
+    ),
+}  # fmt: skip
+PROMPTS = [[5, 17, 9, 30, 2, 44], [8, 1], [60, 11, 23, 40, 12, 7, 52, 33, 20]]
+NEW = 14
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory):
+    """A model of transformers with wide random weights, and a trainer that holds it."""
+    name, config, settings, mesh = CASES[request.param]
+    torch.manual_seed(0)
+    suffix = "Model" if name.startswith("GPT2") else "LM"
+    there = getattr(transformers, name + suffix)(
+        getattr(transformers, f"{config}Config")(**settings)
+    )
+    with torch.no_grad():
+        for key, value in there.named_parameters():
+            is_scale = ("norm" in key or "ln_" in key) and key.endswith("weight")
+            value.normal_(1.0 if is_scale else 0.0, 0.4)
+    folder = tmp_path_factory.mktemp(request.param)
+    there.eval().save_pretrained(folder)
+    bindings = [*mesh, "Precision.compute='float32'"]
+    return there, Trainer.from_huggingface(folder, bindings=bindings)
+
+
+def theirs(model, prompts, **settings):
+    """New tokens of prompts padded on the left, up to an end, and the model's logits."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False,
+        return_dict_in_generate=True, output_logits=True, **settings,
+    )  # fmt: skip
+    rows = [row.tolist() for row in out.sequences[:, longest:]]
+    return [r[: r.index(END)] if END in r else r for r in rows], torch.stack(out.logits, 1)
+
+
+def ours(trainer, prompts, sampling, **settings):
+    return generate(
+        trainer.program.plain, trainer.config.train.model, trainer.state, prompts,
+        max_new_tokens=NEW, sampling=sampling, seed=0, ends=[END], **settings,
+    )  # fmt: skip
+
+
+def test_greedy_of_a_padded_batch_and_the_log_probabilities(pair):
+    there, trainer = pair
+    expected, logits = theirs(there, PROMPTS)
+    found = ours(trainer, PROMPTS, Sampling(temperature=0.0))
+    assert [answer.tokens for answer in found] == expected
+    assert len({token for tokens in expected for token in tokens}) > 8
+    told = torch.log_softmax(logits.float(), -1)
+    for row, answer in enumerate(found):
+        assert answer.ended == ("length" if len(answer.tokens) == NEW else "end")
+        wanted = [told[row, place, token].item() for place, token in enumerate(answer.tokens)]
+        np.testing.assert_allclose(answer.log_probabilities, wanted, atol=2e-4)
+
+
+def test_repetition_penalty(pair):
+    there, trainer = pair
+    # Alone: transformers takes the tokens of the padding for tokens of the text.
+    for prompt in PROMPTS:
+        expected, _ = theirs(there, [prompt], repetition_penalty=1.7)
+        sampling = Sampling(temperature=0.0, repetition_penalty=1.7)
+        assert ours(trainer, [prompt], sampling)[0].tokens == expected[0]
+    plain, _ = theirs(there, PROMPTS)
+    penalised = ours(trainer, PROMPTS, sampling)
+    assert [answer.tokens for answer in penalised] != plain
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"top_k": 7}, [("TopKLogitsWarper", 7)]),
+        ({"top_p": 0.7}, [("TopPLogitsWarper", 0.7)]),
+        ({"min_p": 0.2}, [("MinPLogitsWarper", 0.2)]),
+        ({"min_p": 1.0}, [("MinPLogitsWarper", 1.0)]),
+        ({"temperature": 0.6}, [("TemperatureLogitsWarper", 0.6)]),
+        ({"repetition_penalty": 1.4}, [("RepetitionPenaltyLogitsProcessor", 1.4)]),
+        (
+            {"repetition_penalty": 0.8, "temperature": 1.3, "top_k": 20, "top_p": 0.9,
+             "min_p": 0.05},
+            [("RepetitionPenaltyLogitsProcessor", 0.8), ("TemperatureLogitsWarper", 1.3),
+             ("TopKLogitsWarper", 20), ("TopPLogitsWarper", 0.9), ("MinPLogitsWarper", 0.05)],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_drawn_from_equals_their_processors(ours, theirs):
+    rng = np.random.default_rng(0)
+    logits = (2.0 * rng.standard_normal((5, 61))).astype(np.float32)
+    text = rng.integers(0, 61, (5, 12))
+    expected, ids = torch.from_numpy(logits.copy()), torch.from_numpy(text)
+    for name, value in theirs:
+        expected = getattr(transformers, name)(value)(ids, expected)
+    seen = np.zeros((5, 61), bool)
+    seen[np.arange(5)[:, None], text] = True
+    found = adjusted(logits, seen, Sampling(**ours).drawing())
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
