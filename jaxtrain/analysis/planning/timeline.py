@@ -140,14 +140,14 @@ def simulate(
 def closed_form_ticks(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
     """Ticks of a schedule, every action one tick: the work of a rank and its idle ticks.
 
-    GPipe and 1F1B 2(m + p - 1); interleaved 2(vm + p - 1) (arXiv 2104.04473, section 2.2); ZB-H1
-    3m + p - 1 (arXiv 2401.10241, table 1 with T_F = T_B = T_W), and p - m more where m < p: rank 0
-    then has nothing to do but m forwards before its first gradient comes back in tick 2p - 1.
-    'forward' vm + p - 1, where v > 1 for multiples of p.
+    GPipe and 1F1B 2(m + p - 1); interleaved 2(vm + p - 1) (arXiv 2104.04473, section 2.2); zero
+    bubble 3m + p - 1 (ZB-H1, arXiv 2401.10241, table 1 with T_F = T_B = T_W) where m >= 2p - 1;
+    with fewer, weight gradients fill 2p - 1 - m idle ticks less, and none where m <= p. 'forward'
+    vm + p - 1, where v > 1 for multiples of p.
     """
     p, m = ranks, microbatches
     if name == "zero_bubble":
-        return 3 * m + p - 1 + max(p - m, 0)
+        return 3 * m + p - 1 + min(max(2 * p - 1 - m, 0), p - 1)
     rounds = 1 if name == "forward" else 2
     return rounds * (virtual_stages * m + p - 1)
 
@@ -156,8 +156,8 @@ def closed_form_bubble(name: str, ranks: int, microbatches: int, virtual_stages:
     """The bubble as a fraction of all time, every action one tick.
 
     GPipe and 1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (vm + p - 1), of the ideal time
-    (p - 1) / (vm); ZB-H1 (p - 1) / (3m + p - 1) for m >= p. Any costs of forward and backward give
-    the same figures for the first three, where all stages are alike.
+    (p - 1) / (vm); zero bubble (p - 1) / (3m + p - 1) for m >= 2p - 1. Any costs of forward and
+    backward give the same figures for the first three, where all stages are alike.
     """
     ticks = closed_form_ticks(name, ranks, microbatches, virtual_stages)
     per_stage = {"zero_bubble": 3, "forward": 1}.get(name, 2)
@@ -169,16 +169,18 @@ def closed_form_peak(
 ) -> tuple[int, ...]:
     """Per rank, the most microbatches alive, as `Timeline.peak_live` counts them.
 
-    GPipe m; 1F1B p - rank; interleaved 2(p - rank - 1) + (v - 1)p + 1; ZB-H1 p on every rank; never
-    more than there are.
+    GPipe m; interleaved 2(p - rank - 1) + (v - 1)p + 1 (arXiv 2104.04473), and 1F1B that of one
+    virtual stage: where ranks go on together, the way to the last rank and back takes a forward and
+    a backward a stage (without lockstep half of it, p - rank); zero bubble 2p - 1 on every rank
+    (ZB-H2's, arXiv 2401.10241, table 1); never more than there are.
     """
     p, m, v = ranks, microbatches, virtual_stages
     peaks = {
         "forward": lambda rank: 1,
         "gpipe": lambda rank: m,
-        "1f1b": lambda rank: p - rank,
+        "1f1b": lambda rank: 2 * (p - rank - 1) + 1,
         "interleaved": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
-        "zero_bubble": lambda rank: p,
+        "zero_bubble": lambda rank: 2 * p - 1,
     }
     return tuple(min(peaks[name](rank), m * v) for rank in range(p))
 
@@ -188,7 +190,7 @@ def table(timeline: Timeline) -> Table:
     schedule = timeline.schedule
     sizes = (schedule.name, schedule.ranks, schedule.microbatches, schedule.virtual_stages)
     # Closed forms count ticks: the same table, every action one tick long.
-    unit = simulate(schedule, backward=1.0)
+    unit = simulate(schedule, backward=1.0, lockstep=True)
     bubble = closed_form_bubble(*sizes)
     found = Table(title=_title(timeline), title_justify="left")
     for column in ("figure", "simulated", "closed form"):

@@ -322,7 +322,8 @@ def bubble_fraction(config: Config, ranks: int) -> float:
 @functools.lru_cache(maxsize=1024)
 def _bubble(name: str, ranks: int, microbatches: int, chunks: int, again: float) -> float:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, virtual_stages=chunks)
-    return simulate(schedule, backward=2 + again, backward_input=1 + again).bubble_fraction
+    costs = {"backward": 2 + again, "backward_input": 1 + again}
+    return simulate(schedule, lockstep=True, **costs).bubble_fraction
 
 
 def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:

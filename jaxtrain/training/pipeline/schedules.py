@@ -3,8 +3,8 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 from jaxtrain.config.errors import UserError, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
@@ -13,7 +13,8 @@ from jaxtrain.nn.execution import refuse as refuse_scan
 from jaxtrain.training.pipeline.slots import Backward
 from jaxtrain.training.pipeline.table import Action, Timetable, Work, check, needs, result
 
-# Whoever runs a schedule takes its table and its slots from here.
+Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULES: tuple[str, ...] = get_args(Name)
 
 
 @configurable
@@ -25,13 +26,14 @@ class Pipeline:
       schedule: 'gpipe': all forwards, then all backwards (arXiv 1811.06965); '1f1b': one forward,
         one backward, so that few microbatches are alive (PipeDream-flush, arXiv 2006.09503);
         'interleaved': 1f1b over virtual stages (arXiv 2104.04473); 'zero_bubble': 1f1b whose
-        weight gradients wait until there is nothing better to do (ZB-H1, arXiv 2401.10241).
+        weight gradients wait until there is nothing better to do (ZB-H1's time and ZB-H2's
+        memory, arXiv 2401.10241). In one tick all ranks do the same, so that none waits.
       microbatches: parts that each accumulated batch is cut into; more make the bubble smaller.
       virtual_stages: stages on each rank; at least 2 with 'interleaved', otherwise 1.
       backward: 'recompute' a stage from its saved input, or keep the 'residuals' of its forward.
     """
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    schedule: Name = "1f1b"
     microbatches: int = 1
     virtual_stages: int = 1
     backward: Backward = "recompute"
@@ -102,21 +104,11 @@ def _refuse(schedule: str, microbatches: int, virtual_stages: int) -> None:
             f"{written}: it needs at least 2 virtual stages; set Pipeline.virtual_stages=2 or "
             "Pipeline.schedule='1f1b'"
         )
-    if schedule in _WARMUPS and schedule != "interleaved" and virtual_stages > 1:
+    if schedule in SCHEDULES and schedule != "interleaved" and virtual_stages > 1:
         raise UserError(
             f"{written}: only 'interleaved' has virtual stages; set Pipeline.virtual_stages=1 or "
             "Pipeline.schedule='interleaved'"
         )
-
-
-# Schedule -> how many forwards a rank runs ahead of its first backward, from (ranks, rank,
-# microbatches, virtual stages). But for the split of backward, nothing else tells them apart.
-_WARMUPS: dict[str, Callable[[int, int, int, int], int]] = {
-    "gpipe": lambda p, rank, m, v: m,
-    "1f1b": lambda p, rank, m, v: p - 1 - rank,
-    "interleaved": lambda p, rank, m, v: 2 * (p - 1 - rank) + (v - 1) * p,
-    "zero_bubble": lambda p, rank, m, v: p - 1 - rank,
-}
 
 
 def make_schedule(
@@ -127,8 +119,8 @@ def make_schedule(
     Raises:
       UserError: an unknown name, or numbers that this schedule has no table for.
     """
-    if name not in _WARMUPS:
-        raise UserError(f"Pipeline.schedule={name!r} is unknown{did_you_mean(name, _WARMUPS)}")
+    if name not in SCHEDULES:
+        raise UserError(f"Pipeline.schedule={name!r} is unknown{did_you_mean(name, SCHEDULES)}")
     _refuse(name, microbatches, virtual_stages)
     _refuse_no_ranks(ranks)
     if name == "interleaved" and microbatches % ranks:
@@ -137,15 +129,9 @@ def make_schedule(
             f"be a multiple of Mesh.pipe={ranks}; the nearest is "
             f"{nearest_multiple(microbatches, ranks)} (or use Pipeline.schedule='1f1b')"
         )
-    orders = []
-    for rank in range(ranks):
-        warmup = _WARMUPS[name](ranks, rank, microbatches, virtual_stages)
-        kind = Work.BACKWARD_INPUT if name == "zero_bubble" else Work.BACKWARD
-        forwards = _visits(Work.FORWARD, rank, ranks, microbatches, virtual_stages)
-        backwards = _visits(kind, rank, ranks, microbatches, virtual_stages)
-        pairs = itertools.zip_longest(forwards[warmup:], backwards)
-        orders.append(forwards[:warmup] + [a for pair in pairs for a in pair if a is not None])
-    schedule = Timetable(name, ranks, virtual_stages, microbatches, _run(orders, virtual_stages))
+    kinds = _kinds_of_ticks(name, ranks, microbatches, virtual_stages)
+    ticks = _fill(kinds, ranks, microbatches, virtual_stages)
+    schedule = Timetable(name, ranks, virtual_stages, microbatches, ticks)
     check(schedule)
     return schedule
 
@@ -161,9 +147,8 @@ def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> Time
     orders = [
         _visits(Work.FORWARD, rank, ranks, microbatches, virtual_stages) for rank in range(ranks)
     ]
-    schedule = Timetable(
-        "forward", ranks, virtual_stages, microbatches, _run(orders, virtual_stages)
-    )
+    ticks = _as_early_as_can_be(orders, ranks * virtual_stages)
+    schedule = Timetable("forward", ranks, virtual_stages, microbatches, ticks)
     check(schedule)
     return schedule
 
@@ -188,38 +173,79 @@ def _visits(kind: Work, rank: int, ranks: int, microbatches: int, chunks: int) -
     ]
 
 
-def _run(orders: list[list[Action]], chunks: int) -> tuple[tuple[Action | None, ...], ...]:
-    """Runs each rank's list as early as inputs allow; weight gradients fill the gaps.
+def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> list[Work]:
+    """What the ticks of a schedule are for, in order; all ranks do the same in one.
 
-    Where backward is split, a rank holds at most as many microbatches as there are ranks (the
-    peak of 1F1B): at that limit a weight gradient goes before the next forward. That is ZB-H1.
+    All ranks exchange once a tick, so that a tick lasts as long as its longest action: were one
+    rank's forward beside another's backward, it would wait for it. So ticks are alike. Each way
+    takes v m + p - 1 of them, the last rank's first backward follows its first forward, and a step
+    lasts as long as without lockstep: (v m + p - 1) forwards and as many backwards. A microbatch
+    then takes a forward and a backward tick a stage there and as many back.
+
+    Weight gradients that are split off have ticks of their own in which every rank has one to do,
+    m - p + 1 where m >= 2p - 1; p - 1 more fill places of ranks that are done with their forwards,
+    or with their input gradients, before others are. That is ZB-H1's time, m (F + I + W) +
+    (p - 1) (F + I - W), as long as a weight gradient takes no longer than the other two.
     """
-    ranks = len(orders)
-    waiting = [collections.deque(order) for order in orders]
-    weights: list[collections.deque[Action]] = [collections.deque() for _ in orders]
-    live, finished, ticks = [0] * ranks, set(), []
+    p, m = ranks, microbatches
+    turns = chunks * m + p - 1
+    ahead = turns if name == "gpipe" else chunks * p
+    kinds = [Work.FORWARD] * ahead
+    split = name == "zero_bubble"
+    for turn in range(turns):
+        kinds.append(Work.BACKWARD_INPUT if split else Work.BACKWARD)
+        if split and (p - 1 <= turn < m - p or turn >= turns - min(m, p)):
+            kinds.append(Work.BACKWARD_WEIGHT)
+        if turn + ahead < turns:
+            kinds.append(Work.FORWARD)
+    return kinds
 
-    def choose(rank: int) -> Action | None:
-        if waiting[rank]:
-            action = waiting[rank][0]
-            full = action.kind == Work.FORWARD and weights[rank] and live[rank] >= ranks
-            if not full and finished.issuperset(needs(action, ranks * chunks)):
-                return waiting[rank].popleft()
-        return weights[rank].popleft() if weights[rank] else None
 
-    while any(waiting) or any(weights):
-        row = tuple(choose(rank) for rank in range(ranks))
-        assert any(row), "the lists of the ranks wait for each other"
-        for rank, action in enumerate(row):
-            if action is None:
-                continue
-            finished.add(result(action))
-            if action.kind == Work.BACKWARD_INPUT:
-                weights[rank].append(action._replace(kind=Work.BACKWARD_WEIGHT))
-            elif action.kind == Work.FORWARD:
-                live[rank] += 1
+def _fill(
+    kinds: list[Work], ranks: int, microbatches: int, chunks: int
+) -> tuple[tuple[Action | None, ...], ...]:
+    """The table of ticks of these kinds; a weight gradient is done where a rank has nothing else.
+
+    A forward goes up one rank a forward tick, a backward down one rank a backward tick.
+    """
+    visits = {
+        kind: [_visits(kind, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+        for kind in {*kinds} - {Work.BACKWARD_WEIGHT}
+    }
+    weights: list[collections.deque[Action]] = [collections.deque() for _ in range(ranks)]
+    turns: collections.Counter[Work] = collections.Counter()
+    ticks = []
+    for kind in kinds:
+        row: list[Action | None] = []
+        for rank, waiting in enumerate(weights):
+            turn = turns[kind] - (rank if kind == Work.FORWARD else ranks - 1 - rank)
+            mine = visits[kind][rank] if kind in visits else []
+            if 0 <= turn < len(mine):
+                row.append(mine[turn])
+                if kind == Work.BACKWARD_INPUT:
+                    waiting.append(mine[turn]._replace(kind=Work.BACKWARD_WEIGHT))
             else:
-                live[rank] -= 1
+                row.append(waiting.popleft() if waiting else None)
+        turns[kind] += 1
+        ticks.append(tuple(row))
+    assert not any(weights), "ticks for all weight gradients"
+    return tuple(ticks)
+
+
+def _as_early_as_can_be(
+    orders: list[list[Action]], num_stages: int
+) -> tuple[tuple[Action | None, ...], ...]:
+    """Runs each rank's list as early as inputs allow."""
+    waiting = [collections.deque(order) for order in orders]
+    finished: set[Action] = set()
+    ticks = []
+    while any(waiting):
+        row = tuple(
+            mine.popleft() if mine and finished.issuperset(needs(mine[0], num_stages)) else None
+            for mine in waiting
+        )
+        assert any(row), "the lists of the ranks wait for each other"
+        finished.update(result(action) for action in row if action is not None)
         ticks.append(row)
     return tuple(ticks)
 
