@@ -128,8 +128,9 @@ def test_a_file_of_prompts_is_answered_by_json_lines_in_order(run, tmp_path, cap
         assert line["ended"] == "length"
         assert len(line["tokens"]) == len(line["log_probabilities"]) == 6
         assert bytes(line["tokens"]).decode(errors="replace") == line["answer"]
-        assert line["answer"] == run.generate(line["prompt"], max_new_tokens=6, temperature=0.0)
-        assert all(value <= 0 for value in line["log_probabilities"])
+        [alone] = run.answers([line["prompt"]], max_new_tokens=6, sampling=GREEDY)
+        assert line["answer"] == alone.text
+        assert line["log_probabilities"] == pytest.approx(alone.log_probabilities, abs=1e-4)
 
 
 def test_a_terminal_sees_the_text_while_it_is_written_and_a_pipe_the_same_text(
@@ -166,6 +167,27 @@ def test_a_file_that_holds_no_prompts_is_refused_by_its_line(run, tmp_path, caps
         file.write_text(content)
     assert generate(run, "--prompts", str(file)) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--beams", "2", "--top-k", "3"], "--top-k 3 with --beams 2: a beam search draws nothing"),
+        (["--length-penalty", "2"], "--length-penalty is of a beam search; add --beams"),
+        (["--beams", "0"], "--beams 0: use at least 1"),
+        (["--beams", "2", "--stop", "x"], "--beams 2: a beam ends at the end-of-text token"),
+    ],
+)
+def test_what_beams_do_not_do_is_refused(run, capsys, words, told):
+    assert main(["generate", "--workdir", str(run.workdir), "--prompt", "a", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_beams_answer_by_lines_with_a_score(run, capsys):
+    words = ["--prompt", "0 ", "--max-new-tokens", "6", "--beams", "2", "--log-probabilities"]
+    assert main(["generate", "--workdir", str(run.workdir), *words]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["score"] == pytest.approx(sum(line["log_probabilities"]) / 6, rel=1e-4)
 
 
 @pytest.mark.parametrize("words", [("--prompt", "a", "--batch-size", "0"),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling, adjusted
 from jaxtrain.run.trainer import Trainer
@@ -54,23 +55,26 @@ def pair(request, tmp_path_factory):
     return there, Trainer.from_huggingface(folder, bindings=bindings)
 
 
-def theirs(model, prompts, **settings):
+def theirs(model, prompts, *, with_scores=False, eos_token_id=END, **settings):
     """New tokens of prompts padded on the left, up to an end, and the model's logits."""
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     out = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False,
-        return_dict_in_generate=True, output_logits=True, **settings,
+        return_dict_in_generate=True, output_logits=True, output_scores=True,
+        eos_token_id=eos_token_id, **settings,
     )  # fmt: skip
     rows = [row.tolist() for row in out.sequences[:, longest:]]
-    return [r[: r.index(END)] if END in r else r for r in rows], torch.stack(out.logits, 1)
+    cut = [r[: r.index(eos_token_id)] if eos_token_id in r else r for r in rows]
+    scores = (out.sequences_scores.numpy(),) if with_scores else ()
+    return cut, torch.stack(out.logits, 1), *scores
 
 
-def ours(trainer, prompts, sampling, **settings):
+def ours(trainer, prompts, sampling, ends=(END,)):
     return generate(
         trainer.program.plain, trainer.config.train.model, trainer.state, prompts,
-        max_new_tokens=NEW, sampling=sampling, seed=0, ends=[END], **settings,
+        max_new_tokens=NEW, sampling=sampling, seed=0, ends=ends,
     )  # fmt: skip
 
 
@@ -97,6 +101,41 @@ def test_repetition_penalty(pair):
     plain, _ = theirs(there, PROMPTS)
     penalised = ours(trainer, PROMPTS, sampling)
     assert [answer.tokens for answer in penalised] != plain
+
+
+SEARCHES = {
+    "gpt2": {"beams": 3},
+    "llama": {"beams": 2, "length_penalty": -2.0, "early_stopping": True},
+    "mixtral": {
+        "beams": 4, "length_penalty": 1.5, "early_stopping": "never", "repetition_penalty": 1.3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "search", [pytest.param(name, marks=[] if name == "own" else pytest.mark.slow)
+               for name in ("own", *SEARCHES)]
+)  # fmt: skip
+def test_beam_search(pair, search, request):
+    there, trainer = pair
+    settings = SEARCHES[request.node.callspec.params["pair"] if search == "own" else search]
+    # A token that ends some of what is likely.
+    end = theirs(there, PROMPTS)[0][0][5]
+    given = {**settings, "num_beams": settings["beams"], "eos_token_id": end}
+    del given["beams"]
+    # A penalty alone: transformers takes the tokens of the padding for tokens of the text.
+    penalised = "repetition_penalty" in settings
+    for prompts in [[one] for one in PROMPTS[:2]] if penalised else [PROMPTS]:
+        expected, _, scores = theirs(there, prompts, with_scores=True, **given)
+        found = ours(trainer, prompts, BeamSearch(**settings), ends=[end])
+        assert [answer.tokens for answer in found] == expected
+        np.testing.assert_allclose([answer.score for answer in found], scores, rtol=1e-4)
+        for answer in found:
+            assert answer.ended == ("length" if len(answer.tokens) == NEW else "end")
+            if answer.ended == "length" and not penalised:
+                total = sum(answer.log_probabilities)
+                power = NEW ** settings.get("length_penalty", 1.0)
+                assert answer.score == pytest.approx(total / power, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
     )
-    command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy")
+    command.add_argument("--temperature", type=float, metavar="T", help="0.8; 0 is greedy")
     command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
     command.add_argument(
         "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
@@ -176,6 +176,21 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="what logits of tokens that were there are divided by; above 1 repeats less",
+    )
+    command.add_argument(
+        "--beams", type=int, metavar="N", help="search for the likeliest answer with N beams"
+    )
+    command.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="of beams: their score is divided by length^X; 1",
+    )
+    command.add_argument(
+        "--early-stopping",
+        choices=["true", "false", "never"],
+        help="of beams: whether N finished ones are enough; never: nor are better ones unlikely; "
+        "false",
     )
     command.add_argument(
         "--stop",

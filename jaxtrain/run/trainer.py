@@ -30,7 +30,9 @@ from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
-from jaxtrain.run.generation.generate import BATCH_SIZE, Answer, generate
+from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.generate import BATCH_SIZE, generate
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import write
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
@@ -428,7 +430,7 @@ class Trainer:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         *,
         max_new_tokens: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: Sampling | BeamSearch | None = None,
         stop: Sequence[str] = (),
         seed: int = 0,
         batch_size: int = BATCH_SIZE,
@@ -439,7 +441,7 @@ class Trainer:
         Args:
           prompts: texts, or lists of token ids.
           max_new_tokens: for each; None: as far as 100 tokens fit.
-          sampling: how tokens are drawn; None: from the model's own distribution.
+          sampling: how tokens are drawn, or searched for; None: from the model's own distribution.
           stop: strings before which an answer in text ends.
           seed: of the draws.
           batch_size: prompts that are answered at one time.

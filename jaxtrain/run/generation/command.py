@@ -3,25 +3,28 @@
 import argparse
 import json
 import sys
+from typing import Literal
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.commands import open_run
-from jaxtrain.run.generation.generate import Answer
+from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import printable
 from jaxtrain.run.json_records import read_records
 from jaxtrain.run.status import DONE
 
+_EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
+    None: False,
+    "false": False,
+    "true": True,
+    "never": "never",
+}
+
 
 def generate(arguments: argparse.Namespace) -> int:
     """Prints what a trained language model writes, to a terminal as it is drawn."""
-    sampling = Sampling(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-    )
+    sampling = _sampling(arguments)
     records = []
     if arguments.prompts is not None:
         records = read_records("--prompts", arguments.prompts)
@@ -33,7 +36,7 @@ def generate(arguments: argparse.Namespace) -> int:
         prompts = [arguments.prompt]
     trainer = open_run(arguments)
     in_lines = arguments.prompts is not None or arguments.log_probabilities
-    streams = sys.stdout.isatty() and not in_lines
+    streams = sys.stdout.isatty() and not in_lines and isinstance(sampling, Sampling)
     if streams:
         _show(arguments.prompt)
     answers = trainer.answers(
@@ -48,8 +51,9 @@ def generate(arguments: argparse.Namespace) -> int:
     if streams:
         print()  # noqa: T201
     elif not in_lines:
+        text = f"{arguments.prompt}{answers[0].text}"
         # A file or a pipe gets the text itself.
-        print(f"{arguments.prompt}{answers[0].text}")  # noqa: T201
+        print(printable(text) if sys.stdout.isatty() else text)  # noqa: T201
     else:
         given = [record.fields for record in records] or [{"prompt": arguments.prompt}]
         for fields, answer in zip(given, answers, strict=True):
@@ -58,9 +62,43 @@ def generate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _sampling(arguments: argparse.Namespace) -> Sampling | BeamSearch:
+    """How the next token is chosen."""
+    penalty, beams = arguments.repetition_penalty, arguments.beams
+    for name in ("length_penalty", "early_stopping"):
+        if beams is None and vars(arguments)[name] is not None:
+            raise UserError(f"{_option(name)} is of a beam search; add --beams, or leave it out")
+    if beams is None:
+        return Sampling(
+            temperature=0.8 if arguments.temperature is None else arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+            repetition_penalty=penalty,
+        )
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        if vars(arguments)[name] is not None:
+            raise UserError(
+                f"{_option(name)} {vars(arguments)[name]} with --beams {beams}: a beam search "
+                "draws nothing; leave one of them out"
+            )
+    return BeamSearch(
+        beams=beams,
+        length_penalty=1.0 if arguments.length_penalty is None else arguments.length_penalty,
+        early_stopping=_EARLY_STOPPING[arguments.early_stopping],
+        repetition_penalty=penalty,
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _line(answer: Answer, *, log_probabilities: bool) -> dict[str, object]:
     """What a line has besides the fields of its prompt's record."""
     line: dict[str, object] = {"answer": answer.text, "ended": answer.ended}
+    if answer.score is not None:
+        line["score"] = answer.score
     if log_probabilities:
         line |= {"tokens": answer.tokens, "log_probabilities": answer.log_probabilities}
     return line

@@ -5,7 +5,7 @@ Letters: B rows, E tokens that end a text.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
+from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
+from jaxtrain.run.generation.beams import BeamSearch, search
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
     Texts,
@@ -28,25 +30,6 @@ from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.step import Program, TrainState
 
 BATCH_SIZE = 8  # prompts that are answered at one time, where nothing else is said
-
-Ended = Literal["end", "stop", "length"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What follows one prompt.
-
-    Attributes:
-      tokens: those that were drawn, without the one that ends a text.
-      log_probabilities: the model's of each token, natural, before temperature or anything else.
-      ended: by a token that ends texts, by a stop string, or by its greatest length.
-      text: the tokens as text, up to a stop string; None where tokens were asked for.
-    """
-
-    tokens: list[int]
-    log_probabilities: list[float]
-    ended: Ended
-    text: str | None = None
 
 
 class Watch(Protocol):
@@ -85,7 +68,7 @@ def generate(
     prompts: Sequence[Sequence[int] | np.ndarray],
     *,
     max_new_tokens: int | None,
-    sampling: Sampling,
+    sampling: Sampling | BeamSearch,
     seed: int,
     ends: Sequence[int] = (),
     batch_size: int = BATCH_SIZE,
@@ -102,7 +85,7 @@ def generate(
       state: the trained state.
       prompts: tokens, each at least one.
       max_new_tokens: how many to draw for each at most; None: as far as 100 fit.
-      sampling: how to draw them.
+      sampling: how to draw them, or to search for the likeliest.
       seed: of the draws.
       ends: tokens that end an answer.
       batch_size: prompts that are answered at one time.
@@ -112,6 +95,11 @@ def generate(
       UserError: the model is no language model, a prompt is empty, holds tokens that it does not
         have or does not fit into its context, or a number is out of its range.
     """
+    if isinstance(sampling, BeamSearch) and watch is not None:
+        raise UserError(
+            f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its greatest "
+            "length, and is not shown before; leave stop strings out, or beams"
+        )
     sizes, program = writes(model), for_texts(program)
     given = [checked(prompt, sizes) for prompt in prompts]
     limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
@@ -122,12 +110,20 @@ def generate(
     key = jax.random.key(seed)
     with program.layout.active():
         for numbers in _batches([len(prompt) for prompt in given], sizes, batch_size):
+            batch = {number: given[number] for number in numbers}
+            most = [limits[number] for number in numbers]
+            if isinstance(sampling, BeamSearch):
+                found = search(
+                    program, sizes, state, list(batch.values()), most, settings=sampling, ends=ends
+                )
+                answers.update(zip(numbers, found, strict=True))
+                continue
             found = _answered(
                 program,
                 sizes,
                 state,
-                {number: given[number] for number in numbers},
-                [limits[number] for number in numbers],
+                batch,
+                most,
                 sampling=sampling,
                 key=key,
                 ends=ends,
@@ -235,7 +231,7 @@ def _answered(
         texts = advance(program, state, texts, drawing, keys_B, ends_E, until, room=room)
         # Whole on every device: each process reads them.
         drawn_BN, finished_B = np.asarray(texts.drawn_BN), np.array(texts.finished_B)
-        lengths = [_length(drawn_BN[row, : min(until, limit)], ends)
+        lengths = [length_before_end(drawn_BN[row, : min(until, limit)], ends)
                    for row, limit in enumerate(limits)]  # fmt: skip
         if watch is not None:
             for row, number in enumerate(prompts):
@@ -258,9 +254,3 @@ def _answered(
 
 def _filled(values: list[int], rows: int, value: int) -> np.ndarray:
     return np.array(values + [value] * (rows - len(values)), np.int32)
-
-
-def _length(drawn_N: np.ndarray, ends: Sequence[int]) -> int:
-    """How many tokens there are before one that ends a text."""
-    places = np.flatnonzero(np.isin(drawn_N, ends))
-    return int(places[0]) if places.size else len(drawn_N)

@@ -44,11 +44,7 @@ class Sampling:
             raise UserError(f"--top-p {self.top_p}: use a probability above 0 and at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UserError(f"--min-p {self.min_p}: use a share of 0 to 1")
-        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
-            raise UserError(
-                f"--repetition-penalty {self.repetition_penalty}: use a number above 0, such as "
-                "1.2; 1 is none"
-            )
+        refuse_penalty(self.repetition_penalty)
 
     def drawing(self) -> Drawing:
         """The settings that change anything."""
@@ -56,6 +52,14 @@ class Sampling:
         if self.temperature == 0:
             values = {"repetition_penalty": self.repetition_penalty}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_penalty(penalty: float | None) -> None:
+    """Raises UserError where a repetition penalty is none."""
+    if penalty is not None and not penalty > 0:
+        raise UserError(
+            f"--repetition-penalty {penalty}: use a number above 0, such as 1.2; 1 is none"
+        )
 
 
 def adjusted(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) -> jax.Array:

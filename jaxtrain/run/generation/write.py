@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.run.generation.generate import BATCH_SIZE, Answer, generate, writes
+from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.generate import BATCH_SIZE, generate, writes
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping
 from jaxtrain.training.settings import TextSource, Train
@@ -20,7 +22,7 @@ def write(
     prompts: Sequence[str],
     *,
     max_new_tokens: int | None,
-    sampling: Sampling,
+    sampling: Sampling | BeamSearch,
     seed: int,
     stop: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
@@ -34,7 +36,7 @@ def write(
       state: the trained state.
       prompts: each at least one character.
       max_new_tokens: how many tokens to draw for each; None: as far as 100 fit.
-      sampling: how to draw them.
+      sampling: how to draw them, or to search for the likeliest.
       seed: of the draws.
       stop: strings before which an answer ends.
       batch_size: prompts that are answered at one time.

@@ -1,0 +1,266 @@
+"""Beam search: several continuations of each prompt side by side, the best of them the answer.
+
+The devices run the model and rank continuations; which of them go on is settled on the host.
+Letters: P prompts, W beams, B = P W rows, K candidates of a prompt, V vocab.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import TokenModel
+from jaxtrain.nn.cache import Cache
+from jaxtrain.run.generation.answer import Answer, length_before_end
+from jaxtrain.run.generation.decoding import LEAST_LENGTH, next_logits, padded, prefill, rounded
+from jaxtrain.run.generation.sampling import Drawing, adjusted, refuse_penalty
+from jaxtrain.training.step import Program, TrainState
+
+NEVER = -1e9  # the score of what is no beam
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """The likeliest continuation as far as a search of some breadth finds it.
+
+    A continuation of n tokens has the score (sum of their log-probabilities) / n^length_penalty,
+    the token that ends it included. It is finished where such a token is among the `beams` best
+    continuations of a step, or at the greatest length. As in transformers.
+
+    Attributes:
+      beams: continuations that are followed at one time.
+      length_penalty: above 0 longer answers gain, below 0 shorter ones.
+      early_stopping: when a prompt's search ends. True: as soon as `beams` are finished. False:
+        when the best that goes on is no better than the worst of these at its present length;
+        "never": nor at its greatest length.
+      repetition_penalty: as of `Sampling`, of log-probabilities.
+    """
+
+    beams: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.beams < 1:
+            raise UserError(f"--beams {self.beams}: use at least 1")
+        refuse_penalty(self.repetition_penalty)
+
+    def drawing(self) -> Drawing:
+        """What changes log-probabilities."""
+        penalty = self.repetition_penalty
+        return {} if penalty is None else {"repetition_penalty": penalty}
+
+
+class Candidate(NamedTuple):
+    """One token after one beam: the sum of log-probabilities with it, the beam, the token, and
+    the model's own log-probability of it."""
+
+    total: np.float32
+    beam: int
+    token: int
+    told: float
+
+
+class Hypothesis(NamedTuple):
+    """A continuation: its score (its sum while it goes on), tokens and their log-probabilities."""
+
+    score: np.float32
+    tokens: list[int]
+    told: list[float]
+
+
+class Search:
+    """The continuations of one prompt.
+
+    Args:
+      settings: how it is searched.
+      limit: the greatest length.
+      ends: tokens that end a continuation.
+    """
+
+    def __init__(self, settings: BeamSearch, limit: int, ends: Sequence[int]) -> None:
+        self._settings, self._limit, self._ends = settings, limit, set(ends)
+        none = [Hypothesis(np.float32(NEVER), [], []) for _ in range(settings.beams - 1)]
+        # One alone at first: all are the prompt itself.
+        self.running = [Hypothesis(np.float32(0), [], []), *none]
+        self.finished: list[Hypothesis] = []
+        self._may_improve = True
+
+    @property
+    def done(self) -> bool:
+        """Whether the best continuation is settled."""
+        full = len(self.finished) == self._settings.beams
+        at_limit = len(self.running[0].tokens) == self._limit
+        return at_limit or not self._may_improve or (full and self._settings.early_stopping is True)
+
+    def take(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Goes on by one token with the best of these, which are in order; the beams they follow.
+
+        There must be so many candidates that `beams` of them do not end.
+        """
+        settings = self._settings
+        going, ending = [], []
+        length = len(self.running[0].tokens) + 1
+        for rank, one in enumerate(candidates):
+            before = self.running[one.beam]
+            after = Hypothesis(one.total, [*before.tokens, one.token], [*before.told, one.told])
+            if one.token in self._ends or length == self._limit:
+                if rank < settings.beams:
+                    score = np.float32(one.total / np.float32(length**settings.length_penalty))
+                    ending.append(after._replace(score=score))
+                if length < self._limit:
+                    continue
+            going.append((after, one.beam))
+        best = sorted([*self.finished, *ending], key=lambda one: -one.score)
+        self.finished = best[: settings.beams]
+        self.running = [after for after, _ in going[: settings.beams]]
+        self._may_improve = self._can_improve(length)
+        return [beam for _, beam in going[: settings.beams]]
+
+    def _can_improve(self, length: int) -> bool:
+        if len(self.finished) < self._settings.beams:
+            return True
+        penalty = self._settings.length_penalty
+        if self._settings.early_stopping == "never" and penalty > 0:
+            length = self._limit
+        best = self.running[0].score / np.float32(length**penalty)
+        return bool(best > self.finished[-1].score)
+
+    def answer(self) -> Answer:
+        """The best continuation that is finished."""
+        score, tokens, told = self.finished[0]
+        length = length_before_end(tokens, list(self._ends))
+        return Answer(
+            tokens=tokens[:length],
+            log_probabilities=told[:length],
+            ended="length" if length == len(tokens) else "end",
+            score=float(score),
+        )
+
+
+def search(
+    program: Program,
+    sizes: TokenModel,
+    state: TrainState,
+    prompts: list[list[int]],
+    limits: list[int],
+    *,
+    settings: BeamSearch,
+    ends: Sequence[int],
+) -> list[Answer]:
+    """The answers to one batch of prompts.
+
+    Args:
+      program: from `for_texts`, whose layout is active.
+      sizes: the model's settings.
+      state: the trained state.
+      prompts: tokens.
+      limits: how many may follow each.
+      settings: how it is searched.
+      ends: tokens that end an answer.
+    """
+    W, V = settings.beams, sizes.vocab_size
+    tokens_PT, padding_P = padded(program, sizes, prompts)
+    rows, length = tokens_PT.shape
+    room = length + rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
+    logits_PV, cache = prefill(program, sizes, state, tokens_PT, padding_P, room=room)
+    every_B = np.repeat(np.arange(rows, dtype=np.int32), W)
+    logits_BV, cache = _chosen(logits_PV, cache, every_B)
+    padding_B, drawing, seen_BV = padding_P[every_B], settings.drawing(), None
+    if drawing:
+        seen_BV = np.zeros((rows * W, V), bool)
+        for row, prompt in enumerate(prompts):
+            seen_BV[row * W : (row + 1) * W, prompt] = True
+    searches = [Search(settings, limit, ends) for limit in limits]
+    # So many that W of them go on even if every end stands among the best of every beam.
+    K = min(max(2, 1 + len(ends)) * W, W * V)
+    while True:
+        totals_PW = np.zeros((rows, W), np.float32)
+        for row, one in enumerate(searches):
+            totals_PW[row] = [beam.score for beam in one.running]
+        ranked = _ranked(logits_BV, totals_PW, seen_BV, drawing, count=K)
+        totals_PK, places_PK, told_PK = (np.asarray(part) for part in ranked)
+        parents_B, drawn_B = every_B * W, np.zeros(rows * W, np.int32)
+        for row, one in enumerate(searches):
+            if one.done:
+                continue
+            candidates = [
+                Candidate(total, int(place) // V, int(place) % V, float(told))
+                for total, place, told in zip(
+                    totals_PK[row], places_PK[row], told_PK[row], strict=True
+                )
+            ]
+            beams = one.take(candidates)
+            own = slice(row * W, row * W + len(beams))
+            parents_B[own] = row * W + np.array(beams, np.int32)
+            drawn_B[own] = [beam.tokens[-1] for beam in one.running]
+        if all(one.done for one in searches):
+            return [one.answer() for one in searches]
+        logits_BV, cache, seen_BV = _grown(
+            program, state, cache, padding_B, seen_BV, parents_B, drawn_B, room=room
+        )
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _ranked(
+    logits_BV: jax.Array,
+    totals_PW: jax.Array,
+    seen_BV: jax.Array | None,
+    drawing: Drawing,
+    *,
+    count: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The best continuations of each prompt: their sums, their places among [W V], and the model's
+    log-probabilities of their last tokens; [P, K] each."""
+    rows, W = totals_PW.shape
+    told_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    all_BV = adjusted(told_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
+    totals_PK, places_PK = jax.lax.top_k(all_BV.reshape(rows, -1), count)
+    told_PK = jnp.take_along_axis(told_BV.reshape(rows, -1), places_PK, axis=-1)
+    return totals_PK, places_PK, told_PK
+
+
+@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+def _grown(
+    program: Program,
+    state: TrainState,
+    cache: Cache,
+    padding_B: jax.Array,
+    seen_BV: jax.Array | None,
+    parents_B: jax.Array,
+    drawn_B: jax.Array,
+    *,
+    room: int,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Logits, cache and tokens seen after each row became its parent with one token more."""
+    if seen_BV is not None:
+        seen_BV = seen_BV[parents_B] | (drawn_B[:, None] == jnp.arange(seen_BV.shape[1]))
+    logits_B1V, cache = next_logits(
+        program.model(state), drawn_B[:, None], _rows(cache, parents_B), padding_B,
+        program.execution, room=room, last=1,
+    )  # fmt: skip
+    return logits_B1V[:, 0], cache, seen_BV
+
+
+@jax.jit
+def _chosen(logits_PV: jax.Array, cache: Cache, every_B: jax.Array) -> tuple[jax.Array, Cache]:
+    """Some rows of both, any of them as often as it is named."""
+    return logits_PV[every_B], _rows(cache, every_B)
+
+
+def _rows(cache: Cache, rows_B: jax.Array) -> Cache:
+    """The cache of these rows, laid out as before."""
+
+    def chosen(x: jax.Array) -> jax.Array:
+        sharding = jax.typeof(x).sharding
+        out = P() if sharding.mesh.empty else sharding.spec
+        return x.at[:, rows_B].get(out_sharding=out)
+
+    return Cache(tuple(chosen(x) for x in cache.layers), cache.length)
