@@ -6,6 +6,8 @@ import sys
 import time
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from gcs_stand_in import serving
 from PIL import Image
@@ -129,6 +131,19 @@ def test_text_from_a_bucket_is_the_text_on_a_disk(gcs, tmp_path):
         there = TextData(source=f"gs://box/{source}", **settings).open(seed=0)
         assert here.digest == there.digest
         assert here.facts["documents"] == there.facts["documents"]
+
+
+def test_records_and_patterns_in_a_bucket_are_those_of_a_disk(gcs, tmp_path):
+    texts = [f"text {number}\n" for number in range(20)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text('text\n"' + '"\n"'.join(texts) + '"\n')
+    for file in tmp_path.iterdir():
+        gcs.put("box", f"corpus/{file.name}", file.read_bytes())
+    for pattern in ("", "/*", "/b.*"):
+        here = TextData(source=f"{tmp_path}{pattern}", sequence_length=8).open(seed=0)
+        there = TextData(source=f"gs://box/corpus{pattern}", sequence_length=8).open(seed=0)
+        assert here.digest == there.digest
+    assert here.facts["documents"] == 20
 
 
 def test_a_tokenizer_from_a_bucket_is_that_of_the_file(gcs, tmp_path):

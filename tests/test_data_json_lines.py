@@ -76,7 +76,7 @@ def test_a_line_that_is_no_record_is_named_by_file_and_line(tmp_path, line, word
     file.write_bytes(lines(TEXTS[:2]) + b"\n" + line + b"\n" + lines(TEXTS[2:]))
     with pytest.raises(UserError) as caught:
         documents(file)
-    assert f"1 of 21 JSON lines cannot be used: {file}:4: {words}" in str(caught.value)
+    assert f"1 of 21 records cannot be used: {file}:4: {words}" in str(caught.value)
     assert "TextData.text_field = 'text'" in str(caught.value)
 
 
@@ -86,7 +86,7 @@ def test_all_bad_lines_of_a_folder_are_counted_and_the_first_named(tmp_path):
     with pytest.raises(UserError) as caught:
         documents(tmp_path)
     message = str(caught.value)
-    assert "6 of 26 JSON lines cannot be used" in message
+    assert "6 of 26 records cannot be used" in message
     for place in ("a.jsonl:21", "a.jsonl:22", "b.jsonl:1", "and 3 more"):
         assert place in message
     assert "b.jsonl:2" not in message

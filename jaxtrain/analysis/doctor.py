@@ -16,6 +16,7 @@ EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
     "gcs": ("gcsfs",),
+    "formats": ("pyarrow",),
     "demo": ("scikit-learn", "mlxtend"),
     "dev": ("pytest", "ruff", "torch", "transformers"),
 }

@@ -95,5 +95,8 @@ def _tell(console: Console, store: Store, data: TextData) -> None:
     if "files_left_out" in store.facts:
         left, endings = store.facts["files_left_out"], store.facts["endings_left_out"]
         lines.insert(0, f"Left out: {left:,} files whose endings are not those of text ({endings})")
+    if "bad_records" in store.facts:
+        bad, first = store.facts["bad_records"], store.facts["first_bad_records"]
+        lines.insert(0, f"Left out: {bad:,} records ({first})")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

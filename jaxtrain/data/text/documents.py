@@ -1,24 +1,45 @@
-"""Documents of text from a file, a folder, Python's own library, or TFDS records."""
+"""Documents of text from files in any format, alone, by folders or globs; or from Python's own."""
 
 import dataclasses
+import fnmatch
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import walk_files
-from jaxtrain.data.text import json_lines
-from jaxtrain.data.text.pieces import Document, Text, TextFile
+from jaxtrain.data.text import array_records, columnar, csv_lines, json_lines, saved_datasets
+from jaxtrain.data.text.pieces import Document, Text, TextFile, plain_name
+from jaxtrain.data.text.records import BadRecord, Records
 
-# What a folder source reads beside JSON lines; anything else in the folder is left out, and said.
+Reader = Callable[[Place, str], Iterator[str | BadRecord]]
+
+# Formats of which each record is a document, by endings that .gz or .zst may follow, and by those
+# of files that are packed within.
+_LINES: dict[str, Reader] = {
+    ".jsonl": json_lines.read,
+    ".ndjson": json_lines.read,
+    ".csv": csv_lines.read,
+    ".tsv": csv_lines.read,
+}
+_PACKED: dict[str, Reader] = {
+    ".parquet": columnar.read_parquet,
+    ".arrow": columnar.read_arrow,
+    ".array_record": array_records.read,
+    ".arrayrecord": array_records.read,
+}
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # behind the ending, where TFDS and others put it
+
+# What a folder source reads beside those; anything else in the folder is left out, and said.
 # fmt: off
 TEXT_SUFFIXES = frozenset((
-    ".bash", ".c", ".cc", ".cfg", ".cpp", ".css", ".csv", ".cu", ".go", ".h", ".hpp", ".html",
+    ".bash", ".c", ".cc", ".cfg", ".cpp", ".css", ".cu", ".go", ".h", ".hpp", ".html",
     ".ini", ".ipynb", ".java", ".jl", ".js", ".json", ".lua", ".md", ".org", ".php",
     ".pl", ".py", ".r", ".rb", ".rs", ".rst", ".scala", ".sh", ".sql", ".swift", ".tex", ".text",
-    ".toml", ".ts", ".tsv", ".txt", ".xml", ".yaml", ".yml",
+    ".toml", ".ts", ".txt", ".xml", ".yaml", ".yml",
 ))
 # fmt: on
 
@@ -54,49 +75,105 @@ class Files:
             "endings_left_out": ", ".join(f"{ending} {count:,}" for ending, count in most),
         }
 
-    def documents(self, text_field: str) -> Iterator[Document]:
-        """A document a file, or a record of the files of JSON lines; blank ones too.
+    def documents(self, records: Records) -> Iterator[Document]:
+        """A document a file, or a record of the files of records; blank ones too.
 
         Raises:
-          UserError: a file is not UTF-8, or has lines that are no records with this field.
+          UserError: a file cannot be read, or more records are bad than may be.
         """
-        bad = json_lines.Bad(text_field)
         for path in self.paths:
-            if json_lines.is_named(path):
-                yield from map(Text, bad.passed_over(json_lines.read(path, text_field)))
-            else:
+            reader = reader_of(path)
+            if reader is None:
                 yield TextFile(path)
-        bad.refuse()
+            else:
+                yield from map(Text, records.texts(reader(path, records.text_field)))
+        records.refuse()
 
-    def texts(self, text_field: str) -> Iterator[str]:
+    def texts(self, records: Records) -> Iterator[str]:
         """The same as texts; objects of a bucket are read side by side."""
         if any(isinstance(path, BucketPath) for path in self.paths):
-            bad = json_lines.Bad(text_field)
-            for records in in_threads(lambda path: _read(path, text_field), self.paths):
-                yield from bad.passed_over(records)
-            bad.refuse()
+            for found in in_threads(lambda path: _read(path, records.text_field), self.paths):
+                yield from records.texts(found)
+            records.refuse()
             return
-        for document in self.documents(text_field):
+        for document in self.documents(records):
             yield "".join(document.pieces())
 
 
-def files_of(source: Place) -> Files:
+def reader_of(path: Place) -> Reader | None:
+    """What reads a file of records, by its name; None: it is plain text, a document."""
+    name = _SHARD.sub("", path.name.lower())
+    for ending, reader in _PACKED.items():
+        if name.endswith(ending):
+            return reader
+    name = plain_name(path)
+    return next((reader for ending, reader in _LINES.items() if name.endswith(ending)), None)
+
+
+def files_of(source: Place, split: str, setting: str) -> Files:
     """The file itself, or every text file under a folder, in order of its path.
 
-    A file is text by its ending: one of TEXT_SUFFIXES or json_lines.SUFFIXES.
+    A file is text by its ending: one of TEXT_SUFFIXES or of a format of records.
+
+    Args:
+      source: a file or a folder.
+      split: of a folder that `datasets` saved, which split.
+      setting: the binding that names the split.
 
     Raises:
-      UserError: a link leads out of the folder (see `walk_files`).
+      UserError: a link leads out of the folder (see `walk_files`), or it has no such split.
     """
     if not source.is_dir():
         return Files([source], {})
+    if saved_datasets.is_saved(source):
+        return Files(saved_datasets.arrow_files(source, split, setting), {})
     paths, left_out = [], Counter[str]()
     for path, *_ in walk_files(source, "TextData.source"):
-        if path.suffix.lower() in TEXT_SUFFIXES or json_lines.is_named(path):
+        ending = PurePosixPath(plain_name(path)).suffix
+        if ending in TEXT_SUFFIXES or reader_of(path) is not None:
             paths.append(path)
         else:
             left_out[path.suffix.lower() or NO_ENDING] += 1
     return Files(paths, left_out)
+
+
+def is_glob(source: str) -> bool:
+    """Whether a source is a pattern of paths and not the path of something."""
+    return bool(re.search(r"[*?\[]", source)) and ("://" in source or not Path(source).exists())
+
+
+def glob_root(source: str) -> str:
+    """The folder under which everything is that a pattern can match."""
+    parts = source.split("/")
+    first = next(place for place, part in enumerate(parts) if re.search(r"[*?\[]", part))
+    return "/".join(parts[:first]) or ("/" if source.startswith("/") else ".")
+
+
+def glob_files(source: str, root: Place) -> Files:
+    """The files that a pattern names: `*`, `?` and `[...]` within a name, `**` for any folders.
+
+    Raises:
+      UserError: none matches, or a link leads out of `root`.
+    """
+    under = glob_root(source)
+    patterns = (source if under == "." else source.removeprefix(under)).strip("/").split("/")
+    walked = list(walk_files(root, "TextData.source"))
+    paths = [path for path, name, _ in walked if _matches(name.split("/"), patterns)]
+    if not paths:
+        raise UserError(
+            f"TextData.source = {source!r}: none of the {len(walked):,} files under {root} matches "
+            "it; '*' stays within a name, '**' stands for any folders"
+        )
+    return Files(paths, {})
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not names
+    first, *others = patterns
+    if first == "**":
+        return any(_matches(names[begin:], others) for begin in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], first) and _matches(names[1:], others)
 
 
 def read_embedded() -> Iterator[str]:
@@ -129,7 +206,8 @@ def _is_embedded(relative: Path) -> bool:
     return not (own or excluded or configuration or relative.parts[0] == "pydoc_data")
 
 
-def _read(path: Place, text_field: str) -> list[str | json_lines.BadLine]:
-    if json_lines.is_named(path):
-        return list(json_lines.read(path, text_field))
+def _read(path: Place, text_field: str) -> list[str | BadRecord]:
+    reader = reader_of(path)
+    if reader is not None:
+        return list(reader(path, text_field))
     return ["".join(TextFile(path).pieces())]

@@ -1,86 +1,35 @@
 """JSON lines as documents: each record's text; lines that are no such record, by their place."""
 
-import dataclasses
-import gzip
 import json
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.data.text.pieces import reading
-
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-
-_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
-SHOWN = 3  # bad records that the refusal names
+from jaxtrain.config.errors import did_you_mean
+from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
+from jaxtrain.data.text.records import BadRecord
 
 
-def is_named(path: Place) -> bool:
-    """Whether a file is JSON lines by its name."""
-    return path.name.lower().endswith(SUFFIXES)
-
-
-@dataclasses.dataclass(frozen=True)
-class BadLine:
-    """A line that is no record with the wanted field: its place and what is wrong with it."""
-
-    told: str
-
-
-def read(path: Place, text_field: str) -> Iterator[str | BadLine]:
+def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     """The text of every record of a file, one after the other; empty lines are passed over.
 
     Args:
-      path: a file of SUFFIXES.
+      path: the file, perhaps compressed.
       text_field: the name whose value is a record's text.
 
     Raises:
-      UserError: the file cannot be read, or is no gzip file although it is named so.
+      UserError: the file cannot be read, or not unpacked.
     """
     # A binary file's lines end at a line feed alone: U+2028 may stand inside a JSON string.
-    for number, line in enumerate(_lines(path), start=1):
-        line = (line.removeprefix(_MARK) if number == 1 else line).removesuffix(b"\n")
-        if not line.strip():
-            continue
-        try:
-            yield _text(line, text_field)
-        except _BadLineError as error:
-            yield BadLine(f"{path}:{number}: {error}")
-
-
-class Bad:
-    """The records of a whole source that cannot be used.
-
-    Args:
-      text_field: the field that was wanted.
-    """
-
-    def __init__(self, text_field: str) -> None:
-        self._text_field = text_field
-        self._good, self._bad = 0, list[str]()
-
-    def passed_over(self, records: Iterable[str | BadLine]) -> Iterator[str]:
-        """The texts among these records; the others are counted."""
-        for record in records:
-            if isinstance(record, BadLine):
-                self._bad.append(record.told)
-            else:
-                self._good += 1
-                yield record
-
-    def refuse(self) -> None:
-        """Raises UserError where there is one, with the number of all and the first by name."""
-        if not self._bad:
-            return
-        total = self._good + len(self._bad)
-        first, more = self._bad[:SHOWN], len(self._bad) - SHOWN
-        shown = "; ".join(first) + (f"; and {more:,} more" if more > 0 else "")
-        raise UserError(
-            f"TextData.text_field = {self._text_field!r}: {len(self._bad):,} of {total:,} JSON "
-            f"lines cannot be used: {shown}; mend or remove these lines, or name another field"
-        )
+    with reading(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            line = (line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line).removesuffix(b"\n")
+            if not line.strip():
+                continue
+            try:
+                yield _text(line, text_field)
+            except _BadLineError as error:
+                yield BadRecord(f"{path}:{number}: {error}")
 
 
 class _BadLineError(ValueError):
@@ -124,17 +73,3 @@ def _kind(value: Any) -> str:
         case list():
             return "a list"
     return "a record"
-
-
-def _lines(path: Place) -> Iterator[bytes]:
-    with reading(path) as stream:
-        if not path.name.lower().endswith(".gz"):
-            yield from stream
-            return
-        try:
-            yield from gzip.GzipFile(fileobj=stream)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(
-                f"TextData.source: {path} is no whole gzip file ({error}); make it again, or "
-                "remove it from the source"
-            ) from error

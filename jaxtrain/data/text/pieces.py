@@ -3,15 +3,20 @@
 import codecs
 import contextlib
 import dataclasses
+import gzip
 import io
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, cast
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.records import arrow
 from jaxtrain.data.tokenizer import PIECE_CHARACTERS, split_at_lines
 
 READ_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
+COMPRESSED = (".gz", ".zst")
 
 
 class Document(Protocol):
@@ -95,10 +100,33 @@ class TextFile:
 
 @contextlib.contextmanager
 def reading(path: Place) -> Iterator[BinaryIO]:
-    """A file of the source, open; an object of a bucket is read whole.
+    """A file of the source, open, unpacked where it is named .gz or .zst.
+
+    An object of a bucket is read whole.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: it cannot be read, or not be unpacked to its end.
+    """
+    with opened(path) as stream:
+        if path.suffix.lower() not in COMPRESSED:
+            yield stream
+            return
+        kind = "gzip" if path.suffix.lower() == ".gz" else "Zstandard"
+        try:
+            yield _gzip(stream) if kind == "gzip" else _zstandard(stream, path)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(
+                f"TextData.source: {path} is no whole {kind} file ({error}); make it again, or "
+                "remove it from the source"
+            ) from error
+
+
+@contextlib.contextmanager
+def opened(path: Place) -> Iterator[BinaryIO]:
+    """A file of the source as it is stored.
+
+    Raises:
+      UserError: it may not be read.
     """
     try:
         with (
@@ -109,6 +137,23 @@ def reading(path: Place) -> Iterator[BinaryIO]:
             yield stream
     except PermissionError as error:
         raise UserError(f"TextData.source: {path} cannot be read: permission denied") from error
+
+
+def plain_name(path: Place) -> str:
+    """Its name in small letters without the ending that says how it is compressed."""
+    name = path.name.lower()
+    return next((name.removesuffix(end) for end in COMPRESSED if name.endswith(end)), name)
+
+
+def _gzip(stream: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+
+
+def _zstandard(stream: BinaryIO, path: Place) -> BinaryIO:
+    """What a Zstandard file unpacks to, a frame after the other."""
+    library = arrow("pyarrow", path)
+    unpacked = library.CompressedInputStream(library.PythonFile(stream, mode="r"), "zstd")
+    return io.BufferedReader(unpacked, READ_BYTES)
 
 
 def not_utf8(path: Place, byte: int) -> UserError:

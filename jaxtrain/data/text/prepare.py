@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxtrain.config.buckets import BucketPath
+from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.source import existing_path, part_digest
-from jaxtrain.data.text import documents
+from jaxtrain.data.text.documents import Files
 from jaxtrain.data.text.pieces import Document, Text
+from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import TOKENIZER_FILE, Split, Store, is_store
 from jaxtrain.data.text.tokenizing import Texts, tokenize
@@ -17,16 +18,16 @@ from jaxtrain.data.text.tokenizing import Texts, tokenize
 # The settings that say which documents there are.
 _OF_DOCUMENTS = (
     "source", "heldout_fraction", "data_dir", "train_split", "heldout_split", "text_feature",
-    "text_field",
+    "text_field", "bad_records",
 )  # fmt: skip
 
 
 def source_bytes(data: TextData) -> int | None:
     """How much text there is, as far as that is known without reading it; None: it is not."""
-    path = data.path()
-    if not isinstance(path, Path):
+    files = data.files()
+    if files is None or any(isinstance(path, BucketPath) for path in _paths(files)):
         return None
-    return sum(size for _, size, _ in _states(documents.files_of(path)))
+    return sum(size for _, size, _ in _states(_paths(files)))
 
 
 def prepare(
@@ -46,18 +47,25 @@ def prepare(
       UserError: as `TextData.open`; the source is not on a disk; the folder holds something else.
     """
     path, words = data.path(), f"TextData.source = {data.source!r}"
-    if data.source == "synthetic" or isinstance(path, BucketPath):
-        raise UserError(f"{words} cannot be prepared: name text on this machine's disks")
     if path is not None and is_store(path):
         raise UserError(f"{words} is a store already; name the text that it was made of")
-    files = None if path is None else documents.files_of(path)
+    files = data.files()
+    paths = [] if files is None else _paths(files)
+    if data.source == "synthetic" or any(isinstance(path, BucketPath) for path in paths):
+        raise UserError(f"{words} cannot be prepared: name text on this machine's disks")
+    records = Records(data.text_field, data.bad_records)
     described = [f"{name} {getattr(data, name)!r}" for name in _OF_DOCUMENTS]
-    described += [] if files is None else map(str, _states(files))
+    described += map(str, _states(paths))
+
+    def facts() -> dict[str, int | str]:
+        found = {} if files is None else {**files["train"].facts(), **records.facts()}
+        return {"source": data.source, **found}
+
     texts = Texts(
-        documents=_documents(data, files),
+        documents=_documents(data, files, records),
         heldout_fraction=None if data.heldout_split is not None else data.heldout_fraction,
         identity=part_digest("\n".join(described).encode()),
-        facts={"source": data.source, **({} if files is None else files.facts())},
+        facts=facts,
     )
     store = tokenize(texts, data.open_tokenizer, folder, workers=workers, progress=progress)
     if data.tokenizer != "byte":
@@ -67,10 +75,13 @@ def prepare(
 
 
 def _documents(
-    data: TextData, files: documents.Files | None
+    data: TextData, files: dict[Split, Files] | None, records: Records
 ) -> dict[Split, Callable[[], Iterator[Document]]]:
     if files is not None:
-        return {"train": functools.partial(files.documents, data.text_field)}
+        return {
+            split: functools.partial(of_split.documents, records)
+            for split, of_split in files.items()
+        }
 
     def read(split: str, setting: str) -> Iterator[Document]:
         yield from map(Text, data.read(split, setting))
@@ -83,10 +94,14 @@ def _documents(
     return found
 
 
-def _states(files: documents.Files) -> list[tuple[str, int, int]]:
+def _paths(files: dict[Split, Files]) -> list[Place]:
+    return [path for of_split in files.values() for path in of_split.paths]
+
+
+def _states(paths: list[Place]) -> list[tuple[str, int, int]]:
     """Each file, its size in bytes and the time of its last change in ns."""
     found = []
-    for path in files.paths:
+    for path in paths:
         assert isinstance(path, Path), "on a disk"
         state = path.stat()
         found.append((str(path), state.st_size, state.st_mtime_ns))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.errors import UserError, counted, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
@@ -23,9 +23,10 @@ from jaxtrain.data.source import (
     existing_path,
     is_heldout,
 )
-from jaxtrain.data.text import documents, packing
+from jaxtrain.data.text import documents, packing, saved_datasets
 from jaxtrain.data.text.pieces import cut_at_line
-from jaxtrain.data.text.store import SPLITS, is_store, open_store
+from jaxtrain.data.text.records import Records
+from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -41,11 +42,13 @@ class TextData:
     """Rows of tokens from text.
 
     Attributes:
-      source: a UTF-8 text file; a folder, each text file in it a document, both on a disk or at
-        `'gs://BUCKET/PATH'`; `'tfds:NAME'`, each record a document; `'embedded'`, Python's own
-        library and language reference; or `'synthetic'`, random tokens for benchmarks. Of JSON
-        lines (`.jsonl` or `.ndjson`, also `.gz`), alone or in a folder, each record is a document.
-        Or a token store, the folder that `jaxtrain prepare` made of one of these.
+      source: a UTF-8 text file; a folder, each text file in it a document; or a pattern of files
+        (`*`, `**`, `?`, `[...]`), on a disk or at `'gs://BUCKET/PATH'`; `'tfds:NAME'`, each record
+        a document; `'embedded'`, Python's own library and language reference; or `'synthetic'`,
+        random tokens for benchmarks. Of JSON lines (`.jsonl`, `.ndjson`), `.csv`, `.tsv`,
+        `.parquet`, `.arrow` and `.array_record`, alone or in a folder, each record is a document,
+        as in a folder that `datasets` saved. Text, JSON lines and CSV may be packed (`.gz`,
+        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these.
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
@@ -55,10 +58,12 @@ class TextData:
       heldout_fraction: share of the documents that is held out, evenly spaced over their order; of
         a source that is one document its last part, from a line's beginning.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
-      train_split: the TFDS split to train on.
-      heldout_split: the TFDS split to evaluate on; None holds out a part of `train_split`.
+      train_split: the split to train on, of TFDS or of a folder that `datasets` saved.
+      heldout_split: the split to evaluate on; None holds out a part of `train_split`.
       text_feature: the TFDS feature that holds the text.
-      text_field: the field of JSON lines that holds the text.
+      text_field: the field or column of records that holds the text.
+      bad_records: how many records without such a text may be left out; they are counted, and the
+        first are named.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
 
@@ -73,6 +78,7 @@ class TextData:
     heldout_split: str | None = None
     text_feature: str = "text"
     text_field: str = "text"
+    bad_records: int = 0
     synthetic_vocab_size: int = 256
 
     def __post_init__(self) -> None:
@@ -86,9 +92,10 @@ class TextData:
                 "a vocabulary has at least 2 tokens"
             )
         check_heldout_fraction("TextData.heldout_fraction", self.heldout_fraction)
-        check_heldout_split(
-            "TextData", self.train_split, self.heldout_split, named=self.source.startswith(PREFIX)
-        )
+        refuse_below(0, self, "bad_records")
+        # Whether a path has splits with names is seen where it is opened.
+        named = self.source not in ("embedded", "synthetic")
+        check_heldout_split("TextData", self.train_split, self.heldout_split, named=named)
 
     @property
     def vocab_size(self) -> int:
@@ -131,8 +138,8 @@ class TextData:
         path = self.path()
         if path is not None and is_store(path):
             return self._open_store(path, tokenizer)
-        files = None if path is None else documents.files_of(path)
-        train_texts, heldout_texts = self._split_texts(files)
+        files, records = self.files(), Records(self.text_field, self.bad_records)
+        train_texts, heldout_texts = self._split_texts(files, records)
         train, heldout = (
             packing.pack(
                 _ended(texts, tokenizer),
@@ -146,7 +153,7 @@ class TextData:
         self._refuse_short((train, heldout), texts)
         entropy = packing.unigram_entropy(train, heldout, tokenizer.vocab_size)
         parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
-        more = {} if files is None else files.facts()
+        more = {} if files is None else {**files["train"].facts(), **records.facts()}
         made = digest(self._header(tokenizer), parts)
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
@@ -202,32 +209,62 @@ class TextData:
         return Dataset(train, heldout, made, facts, tokenizer, "tokens")
 
     def path(self) -> Place | None:
-        """Where a source is that is a path; None of another.
+        """Where a source is that is the path of a file or a folder; None of another.
 
         Raises:
           UserError: nothing is there.
         """
-        if self.source in ("embedded", "synthetic"):
+        if self.source in ("embedded", "synthetic") or documents.is_glob(self.source):
             return None
         if tfds_name("TextData.source", self.source) is not None:
             return None
         return existing_path("TextData.source", self.source, words=SOURCE_WORDS)
 
-    def _split_texts(self, files: documents.Files | None) -> tuple[list[str], list[str]]:
+    def files(self) -> dict[Split, documents.Files] | None:
+        """The files of a source that is paths, by split; None of another.
+
+        Without `heldout_split` all stand under "train".
+
+        Raises:
+          UserError: nothing is there, or no split of that name.
+        """
+        if documents.is_glob(self.source):
+            root = existing_path("TextData.source", documents.glob_root(self.source))
+            self._refuse_split(named=False)
+            return {"train": documents.glob_files(self.source, root)}
+        path = self.path()
+        if path is None:
+            return None
+        self._refuse_split(named=saved_datasets.has_splits(path))
+        settings: dict[Split, str] = {"train": self.train_split}
+        if self.heldout_split is not None:
+            settings["heldout"] = self.heldout_split
+        return {
+            split: documents.files_of(path, name, f"TextData.{split}_split")
+            for split, name in settings.items()
+        }
+
+    def _refuse_split(self, *, named: bool) -> None:
+        check_heldout_split("TextData", self.train_split, self.heldout_split, named=named)
+
+    def _split_texts(
+        self, files: dict[Split, documents.Files] | None, records: Records
+    ) -> tuple[list[str], list[str]]:
         """The documents that are not blank, for training and held out."""
         texts = _not_blank(
             self.read(self.train_split, "TextData.train_split")
             if files is None
-            else files.texts(self.text_field)
+            else files["train"].texts(records)
         )
         if not texts:
             raise UserError(
                 f"TextData.source = {self.source!r}: empty text, nothing to learn from"
-                + ("" if files is None else _without(files))
+                + ("" if files is None else _without(files["train"]))
             )
         if self.heldout_split is not None:
-            held = self.read(self.heldout_split, "TextData.heldout_split")
-            return texts, _not_blank(held)
+            if files is not None:
+                return texts, _not_blank(files["heldout"].texts(records))
+            return texts, _not_blank(self.read(self.heldout_split, "TextData.heldout_split"))
         if len(texts) == 1:
             cut = cut_at_line(texts[0], 1.0 - self.heldout_fraction)
             return [texts[0][:cut]], [texts[0][cut:]]

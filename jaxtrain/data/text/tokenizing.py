@@ -53,13 +53,13 @@ class Texts:
         "train".
       heldout_fraction: the share to hold out; None where the source names both splits.
       identity: what tells this source and its settings from others.
-      facts: for `Store.facts`.
+      facts: gives `Store.facts`, once all documents were read.
     """
 
     documents: dict[Split, Callable[[], Iterator[Document]]]
     heldout_fraction: float | None
     identity: str
-    facts: dict[str, int | str]
+    facts: Callable[[], dict[str, int | str]]
 
 
 @dataclasses.dataclass
@@ -330,7 +330,8 @@ def _open_file(path: Path) -> BinaryIO:
 def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -> Store:
     """The store of files that are whole, with the file that says so."""
     count = sum(part.texts for part in journal.parts.values())
-    source = texts.facts["source"]
+    facts = texts.facts()
+    source = facts["source"]
     if not count:
         raise UserError(f"TextData.source = {source!r}: empty text, nothing to learn from")
     if not journal.parts["heldout"].texts:
@@ -345,7 +346,7 @@ def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal)
         dtype=tokenizer.dtype.name,
         heldout_fraction=texts.heldout_fraction,
         unigram_entropy=0.0,
-        facts=texts.facts,
+        facts=facts,
         parts={
             split: Part(part.texts, part.documents, part.tokens, ("", ""), ("", ""))
             for split, part in journal.parts.items()

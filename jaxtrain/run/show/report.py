@@ -179,9 +179,10 @@ def show_config(console: Console, gin_text: str) -> None:
 
 
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
-    """Prints what is known of the data, and which files of its folder are left out."""
-    endings = facts.get("endings_left_out")
-    words = [f"{name} {_fact(value)}" for name, value in facts.items() if value is not endings]
+    """Prints what is known of the data, and which files and records of it are left out."""
+    endings, bad = facts.get("endings_left_out"), facts.get("first_bad_records")
+    long = ("endings_left_out", "first_bad_records")
+    words = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in long]
     console.print(f"Data: {', '.join(words)}; sha256 {digest[:16]}", soft_wrap=True)
     if endings is not None:
         left_out, read = facts["files_left_out"], facts["files"]
@@ -190,6 +191,10 @@ def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> No
             f"that are not text's: {endings}",
             soft_wrap=True,
             markup=False,
+        )
+    if bad is not None:
+        console.print(
+            f"Left out {_fact(facts['bad_records'])} records: {bad}", soft_wrap=True, markup=False
         )
 
 

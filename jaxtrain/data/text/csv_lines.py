@@ -1,0 +1,52 @@
+"""CSV and TSV files as documents: one column, a document a row; the first line names columns."""
+
+import csv
+import sys
+from collections.abc import Iterator
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
+from jaxtrain.data.text.records import BadRecord, check_field
+
+
+def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+    """The text of every row of a file (RFC 4180; tabs in a .tsv); empty lines are passed over.
+
+    Raises:
+      UserError: the file cannot be read, has no such column, or quotes that do not end.
+    """
+    csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for documents
+    delimiter = "\t" if plain_name(path).endswith(".tsv") else ","
+    with reading(path) as stream:
+        # A byte that is no UTF-8 passes as half of a surrogate pair, to be found in its row.
+        lines = (
+            (line.removeprefix(BYTE_ORDER_MARK) if not number else line).decode(
+                "utf-8", errors="surrogateescape"
+            )
+            for number, line in enumerate(stream)
+        )
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            header = next(rows, [])
+            check_field(path, text_field, header)
+            column, begin = header.index(text_field), rows.line_num + 1
+            for row in rows:
+                if row:
+                    yield _text(row, column, header, f"{path}:{begin}")
+                begin = rows.line_num + 1
+        except csv.Error as error:
+            raise UserError(
+                f"TextData.source: {path} is no whole CSV file (line {rows.line_num}: {error}); "
+                "mend it, or remove it from the source"
+            ) from error
+
+
+def _text(row: list[str], column: int, header: list[str], place: str) -> str | BadRecord:
+    if len(row) != len(header):
+        return BadRecord(f"{place}: {len(row)} fields, where the first line names {len(header)}")
+    try:
+        row[column].encode()
+    except UnicodeEncodeError:
+        return BadRecord(f"{place}: {header[column]!r} is not UTF-8 text")
+    return row[column]
