@@ -14,7 +14,10 @@ from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.joined import Joined
 from jaxtrain.data.tokenizer import Tokenizer
+
+_DIGEST_SLICE = 1 << 24  # rows of an array, hashed together
 
 
 class Examples(Protocol):
@@ -101,7 +104,7 @@ def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bo
         )
 
 
-def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray]) -> str:
+def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray | Joined]) -> str:
     """sha256 hex of a JSON header and of the digests of `parts`."""
     return digest_of(header, map(part_digest, parts))
 
@@ -114,10 +117,15 @@ def digest_of(header: dict[str, Any], parts: Iterable[str]) -> str:
     return sha.hexdigest()
 
 
-def part_digest(part: bytes | np.ndarray) -> str:
+def part_digest(part: bytes | np.ndarray | Joined) -> str:
     """sha256 hex of the bytes of one part."""
-    view = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
-    return hashlib.sha256(view).hexdigest()
+    sha = hashlib.sha256()
+    if isinstance(part, bytes):
+        sha.update(part)
+    else:
+        for begin in range(0, len(part), _DIGEST_SLICE):
+            sha.update(np.ascontiguousarray(part[begin : begin + _DIGEST_SLICE]).data)
+    return sha.hexdigest()
 
 
 def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Place:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.joined import Joined
 
 # Counting a slice at a time: bincount makes an int64 copy of what it counts.
 COUNT_SLICE = 1 << 22
@@ -21,14 +22,15 @@ class PackedText:
     its document is a counted target exactly once per epoch.
 
     Attributes:
-      tokens: unsigned [total]; every document with its end-of-text token, if the tokenizer has one.
+      tokens: integers [total], perhaps of several files; every document with its end-of-text token,
+        if the tokenizer has one.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
       sequence_length: T, in tokens.
       separate: keep documents apart; otherwise a row is one text: no segment ids, positions that
         run through, and every token's successor as its target.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | Joined
     offsets: np.ndarray
     sequence_length: int
     separate: bool = True
@@ -49,7 +51,7 @@ class PackedText:
         reals = np.minimum(length, len(self.tokens) - 1 - starts)
         short: list[int] = []
         inputs = np.empty((rows, length), np.int32)
-        if indices.max() < whole:  # one gather of rows
+        if isinstance(self.tokens, np.ndarray) and indices.max() < whole:  # one gather of rows
             inputs[...] = self.tokens[: whole * length].reshape(whole, length)[indices]
         else:
             short = np.flatnonzero(reals < length).tolist()
@@ -126,7 +128,7 @@ def pack(
     return PackedText(tokens.astype(dtype, copy=False), offsets, sequence_length, separate)
 
 
-def token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+def token_counts(tokens: np.ndarray | Joined, vocab_size: int) -> np.ndarray:
     """int64 [vocab_size]: how often each token occurs."""
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(tokens), COUNT_SLICE):

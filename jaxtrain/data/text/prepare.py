@@ -49,6 +49,8 @@ def prepare(
     path, words = data.path(), f"TextData.source = {data.source!r}"
     if path is not None and is_store(path):
         raise UserError(f"{words} is a store already; name the text that it was made of")
+    if data.is_tokens():
+        raise UserError(f"{words} holds tokens already, and a run reads them as they are")
     files = data.files()
     paths = [] if files is None else _paths(files)
     if data.source == "synthetic" or any(isinstance(path, BucketPath) for path in paths):

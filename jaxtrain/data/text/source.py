@@ -23,7 +23,7 @@ from jaxtrain.data.source import (
     existing_path,
     is_heldout,
 )
-from jaxtrain.data.text import documents, packing, saved_datasets
+from jaxtrain.data.text import documents, packing, saved_datasets, token_files
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
@@ -48,7 +48,8 @@ class TextData:
         random tokens for benchmarks. Of JSON lines (`.jsonl`, `.ndjson`), `.csv`, `.tsv`,
         `.parquet`, `.arrow` and `.array_record`, alone or in a folder, each record is a document,
         as in a folder that `datasets` saved. Text, JSON lines and CSV may be packed (`.gz`,
-        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these.
+        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these; or
+        `.bin` files of tokens by nanoGPT, llm.c, or Megatron with their `.idx`.
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
@@ -59,7 +60,8 @@ class TextData:
         a source that is one document its last part, from a line's beginning.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the split to train on, of TFDS or of a folder that `datasets` saved.
-      heldout_split: the split to evaluate on; None holds out a part of `train_split`.
+      heldout_split: the split to evaluate on; None holds out a part of `train_split`. Of several
+        `.bin` files those with this word in their names, such as 'val'.
       text_feature: the TFDS feature that holds the text.
       text_field: the field or column of records that holds the text.
       bad_records: how many records without such a text may be left out; they are counted, and the
@@ -139,6 +141,8 @@ class TextData:
         if path is not None and is_store(path):
             return self._open_store(path, tokenizer)
         files, records = self.files(), Records(self.text_field, self.bad_records)
+        if files is not None and self.is_tokens():
+            return self._open_token_files(files["train"].paths, tokenizer)
         train_texts, heldout_texts = self._split_texts(files, records)
         train, heldout = (
             packing.pack(
@@ -174,6 +178,27 @@ class TextData:
         more = {name: fact for name, fact in store.facts.items() if name != "source"}
         entropy = store.unigram_entropy
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
+
+    def _open_token_files(self, paths: list[Place], tokenizer: Tokenizer) -> Dataset:
+        """Files of tokens that other programs wrote."""
+        found = token_files.open_token_files(
+            paths,
+            tokenizer,
+            self.sequence_length,
+            said=self.tokenizer,
+            separate=self.separate_documents,
+            heldout_split=self.heldout_split,
+            heldout_fraction=self.heldout_fraction,
+        )
+        packed = found.train, found.heldout
+        texts = len(found.train.offsets) - 1, len(found.heldout.offsets) - 1
+        self._refuse_short(packed, texts)
+        made = digest_of(self._header(tokenizer), found.digests)
+        return self._dataset(packed, texts, made, tokenizer, found.unigram_entropy, {})
+
+    def is_tokens(self) -> bool:
+        """Whether the source names files of tokens that other programs wrote."""
+        return self.source.lower().endswith(".bin")
 
     def _header(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """What besides the tokens makes the rows."""
@@ -230,7 +255,7 @@ class TextData:
         """
         if documents.is_glob(self.source):
             root = existing_path("TextData.source", documents.glob_root(self.source))
-            self._refuse_split(named=False)
+            self._refuse_split(named=self.is_tokens())
             return {"train": documents.glob_files(self.source, root)}
         path = self.path()
         if path is None:

@@ -1,0 +1,38 @@
+"""Several arrays of tokens, mapped from files, as one that is read by slices."""
+
+import numpy as np
+
+
+class Joined:
+    """Arrays of one dtype laid end to end; nothing is copied but what is asked for.
+
+    Args:
+      parts: at least one.
+    """
+
+    def __init__(self, parts: list[np.ndarray]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.dtype = parts[0].dtype
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, wanted: slice | np.ndarray) -> np.ndarray:
+        """A slice without a step, or the tokens at some places."""
+        if isinstance(wanted, slice):
+            begin, end, step = wanted.indices(len(self))
+            assert step == 1, "slices without a step"
+            return self._between(begin, max(begin, end))
+        return np.array([self._between(one, one + 1)[0] for one in wanted.tolist()], self.dtype)
+
+    def _between(self, begin: int, end: int) -> np.ndarray:
+        number = int(np.searchsorted(self._ends, begin, side="right"))
+        found = []
+        while begin < end:
+            before = int(self._ends[number]) - len(self._parts[number])
+            found.append(self._parts[number][begin - before : end - before])
+            begin, number = int(self._ends[number]), number + 1
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.zeros(0, self.dtype)

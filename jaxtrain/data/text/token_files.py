@@ -1,0 +1,326 @@
+"""Tokens that other programs wrote, read as they are: nanoGPT's, llm.c's and Megatron's files.
+
+nanoGPT (data/openwebtext/prepare.py): `.bin`, uint16 from the first byte on, documents end with the
+end-of-text token. llm.c (dev/data/data_common.py): `.bin` headed by 256 int32 (magic, version,
+number of tokens), documents begin with that token. Megatron-LM
+(megatron/core/datasets/indexed_dataset.py): `.bin` and `.idx`, which says the type and where
+sequences and documents begin.
+
+What is known of such files only after all tokens were seen (documents, digests, the largest id) is
+kept in the cache folder for the next start.
+"""
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import cache_folder, refused_path, write_atomically
+from jaxtrain.data.joined import Joined
+from jaxtrain.data.source import part_digest
+from jaxtrain.data.text.packing import PackedText, unigram_entropy
+from jaxtrain.data.tokenizer import Tokenizer
+
+_LLM_C = {20240520: np.dtype(np.uint16), 20240801: np.dtype(np.uint32)}  # by magic
+_LLM_C_HEADER = 256  # int32
+_MEGATRON = b"MMIDIDX\x00\x00"
+_MEGATRON_TYPES = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32",
+    8: "uint16",
+}  # fmt: skip
+_SLICE = 1 << 24  # tokens looked at together
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """One file of tokens.
+
+    Attributes:
+      path: where it is.
+      tokens: mapped, [tokens].
+      starts: where documents begin, int64; None: where the end-of-text token says so.
+      end_of_text_first: whether that token begins a document, and does not end it.
+    """
+
+    path: Path
+    tokens: np.ndarray
+    starts: np.ndarray | None
+    end_of_text_first: bool
+
+
+def read_file(path: Path) -> TokenFile:
+    """The tokens of a file, none of which are read yet.
+
+    Raises:
+      UserError: it is cut short, or in a layout or version that is not known.
+    """
+    index = path.with_suffix(".idx")
+    if index.is_file():
+        return _megatron(path, index)
+    head = np.fromfile(path, "<i4", 3)
+    if len(head) == 3 and int(head[0]) in _LLM_C:
+        return _llm_c(path, head)
+    return TokenFile(path, _mapped(path, 0, np.dtype("<u2")), None, end_of_text_first=False)
+
+
+def _llm_c(path: Path, head: np.ndarray) -> TokenFile:
+    dtype, begin, count = _LLM_C[int(head[0])], _LLM_C_HEADER * 4, int(head[2])
+    wanted, found = begin + count * dtype.itemsize, path.stat().st_size
+    if wanted != found:
+        raise UserError(
+            f"TextData.source: {path} says that it holds {count:,} tokens, {wanted:,} bytes, and "
+            f"has {found:,}; make it again"
+        )
+    return TokenFile(path, _mapped(path, begin, dtype), None, end_of_text_first=True)
+
+
+def _megatron(path: Path, index: Path) -> TokenFile:
+    content, again = index.read_bytes(), "make both again"
+    try:
+        if not content.startswith(_MEGATRON):
+            raise ValueError("it does not begin as Megatron's do")
+        at = len(_MEGATRON)
+        version = int(np.frombuffer(content, "<u8", 1, at)[0])
+        if version != 1:
+            raise ValueError(f"version {version}, and 1 is read")
+        dtype = np.dtype(_MEGATRON_TYPES[content[at + 8]])
+        if dtype.kind not in "iu":
+            raise ValueError(f"it holds {dtype}, which is no type of tokens")
+        sequences, documents = map(int, np.frombuffer(content, "<u8", 2, at + 9))
+        at += 25
+        sizes = np.frombuffer(content, "<i4", sequences, at)
+        pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
+        first = np.frombuffer(content, "<i8", documents, at + 12 * sequences)
+        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+        if not len(first) or first[0] != 0 or first.min() < 0 or first.max() > sequences:
+            raise ValueError("its documents are not those of its sequences")
+    except (ValueError, IndexError, KeyError) as error:
+        raise UserError(
+            f"TextData.source: {index} is no whole index of Megatron's ({error}); {again}"
+        ) from error
+    tokens = _mapped(path, 0, dtype)
+    if len(tokens) != begins[-1] or not np.array_equal(pointers, begins[:-1] * dtype.itemsize):
+        raise UserError(
+            f"TextData.source: {path} has {len(tokens):,} tokens, and {index.name} tells of "
+            f"{begins[-1]:,} laid end to end; {again}"
+        )
+    return TokenFile(path, tokens, np.unique(begins[first[:-1]]), end_of_text_first=False)
+
+
+def _mapped(path: Path, begin: int, dtype: np.dtype) -> np.ndarray:
+    size = path.stat().st_size - begin
+    if size <= 0 or size % dtype.itemsize:
+        raise UserError(
+            f"TextData.source: {path} has {size:,} bytes, which are no whole number of {dtype} "
+            "tokens; a .bin file is nanoGPT's, llm.c's, or Megatron's with its .idx beside it"
+        )
+    return np.memmap(path, dtype, "r", begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSplits:
+    """Files of tokens, split and ready to be cut into rows.
+
+    Attributes:
+      train: what to train on.
+      heldout: what is held out.
+      digests: of each one's tokens and offsets.
+      unigram_entropy: as `packing.unigram_entropy`.
+    """
+
+    train: PackedText
+    heldout: PackedText
+    digests: tuple[str, ...]
+    unigram_entropy: float
+
+
+def open_token_files(
+    paths: list[Place],
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    *,
+    said: str,
+    separate: bool,
+    heldout_split: str | None,
+    heldout_fraction: float,
+) -> TokenSplits:
+    """The tokens of files, the first time by reading them all.
+
+    Args:
+      paths: the files, in the order of their tokens.
+      tokenizer: what made them; says the ids that there are, and the one between documents.
+      sequence_length: of rows.
+      said: TextData.tokenizer.
+      separate: as `PackedText.separate`.
+      heldout_split: the files with this word in their names are held out; None: the last part is,
+        from where a document begins.
+      heldout_fraction: how large that part is.
+
+    Raises:
+      UserError: a file is in a bucket or not whole, holds an id that the tokenizer has not, or no
+        file has the word; or the cache folder cannot be written.
+    """
+    on_disk = [path for path in paths if isinstance(path, Path)]
+    if len(on_disk) < len(paths):
+        raise UserError(
+            f"TextData.source: {paths[0]}: files of tokens are mapped from a disk; copy them to one"
+        )
+    held = [_is_held_out(path, heldout_split) for path in on_disk]
+    if heldout_split is not None and (not any(held) or all(held)):
+        names = ", ".join(path.name for path in on_disk[:3])
+        raise UserError(
+            f"TextData.heldout_split = {heldout_split!r}: {'all' if all(held) else 'none'} of the "
+            f"{len(on_disk)} files of tokens ({names}) have it as a word in their names"
+        )
+    files = [read_file(path) for path in on_disk]
+    groups = [
+        [file for file, out in zip(files, held, strict=True) if out == wanted]
+        for wanted in (False, True)
+    ]
+    known = _known(groups, tokenizer, said, None if any(held) else heldout_fraction)
+    tokens = [Joined([file.tokens for file in group]) for group in groups if group]
+    if len(tokens) == 1:
+        cut = known.cut
+        tokens = [_part(groups[0], 0, cut), _part(groups[0], cut, None)]
+    train, heldout = (
+        PackedText(one, offsets, sequence_length, separate)
+        for one, offsets in zip(tokens, known.offsets, strict=True)
+    )
+    return TokenSplits(train, heldout, known.digests, known.unigram_entropy)
+
+
+def _is_held_out(path: Path, word: str | None) -> bool:
+    return word is not None and word in re.split(r"[^A-Za-z0-9]+", path.stem)
+
+
+def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
+    """Some of the tokens of files that are laid end to end."""
+    found, place = [], 0
+    for file in files:
+        last = None if end is None else max(0, end - place)
+        found.append(file.tokens[max(0, begin - place) : last])
+        place += len(file.tokens)
+    return Joined(found)
+
+
+# -- what is known after one look at all -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """Kept for the next start.
+
+    Attributes:
+      cut: the token at which the held-out part of the files begins; -1 where files are held out.
+      offsets: where documents begin, and the end, of each split: int64.
+      digests: of the tokens and offsets of each split.
+      unigram_entropy: as `packing.unigram_entropy`.
+    """
+
+    cut: int
+    offsets: tuple[np.ndarray, np.ndarray]
+    digests: tuple[str, ...]
+    unigram_entropy: float
+
+
+def _known(
+    groups: list[list[TokenFile]],
+    tokenizer: Tokenizer,
+    said: str,
+    fraction: float | None,
+) -> _Known:
+    """From the cache folder, or by reading the files."""
+    states = [_state(file.path) for file in itertools.chain(*groups)]
+    sizes = [len(group) for group in groups]
+    described = [_FORMAT, states, sizes, tokenizer.digest, tokenizer.end_of_text, fraction]
+    folder = cache_folder("tokens") / part_digest(json.dumps(described).encode())[:32]
+    index = folder / "index.json"
+    arrays = folder / "train.npy", folder / "heldout.npy"
+    if index.is_file():
+        kept = json.loads(index.read_text(encoding="utf-8"))
+        offsets = np.load(arrays[0], "r"), np.load(arrays[1], "r")
+        return _Known(kept["cut"], offsets, tuple(kept["digests"]), kept["unigram_entropy"])
+    known = _looked_through(groups, tokenizer, said, fraction)
+    with refused_path(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, array in zip(arrays, known.offsets, strict=True):
+            np.save(file, array)
+        fields = {name: value for name, value in vars(known).items() if name != "offsets"}
+        write_atomically(index, json.dumps(fields).encode())
+    return known
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    """What changes with a file: its place, its size in bytes, its last change in ns."""
+    state = path.stat()
+    return str(path.resolve()), state.st_size, state.st_mtime_ns
+
+
+def _looked_through(
+    groups: list[list[TokenFile]],
+    tokenizer: Tokenizer,
+    said: str,
+    fraction: float | None,
+) -> _Known:
+    starts = [_starts(group, tokenizer) for group in groups if group]
+    tokens = [Joined([file.tokens for file in group]) for group in groups if group]
+    for file in itertools.chain(*groups):
+        least, most = _bounds(file.tokens)
+        if least < 0 or most >= tokenizer.vocab_size:
+            raise UserError(
+                f"TextData.tokenizer = {said!r} has the ids 0 to {tokenizer.vocab_size - 1:,}, and "
+                f"{file.path} holds {least:,} to {most:,}; name the tokenizer.json that made them"
+            )
+    cut = -1
+    if fraction is not None:
+        cut = _cut(starts[0], len(tokens[0]), fraction)
+        before = starts[0][starts[0] < cut]
+        starts = [before, np.append(cut, starts[0][starts[0] > cut]) - cut]
+        tokens = [_part(groups[0], 0, cut), _part(groups[0], cut, None)]
+    offsets = [
+        np.append(of, len(one)).astype(np.int64) for of, one in zip(starts, tokens, strict=True)
+    ]
+    packed = [PackedText(one, of, 1) for one, of in zip(tokens, offsets, strict=True)]
+    entropy = unigram_entropy(packed[0], packed[1], tokenizer.vocab_size)
+    digests = [
+        digest
+        for one, of in zip(tokens, offsets, strict=True)
+        for digest in (part_digest(one), part_digest(of))
+    ]
+    return _Known(cut, (offsets[0], offsets[1]), tuple(digests), entropy)
+
+
+def _starts(files: list[TokenFile], tokenizer: Tokenizer) -> np.ndarray:
+    """Where documents begin in files that are laid end to end; a file begins one."""
+    found, before = [], 0
+    for file in files:
+        starts = file.starts
+        if starts is None:
+            behind = 0 if file.end_of_text_first else 1
+            places = [np.zeros(1, np.int64)]
+            for begin in range(0, len(file.tokens), _SLICE):
+                ends = np.flatnonzero(file.tokens[begin : begin + _SLICE] == tokenizer.end_of_text)
+                places.append(ends + begin + behind)
+            starts = np.unique(np.concatenate(places))
+            starts = starts[starts < len(file.tokens)]
+        found.append(starts + before)
+        before += len(file.tokens)
+    return np.concatenate(found)
+
+
+def _cut(starts: np.ndarray, count: int, fraction: float) -> int:
+    """Where the last document begins before 1 - fraction of the tokens; of a single one, there."""
+    place = int(count * (1.0 - fraction))
+    before = int(starts[np.searchsorted(starts, place, side="right") - 1])
+    return before or place
+
+
+def _bounds(tokens: np.ndarray) -> tuple[int, int]:
+    slices = [tokens[begin : begin + _SLICE] for begin in range(0, len(tokens), _SLICE)]
+    return min(int(one.min()) for one in slices), max(int(one.max()) for one in slices)
