@@ -100,10 +100,14 @@ def settings_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def located(value: Any, annotation: Any) -> Any:
-    """`value`, absolute where its annotation is marked `PathOr`."""
+    """`value`, or each value of a dict, absolute where its annotation is marked `PathOr`."""
     marks = getattr(annotation, "__metadata__", ())
     mark = next((mark for mark in marks if isinstance(mark, PathOr)), None)
-    return value if mark is None or value is None else mark.absolute(value)
+    if mark is None or value is None:
+        return value
+    if isinstance(value, dict):
+        return {name: mark.absolute(path) for name, path in value.items()}
+    return mark.absolute(value)
 
 
 def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.mixing import Mixing
 from jaxtrain.data.order import shuffled
 from jaxtrain.data.source import Examples, WholeBatches
 
@@ -36,6 +37,7 @@ def batches(
     threads: int | None = None,
     prefetch: int = 4,
     bad_records: BadRecords | None = None,
+    mixing: Mixing | None = None,
 ) -> Iterator[Batch]:
     """Endless batches in a new order each epoch; batch k depends on `seed` and k alone.
 
@@ -55,6 +57,7 @@ def batches(
       prefetch: batches kept ready.
       bad_records: counts the examples that cannot be read, each replaced as `read_example` says;
         None allows none.
+      mixing: how the sources of a mixture are drawn, in place of that order.
 
     Returns:
       numpy batches with len(rows) rows. Close the iterator to stop its threads. Its `next` raises
@@ -70,7 +73,11 @@ def batches(
 
     def make(k: int) -> Batch:
         places = k * global_batch_size + wanted
-        indices = shuffled(places, count, shuffle_seed)
+        indices = (
+            shuffled(places, count, shuffle_seed)
+            if mixing is None
+            else mixing.indices(k, wanted, global_batch_size=global_batch_size, seed=seed)
+        )
 
         def rng(row: int) -> np.random.Generator | None:
             if not train:

@@ -15,6 +15,7 @@ from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.joined import Joined
+from jaxtrain.data.mixing import Mixing
 from jaxtrain.data.tokenizer import Tokenizer
 
 _DIGEST_SLICE = 1 << 24  # rows of an array, hashed together
@@ -40,6 +41,21 @@ class WholeBatches(Examples, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Some examples of a split, which follow each other; implements Examples."""
+
+    of: Examples
+    places: range
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Example `index` of the part."""
+        return self.of.example(self.places[index], rng)
+
+
+@dataclasses.dataclass(frozen=True)
 class Dataset:
     """An opened source.
 
@@ -51,6 +67,7 @@ class Dataset:
         `unigram_entropy` (nats per held-out target).
       tokenizer: what made the tokens; None for all but text, and for random tokens.
       unit: what throughput counts.
+      mixing: of a mixture, how its sources are drawn; None: all examples, each once an epoch.
     """
 
     train: Examples
@@ -59,6 +76,7 @@ class Dataset:
     facts: dict[str, float | int | str]
     tokenizer: Tokenizer | None
     unit: Literal["tokens", "images", "vectors"]
+    mixing: Mixing | None = None
 
 
 def is_heldout(count: int, fraction: float) -> np.ndarray:

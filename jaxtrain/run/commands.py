@@ -206,6 +206,7 @@ def data(arguments: argparse.Namespace) -> int:
     say_notes(console, config.notes)
     dataset = config.train.data.open(seed=config.train.seed)
     report.show_facts(console, dataset.facts, dataset.digest)
+    report.show_mixing(console, dataset, config.train)
     console.print(f"Digest: sha256 {dataset.digest}", highlight=False, soft_wrap=True)
     show_examples(console, config.train, dataset, arguments.examples)
     return DONE

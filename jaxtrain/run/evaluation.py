@@ -54,6 +54,41 @@ class Evaluation:
         Raises:
           UserError: there is no batch, or none of their targets counts.
         """
+        return self._means(self._sums(state, batches, step, before_each))
+
+    def of_parts(
+        self,
+        state: TrainState,
+        parts: Iterable[tuple[str, Iterable[Batch]]],
+        *,
+        step: int,
+        before_each: Callable[[], None],
+    ) -> dict[str, float]:
+        """The same over several parts, and then of each alone: `eval_loss_NAME` and so on.
+
+        Args:
+          state: the state.
+          parts: names, and batches on the devices.
+          step: optimizer steps that the state has taken.
+          before_each: called before every batch; what it raises ends the evaluation.
+
+        Raises:
+          UserError: a part has no batch, or none of its targets counts.
+        """
+        sums = {name: self._sums(state, batches, step, before_each) for name, batches in parts}
+        names = next(iter(sums.values()))
+        found = self._means({name: sum(of[name] for of in sums.values()) for name in names})
+        for part, values in sums.items():
+            found |= {f"{name}_{part}": value for name, value in self._means(values).items()}
+        return found
+
+    def _sums(
+        self,
+        state: TrainState,
+        batches: Iterable[Batch],
+        step: int,
+        before_each: Callable[[], None],
+    ) -> dict[str, float]:
         plain, ahead = self._program.plain, RunAhead()
         sums: Sums | None = None
         with self._program.layout.active(), self._phases.phase("evaluation", step):
@@ -73,10 +108,12 @@ class Evaluation:
                 self._phases.beat()
         if sums is None:
             raise UserError("Trainer.evaluate: there is no batch to evaluate; give at least one")
-        values = {name: float(value) for name, value in jax.device_get(sums).items()}
-        if values["weight"] == 0:
+        return {name: float(value) for name, value in jax.device_get(sums).items()}
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        if sums["weight"] == 0:
             raise UserError(
                 "Trainer.evaluate: none of the targets counts; loss_mask is 0 everywhere, and a "
                 "mean needs a target whose mask is above 0"
             )
-        return plain.objective.evaluation(values)
+        return self._program.plain.objective.evaluation(sums)

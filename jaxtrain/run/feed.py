@@ -7,7 +7,7 @@ import numpy as np
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
-from jaxtrain.data.source import Dataset
+from jaxtrain.data.source import Dataset, Part
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Train
@@ -38,14 +38,20 @@ class Feed:
             start=start,
             rows=self._rows(size),
             bad_records=self._bad_records,
+            mixing=dataset.mixing,
         )
         return Prefetcher(source, self._place(size))
 
-    def heldout(self, dataset: Dataset) -> Prefetcher[Batch]:
-        """Every held-out example once, a microbatch at a time: what fits while training fits."""
+    def heldout(self, dataset: Dataset, part: range | None = None) -> Prefetcher[Batch]:
+        """Every held-out example once, a microbatch at a time: what fits while training fits.
+
+        Args:
+          dataset: the data.
+          part: which examples; None takes all.
+        """
         size = self._heldout_size()
         source = heldout_batches(
-            dataset.heldout,
+            dataset.heldout if part is None else Part(dataset.heldout, part),
             global_batch_size=size,
             rows=self._rows(size),
             bad_records=self._bad_records,

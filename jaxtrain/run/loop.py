@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -97,14 +97,36 @@ class Loop:
         return metrics
 
     def evaluate(self, log: MetricsLog | None) -> dict[str, float]:
-        """Over the held-out batches; inside a run, whose log is given, all may stop before each."""
-        with self.feed.heldout(self.dataset()) as stream:
-            return self.evaluation.of(
-                self.stepper.state,
-                itertools.islice(stream, self.train.eval_batches),
-                step=self.steps_done,
-                before_each=lambda: None if log is None else self._stop_if_asked(log),
-            )
+        """Over the held-out batches, of a mixture also by source.
+
+        Inside a run, whose log is given, all may stop before each.
+        """
+        dataset, state, step = self.dataset(), self.stepper.state, self.steps_done
+
+        def before_each() -> None:
+            if log is not None:
+                self._stop_if_asked(log)
+
+        with ExitStack() as stack:
+
+            def batches(part: range | None) -> Iterator[Batch]:
+                stream = stack.enter_context(self.feed.heldout(dataset, part))
+                return itertools.islice(stream, self.train.eval_batches)
+
+            if dataset.mixing is None:
+                return self.evaluation.of(state, batches(None), step=step, before_each=before_each)
+            ranges = dataset.mixing.heldout_ranges()
+            parts = ((name, batches(part)) for name, part in ranges.items())
+            return self.evaluation.of_parts(state, parts, step=step, before_each=before_each)
+
+    def _seen(self) -> dict[str, float]:
+        """Of a mixture, how many epochs of each source are done."""
+        mixing, train = self.dataset().mixing, self.train
+        if mixing is None:
+            return {}
+        size, seed = train.global_batch_size, train.seed
+        seen = mixing.seen(self.next_batch, global_batch_size=size, seed=seed)
+        return {f"epochs_{name}": one.epochs for name, one in seen.items()}
 
     def _until(self, last: int, recorder: Recorder | None) -> dict[str, float]:
         """The loop up to a step; Rewind where a step turned out to be bad."""
@@ -119,7 +141,7 @@ class Loop:
             if self._owes_evaluation(last):
                 with log.paused():
                     values = self.evaluate(log)
-                log.now(first, values, self._account(log))
+                log.now(first, {**values, **self._seen()}, self._account(log))
             for step in range(first + 1, last + 1):
                 self._stop_if_asked(log)
                 with phases.phase("step" if self._is_compiled else "compile", step):
@@ -142,7 +164,7 @@ class Loop:
                     with log.paused():
                         values = self.evaluate(log)
                         garbage.collect()
-                    log.now(step, values, self._account(log))
+                    log.now(step, {**values, **self._seen()}, self._account(log))
                     if self.folder is not None:
                         self.folder.push_soon()
                 if _every(train.save_every, step) or step == last:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.mixture import text_of
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
@@ -213,9 +214,10 @@ def _text(
         sequence_length=SEQUENCE,
         separate_documents=separate,
     )
-    if isinstance(data, TextData):
+    own_text = text_of(data)
+    if own_text is not None:
         text = dataclasses.replace(
-            data,
+            own_text,
             source="synthetic",
             synthetic_vocab_size=VOCABULARY,
             sequence_length=SEQUENCE,

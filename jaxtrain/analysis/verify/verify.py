@@ -13,7 +13,7 @@ from jaxtrain.analysis.verify.report import Proof, Report
 from jaxtrain.analysis.verify.runs import Bench
 from jaxtrain.analysis.verify.shrink import Small, shrink
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.source import TextData
+from jaxtrain.data.mixture import text_of
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.devices import simulate_devices
@@ -80,11 +80,12 @@ def refuse(config: Config) -> None:
     cannot be; what neither allows, no number allows.
     """
     model, data = config.train.model, config.train.data
-    if isinstance(data, TextData) and reads_tokens(model):
+    text = text_of(data)
+    if text is not None and reads_tokens(model):
         # Neither the text nor the tokenizer has to be on this machine.
         vocabulary = max(model.vocab_size, 2)
         data = dataclasses.replace(
-            data, source="synthetic", heldout_split=None, synthetic_vocab_size=vocabulary
+            text, source="synthetic", heldout_split=None, synthetic_vocab_size=vocabulary
         )
     train = dataclasses.replace(config.train, data=data)
     sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]

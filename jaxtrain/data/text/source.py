@@ -30,6 +30,7 @@ from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 
+SOURCE = PathOr(("embedded", "synthetic", PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
 
 # Enough that a benchmark does not come round, and cheap: a row is drawn when it is asked for.
@@ -69,7 +70,7 @@ class TextData:
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
 
-    source: Annotated[str, PathOr(("embedded", "synthetic", PREFIX))] = "embedded"
+    source: Annotated[str, SOURCE] = "embedded"
     sequence_length: int = 256
     separate_documents: bool = True
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxtrain.config.buckets import Place, on_disk, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, remove_tree, write_atomically
-from jaxtrain.data.text.source import TextData
+from jaxtrain.data.mixture import text_of
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
@@ -113,8 +113,8 @@ def _carried(config: Config, workdir: Place | None) -> dict[str, bytes]:
                     return Folder(folder.absolute()).carried()
                 files = {name: folder / name for name in CARRIED}
                 return {name: f.read_bytes() for name, f in files.items() if f.is_file()}
-    data = config.train.data
-    if isinstance(data, TextData) and data.tokenizer != "byte":
+    data = text_of(config.train.data)
+    if data is not None and data.tokenizer != "byte":
         return {TOKENIZER: place(data.tokenizer).read_bytes()}
     return {}
 
@@ -142,8 +142,8 @@ def _settings(
 
 
 def _end_of_text(config: Config) -> int | None:
-    data = config.train.data
-    if isinstance(data, TextData) and data.source != "synthetic":
+    data = text_of(config.train.data)
+    if data is not None and data.source != "synthetic":
         return data.open_tokenizer().end_of_text
     return None
 

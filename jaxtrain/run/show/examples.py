@@ -40,6 +40,7 @@ def show_examples(console: Console, train: Train, dataset: Dataset, count: int) 
         rows=np.arange(min(count, train.global_batch_size)),
         threads=0,
         bad_records=BadRecords(train.bad_records, say_bad),
+        mixing=dataset.mixing,
     )
     batch = next(stream)
     for row in range(len(batch.inputs)):

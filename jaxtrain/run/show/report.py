@@ -19,7 +19,7 @@ from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages
-from jaxtrain.training.settings import Config
+from jaxtrain.training.settings import Config, Train
 from jaxtrain.training.step import Program, TrainState
 
 
@@ -166,6 +166,7 @@ def show_run(
     if program.stages is not None:
         show_stages(console, program.stages, config.pipeline)
     show_facts(console, dataset.facts, dataset.digest)
+    show_mixing(console, dataset, config.train)
     if config.corruption.compare_replicas_every:
         share = f"{replicated_fraction(state):.0%}"
         console.print(f"Replicas: {share} of the state's bytes have copies to be compared with")
@@ -196,6 +197,30 @@ def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> No
         console.print(
             f"Left out {_fact(facts['bad_records'])} records: {bad}", soft_wrap=True, markup=False
         )
+
+
+def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
+    """Prints the sources of a mixture: what they have, their shares, epochs at the run's end."""
+    mixing = dataset.mixing
+    if mixing is None:
+        return
+    size, seed = train.global_batch_size, train.seed
+    seen = mixing.seen(train.steps, global_batch_size=size, seed=seed)
+    table = Table(title=f"Mixture, after {train.steps:,} steps", title_justify="left")
+    table.add_column("source")
+    stages = [(step, shares) for step, shares in mixing.stages if step < train.steps]
+    shares = ["weight" if not step else f"from step {step:,}" for step, _ in stages]
+    for column in ("tokens", "rows", *shares, "rows drawn", "epochs"):
+        table.add_column(column, justify="right")
+    for number, source in enumerate(mixing.sources):
+        name = f"{source.name} (once)" if mixing.once[number] else source.name
+        weights = [f"{of_stage[number]:.4g}" for _, of_stage in stages]
+        drawn = seen[source.name]
+        table.add_row(
+            name, f"{source.tokens:,}", f"{source.rows:,}", *weights,
+            f"{drawn.rows:,}", f"{drawn.epochs:.2f}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def _fact(value: object) -> str:

@@ -1,0 +1,243 @@
+"""The order of training on several sources: which of them stands at which place of the stream.
+
+Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
+ratio lies (Weyl's sequence, from an offset of the seed's own): any stretch of places, and so any
+batch, holds the sources in their shares to within a few rows. How many of the places before p are a
+source's is a sum of floors, known in some 30 divisions however large p is; so what stands at p
+needs neither memory nor the places before it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxtrain.data.order import shuffled
+
+STREAM = 2  # of the seeds of `pipeline`: 0 shuffles, 1 augments
+_WHOLE = 1 << 32  # a share is a number of these parts
+_STEP = 2_654_435_769  # the golden ratio's fractional part of them; odd, so that every part is met
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One source of a mixture.
+
+    Attributes:
+      name: what it is called.
+      rows: its training examples.
+      tokens: of all of them.
+      heldout_rows: its held-out examples.
+    """
+
+    name: str
+    rows: int
+    tokens: int
+    heldout_rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """How far a source is.
+
+    Attributes:
+      rows: drawn so far.
+      epochs: that many times its rows.
+    """
+
+    rows: int
+    epochs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+    """A stretch of the stream with the same shares.
+
+    Attributes:
+      begin: its first place.
+      cuts: [sources + 1] bounds of the shares, from 0 to `_WHOLE`.
+      before: [sources] how many of the places before `begin` are each source's.
+    """
+
+    begin: int
+    cuts: tuple[int, ...]
+    before: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """In what shares and in which order sources are drawn.
+
+    The examples of the sources stand one source after the other, training and held-out ones alike.
+
+    Attributes:
+      sources: in their order.
+      stages: (first step, share of each source), the first from step 0.
+      once: of each source, whether it leaves the mixture to the others once it was seen whole.
+    """
+
+    sources: tuple[Source, ...]
+    stages: tuple[tuple[int, tuple[float, ...]], ...]
+    once: tuple[bool, ...]
+
+    def indices(
+        self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
+    ) -> np.ndarray:
+        """The training examples at some rows of a batch; each epoch of a source is a new order.
+
+        Args:
+          batch: its number, from 0.
+          rows: which of its rows, [n].
+          global_batch_size: rows of every batch.
+          seed: of the run.
+
+        Returns:
+          int64 [n].
+        """
+        first = batch * global_batch_size
+        places = np.arange(first, first + int(rows.max(initial=-1)) + 1)
+        of_places = self._source(places, global_batch_size, seed)
+        before = self._before(first, global_batch_size, seed)
+        found = np.empty(len(rows), np.int64)
+        offset = 0
+        for number, (one, count) in enumerate(zip(self.sources, before, strict=True)):
+            own = of_places[rows] == number
+            # The places of a source, counted: those before this batch, then those before the row.
+            ranks = count + np.cumsum(of_places == number)[rows[own]] - 1
+            own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
+            found[own] = offset + shuffled(ranks, one.rows, own_seed)
+            offset += one.rows
+        return found
+
+    def seen(self, batches: int, *, global_batch_size: int, seed: int) -> dict[str, Seen]:
+        """How far each source is after so many batches."""
+        before = self._before(batches * global_batch_size, global_batch_size, seed)
+        return {
+            source.name: Seen(rows, rows / source.rows)
+            for source, rows in zip(self.sources, before, strict=True)
+        }
+
+    def heldout_ranges(self) -> dict[str, range]:
+        """Which of the held-out examples are each source's."""
+        ends = np.cumsum([source.heldout_rows for source in self.sources]).tolist()
+        return {
+            source.name: range(end - source.heldout_rows, end)
+            for source, end in zip(self.sources, ends, strict=True)
+        }
+
+    def _source(self, places: np.ndarray, global_batch_size: int, seed: int) -> np.ndarray:
+        """The number of the source at each place."""
+        segments, offset = _segments(self, global_batch_size, seed)
+        # Modulo 2**64, of which `_WHOLE` is a divisor: an overflow changes nothing.
+        with np.errstate(over="ignore"):
+            parts = places.astype(np.uint64) * np.uint64(_STEP) + np.uint64(offset)
+        parts = (parts % np.uint64(_WHOLE)).astype(np.int64)
+        begins = np.array([segment.begin for segment in segments])
+        own = np.searchsorted(begins, places, side="right") - 1
+        found = np.empty(len(places), np.int64)
+        for number in np.unique(own).tolist():
+            cuts = np.array(segments[number].cuts)
+            found[own == number] = np.searchsorted(cuts, parts[own == number], side="right") - 1
+        return found
+
+    def _before(self, place: int, global_batch_size: int, seed: int) -> tuple[int, ...]:
+        """How many of the places before this one are each source's."""
+        segments, offset = _segments(self, global_batch_size, seed)
+        segment = next(one for one in reversed(segments) if one.begin <= place)
+        return _counted(segment, place, offset)
+
+
+@functools.lru_cache(maxsize=16)
+def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_Segment], int]:
+    """The stretches of a run's stream, in their order, and the offset of its sequence."""
+    offset = int(np.random.SeedSequence((seed, STREAM)).generate_state(1)[0])
+    places = [step * global_batch_size for step, _ in mixing.stages]
+    segments: list[_Segment] = []
+    gone = [False] * len(mixing.sources)
+    before = (0,) * len(mixing.sources)
+    for (_, shares), begin, end in zip(mixing.stages, places, [*places[1:], None], strict=True):
+        while end is None or begin < end:
+            left = [0.0 if out else share for share, out in zip(shares, gone, strict=True)]
+            segment = _Segment(begin, _cuts(left), before)
+            segments.append(segment)
+            dry = [
+                (_dry_at(segment, number, source.rows, offset), number)
+                for number, source in enumerate(mixing.sources)
+                if mixing.once[number] and left[number]
+            ]
+            place, number = min(dry, default=(None, 0))
+            if place is None or (end is not None and place >= end):
+                if end is not None:
+                    before = _counted(segment, end, offset)
+                break
+            gone[number] = True
+            begin, before = place, _counted(segment, place, offset)
+    return segments, offset
+
+
+def _cuts(shares: list[float]) -> tuple[int, ...]:
+    total = math.fsum(shares)
+    ends = [round(math.fsum(shares[: end + 1]) / total * _WHOLE) for end in range(len(shares))]
+    return (0, *ends)
+
+
+def _dry_at(segment: _Segment, number: int, rows: int, offset: int) -> int:
+    """The place before which all rows of a source were drawn, if the segment went on for ever."""
+    share = segment.cuts[number + 1] - segment.cuts[number]
+    wanted = rows - segment.before[number]
+    low = segment.begin
+    high = low + (wanted + 2) * _WHOLE // max(1, share) + 2
+    while _counted(segment, high, offset)[number] < rows:
+        high += high - low
+    while low < high:
+        middle = (low + high) // 2
+        if _counted(segment, middle, offset)[number] < rows:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _counted(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
+    """How many of the places before this one, of the segment, are each source's."""
+    under = [
+        _under(cut, place, offset) - _under(cut, segment.begin, offset) for cut in segment.cuts
+    ]
+    return tuple(
+        before + high - low
+        for before, low, high in zip(segment.before, under[:-1], under[1:], strict=True)
+    )
+
+
+def _under(cut: int, place: int, offset: int) -> int:
+    """How many of the places before this one have a part under the cut.
+
+    x mod m < c exactly where floor(x / m) - floor((x - c) / m) is 1 and not 0.
+    """
+    whole = floor_sum(place, _WHOLE, _STEP, offset)
+    return whole - (floor_sum(place, _WHOLE, _STEP, offset - cut + _WHOLE) - place)
+
+
+def floor_sum(count: int, divisor: int, step: int, offset: int) -> int:
+    """The sum of floor((step * k + offset) / divisor) over k from 0 to count - 1, as by Euclid.
+
+    Each round takes whole multiples out and counts the lattice points that are left by columns in
+    place of rows (Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5).
+    """
+    total = 0
+    while True:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (offset // divisor)
+        step, offset = step % divisor, offset % divisor
+        top = step * count + offset
+        if top < divisor:
+            return total
+        count, offset = divmod(top, divisor)
+        divisor, step = step, divisor
+
+
+def shares_by_size(sizes: Mapping[str, int]) -> dict[str, float]:
+    """Each source's share where all are drawn alike."""
+    total = sum(sizes.values())
+    return {name: size / total for name, size in sizes.items()}

@@ -1,0 +1,213 @@
+"""Mixture: several text sources, drawn in shares that may change on the way."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+import jax
+import numpy as np
+
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.reader import configurable
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.mixing import Mixing, Source, shares_by_size
+from jaxtrain.data.source import Dataset, WholeBatches, digest_of
+from jaxtrain.data.text.source import SOURCE, TextData
+from jaxtrain.data.tokenizer import Tokenizer
+
+_NEAR = 1e-6  # what shares may differ from 1 in all
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Several text sources in one run, each row from one of them.
+
+    What batch k holds is a function of the seed, k and the shares; each source has epochs of its
+    own, and its own held-out loss.
+
+    Attributes:
+      data: `@TextData()`, what all sources have in common but for its source.
+      sources: name -> what `TextData.source` takes.
+      weights: name -> its share of the rows; they sum to 1. None: as many as it has.
+      stages: first step -> the shares from there on, for instance to end on the best text.
+      once: sources that leave their share to the others when each row was seen; the rest begin
+        their next epoch.
+    """
+
+    data: TextData
+    sources: Annotated[dict[str, str], SOURCE]
+    weights: dict[str, float] | None = None
+    stages: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    once: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError("Mixture.sources = {}: name at least one, such as {'code': 'src'}")
+        for name in self.sources:
+            if not name.isidentifier():
+                raise UserError(
+                    f"Mixture.sources: {name!r} is in the names of metrics; use letters, digits "
+                    "and underscores"
+                )
+        if self.data.source != TextData().source:
+            raise UserError(
+                f"TextData.source = {self.data.source!r} is not read beside Mixture.sources; make "
+                "it one of those"
+            )
+        for name in self.once:
+            if name not in self.sources:
+                raise UserError(
+                    f"Mixture.once: {name!r} is no source{did_you_mean(name, self.sources)}"
+                )
+        for setting, weights in self._all_weights():
+            self._check(setting, weights)
+        for step in self.stages:
+            if step < 1:
+                raise UserError(
+                    f"Mixture.stages: a stage begins at step {step}; use 1 or more, for "
+                    "Mixture.weights are those from the beginning"
+                )
+        if self.weights is None:
+            self._refuse_only_once("Mixture.weights", dict.fromkeys(self.sources, 1.0))
+
+    def _all_weights(self) -> Iterator[tuple[str, Mapping[str, float]]]:
+        if self.weights is not None:
+            yield "Mixture.weights", self.weights
+        for step, weights in self.stages.items():
+            yield f"Mixture.stages[{step}]", weights
+
+    def _check(self, setting: str, weights: Mapping[str, float]) -> None:
+        for name, weight in weights.items():
+            if name not in self.sources:
+                raise UserError(
+                    f"{setting}: {name!r} is no source{did_you_mean(name, self.sources)}"
+                )
+            if not 0 <= weight <= 1:
+                raise UserError(f"{setting}[{name!r}] = {weight}: a share is from 0 to 1")
+        missing = [name for name in self.sources if name not in weights]
+        if missing:
+            raise UserError(
+                f"{setting} has no share for {', '.join(map(repr, missing))}; give each source "
+                "one, 0 for none"
+            )
+        total = math.fsum(weights.values())
+        if abs(total - 1) > _NEAR:
+            scaled = {name: round(weight / total, 4) for name, weight in weights.items() if total}
+            hint = f", such as {scaled}" if scaled else ""
+            raise UserError(f"{setting} sum to {total:g}; they are shares that sum to 1{hint}")
+        self._refuse_only_once(setting, weights)
+
+    def _refuse_only_once(self, setting: str, weights: Mapping[str, float]) -> None:
+        if all(name in self.once for name, weight in weights.items() if weight):
+            raise UserError(
+                f"{setting} draws from none but sources that Mixture.once ends; leave one that may "
+                "come round out of it"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are under this in all sources."""
+        return max(self._of(name).vocab_size for name in self.sources)
+
+    @property
+    def tokenizer(self) -> str:
+        """As of `TextData`."""
+        return self.data.tokenizer
+
+    def open_tokenizer(self) -> Tokenizer:
+        """As of `TextData`: one for all sources."""
+        real = [name for name, source in self.sources.items() if source != "synthetic"]
+        return self._of((real or list(self.sources))[0]).open_tokenizer()
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """As of `TextData`."""
+        return self.data.abstract_batch(global_batch_size)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Opens every source.
+
+        Raises:
+          UserError: as of `TextData`.
+        """
+        opened = {name: self._of(name).open(seed=seed) for name in self.sources}
+        sources = tuple(
+            Source(name, len(one.train), int(one.facts["train_tokens"]), len(one.heldout))
+            for name, one in opened.items()
+        )
+        by_size = shares_by_size({source.name: source.rows for source in sources})
+        shares = {0: by_size if self.weights is None else self.weights, **self.stages}
+        stages = tuple(
+            (step, tuple(shares[step][name] for name in self.sources)) for step in sorted(shares)
+        )
+        once = tuple(name in self.once for name in self.sources)
+        header = {"kind": "mixture", "names": list(opened), "stages": stages, "once": once}
+        first = next(iter(opened.values()))
+        return Dataset(
+            Concatenated(tuple(_whole(one.train) for one in opened.values())),
+            Concatenated(tuple(_whole(one.heldout) for one in opened.values())),
+            digest_of(header, (one.digest for one in opened.values())),
+            self._facts(opened),
+            first.tokenizer,
+            "tokens",
+            Mixing(sources, stages, once),
+        )
+
+    def _of(self, name: str) -> TextData:
+        return dataclasses.replace(self.data, source=self.sources[name])
+
+    def _facts(self, opened: Mapping[str, Dataset]) -> dict[str, float | int | str]:
+        facts: dict[str, float | int | str] = {"source": ", ".join(self.sources.values())}
+        for name in ("documents", "train_tokens", "heldout_tokens"):
+            facts[name] = sum(int(one.facts[name]) for one in opened.values())
+        facts["vocab_size"] = self.vocab_size
+        # Of a model that knows which source it reads, and how often each token is there.
+        nats = sum(
+            float(one.facts["unigram_entropy"]) * int(one.facts["heldout_tokens"])
+            for one in opened.values()
+        )
+        facts["unigram_entropy"] = nats / int(facts["heldout_tokens"])
+        return facts
+
+
+def text_of(data: object) -> TextData | None:
+    """The settings of text among a run's data; None where there is none."""
+    if isinstance(data, Mixture):
+        return data.data
+    return data if isinstance(data, TextData) else None
+
+
+def _whole(examples: object) -> WholeBatches:
+    assert isinstance(examples, WholeBatches), "text is"
+    return examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Concatenated:
+    """The examples of several sources, one source after the other; implements WholeBatches."""
+
+    parts: tuple[WholeBatches, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Example `index`, counted over all sources."""
+        for part in self.parts:
+            if index < len(part):
+                return part.example(index, rng)
+            index -= len(part)
+        raise IndexError(index)
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The examples `indices`, one under the other, each source asked once."""
+        ends = np.cumsum([len(part) for part in self.parts])
+        of = np.searchsorted(ends, indices, side="right")
+        order, found = list[np.ndarray](), list[Batch]()
+        for number in np.unique(of).tolist():
+            part, places = self.parts[number], np.flatnonzero(of == number)
+            order.append(places)
+            found.append(part.examples(indices[places] - (ends[number] - len(part))))
+        back = np.argsort(np.concatenate(order))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *found)
