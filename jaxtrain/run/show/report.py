@@ -13,10 +13,13 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.source import Dataset
 from jaxtrain.nn.attention.kernels import Choice
+from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
+from jaxtrain.training.optimizers.groups import value_of
+from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.settings import Config, Train
@@ -92,9 +95,25 @@ def parameter_table(state: TrainState) -> Table:
     return table
 
 
-def show_parameters(console: Console, state: TrainState) -> None:
-    """Prints the parameter table and what the state takes on each device."""
+def group_table(state: TrainState, optimizer: Optimizer) -> Table:
+    """Every parameter: its role, its part of the learning rate, its decay."""
+    table = Table(title="Groups", title_justify="left")
+    for column in ("name", "role", "learning rate", "decay"):
+        table.add_column(column, overflow="fold")
+    for name, param in by_name(state.params).items():
+        factor = value_of(optimizer.learning_rates, name, param)
+        rate = optimizer.learning_rate * (1.0 if factor is None else factor)
+        decay = optimizer.decay.of(name, param)
+        table.add_row(name, role_of(param) or "-", f"{rate:.3g}", f"{decay:.3g}")
+    return table
+
+
+def show_parameters(console: Console, state: TrainState, optimizer: Optimizer) -> None:
+    """Prints the parameter table, that of groups if there are some, and what the state takes on
+    each device."""
     console.print(parameter_table(state))
+    if optimizer.learning_rates or optimizer.weight_decays:
+        console.print(group_table(state, optimizer))
     sizes = {
         "parameters": state.params,
         "frozen parameters": state.frozen,
@@ -170,7 +189,7 @@ def show_run(
     if config.corruption.compare_replicas_every:
         share = f"{replicated_fraction(state):.0%}"
         console.print(f"Replicas: {share} of the state's bytes have copies to be compared with")
-    show_parameters(console, state)
+    show_parameters(console, state, config.optimizer)
 
 
 def show_config(console: Console, gin_text: str) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.errors import refuse_not_positive
-from jaxtrain.training.optimizers.matrices import decay_matrices
+from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
 
@@ -30,9 +30,9 @@ class DirectionRule(Rule):
         """From gradients to what the learning rate scales; its state as `keep_moments` wants it."""
 
     def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
-        parts = [keep_moments(self.direction(), moments), decay_matrices(weight_decay)]
+        parts = [keep_moments(self.direction(), moments), add_decay(decay)]
         if self.decay_in_gradient:
             parts.reverse()
         return [*parts, optax.scale_by_learning_rate(rate)]

@@ -7,6 +7,7 @@ import optax
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import AdamRule
+from jaxtrain.training.optimizers.groups import Decay
 from jaxtrain.training.optimizers.matrices import scale_by_trust_ratio
 from jaxtrain.training.optimizers.moments import Moments
 
@@ -21,7 +22,7 @@ class LAMB(AdamRule):
     epsilon: float = 1e-6
 
     def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
-        *update, scale = super().chain(rate, weight_decay=weight_decay, moments=moments)
+        *update, scale = super().chain(rate, decay=decay, moments=moments)
         return [*update, scale_by_trust_ratio(), scale]

@@ -10,7 +10,8 @@ from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.optimizers.matrices import each, norm, ratio
+from jaxtrain.training.optimizers.groups import Decay, each_named
+from jaxtrain.training.optimizers.matrices import norm, ratio
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
 
@@ -35,20 +36,20 @@ class LARS(Rule):
         refuse_not_positive(self, "trust")
 
     def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
-        def one(gradient: Any, param: Any) -> Any:
-            if not is_matrix(param):
-                return gradient
+        def one(name: str, param: Any, gradient: Any) -> Any:
             g, w = gradient.get_value(), param.get_value().astype(jnp.float32)
-            axes = logical_axes(param)
+            part, axes = decay.of(name, param), logical_axes(param)
+            if not is_matrix(param):
+                return gradient.replace(g + part * w)
             size = norm(w, axes)
-            local = ratio(self.trust * size, norm(g, axes) + weight_decay * size)
-            return gradient.replace(local * (g + weight_decay * w))
+            local = ratio(self.trust * size, norm(g, axes) + part * size)
+            return gradient.replace(local * (g + part * w))
 
         # The learning rate first: a momentum remembers the rates that its parts had.
         return [
-            optax.stateless(lambda updates, params: each(one, updates, params)),
+            optax.stateless(lambda updates, params: each_named(one, params, updates)),
             optax.scale_by_learning_rate(rate),
             keep_moments(optax.trace(self.momentum), moments),
         ]

@@ -1,4 +1,4 @@
-"""What rules know of matrices: which parameters are some, their sides, norms and decay."""
+"""What rules know of matrices: which parameters are some, their sides and norms."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,11 +34,6 @@ def sides(axes: tuple[str, ...]) -> Sides:
     own = tuple(range(stack, len(axes)))
     width = 2 if axes[-1:] == ("head_dim",) else 1
     return Sides(tuple(range(stack)), own[:-width], own[-width:])
-
-
-def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
-    """Adds that much of each matrix to its update; norm scales and biases do not decay."""
-    return optax.add_decayed_weights(weight_decay, mask=_matrices)
 
 
 def scale_by_trust_ratio() -> optax.GradientTransformation:
@@ -80,7 +75,3 @@ def each(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def _own(axes: tuple[str, ...]) -> tuple[int, ...]:
     return sides(axes).rows + sides(axes).columns
-
-
-def _matrices(params: Any) -> Any:
-    return each(lambda v: v.replace(is_matrix(v)), params)

@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import optax
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import ByName
+from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.average import keep_average
+from jaxtrain.training.optimizers.clipping import clip_adaptively, clip_each
+from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
 from jaxtrain.training.optimizers.moments import ROUNDED, Moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
 
@@ -25,7 +28,19 @@ class Optimizer:
       learning_rate: the peak that the schedule scales.
       weight_decay: matrices only, never norm scales and biases; times the learning rate beside the
         gradient or in the gradient, as the rule says.
-      clip_norm: gradients whose global norm is larger are scaled down to it; None never clips.
+      learning_rates: factors of the learning rate by role or name, such as {'embedding': 0.1,
+        'layers/*_norm_*': 2.0}; the first that fits a parameter counts.
+      weight_decays: decays in place of weight_decay in the same way, of vectors too if they are
+        named.
+      l1: the sum of matrices' magnitudes is that much part of what is minimised, by its gradient;
+        the loss that is reported is without.
+      l2: likewise half the sum of their squares.
+      clip_value: every number of a gradient is brought to between -clip_value and clip_value; None
+        leaves them.
+      clip_ratio: the gradient of each column of a matrix is shortened to that part of the column's
+        own length (adaptive clipping, arXiv 2102.06171); None leaves them.
+      clip_norm: gradients whose global norm is larger are scaled down to it, after the other two;
+        None never clips.
       average_decay: the decay rate of an exponential moving average of the parameters, such as
         0.999, which evaluation and generation use instead of the parameters; None keeps none.
         It costs 4 bytes a parameter, sharded as the moments are.
@@ -37,6 +52,12 @@ class Optimizer:
     rule: Annotated[Rule, ByName("name", rules)] = AdamW()
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
+    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    weight_decays: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    l1: float = 0.0
+    l2: float = 0.0
+    clip_value: float | None = None
+    clip_ratio: float | None = None
     clip_norm: float | None = 1.0
     average_decay: float | None = None
     moments: Moments = "float32"
@@ -44,10 +65,20 @@ class Optimizer:
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
             raise UserError(f"Optimizer.learning_rate={self.learning_rate}; use a number above 0")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UserError(f"Optimizer.clip_norm={self.clip_norm}; use None or a number above 0")
-        if self.weight_decay < 0:
-            raise UserError(f"Optimizer.weight_decay={self.weight_decay}; use 0 or more")
+        for name in ("clip_value", "clip_ratio", "clip_norm"):
+            if vars(self)[name] is not None and not vars(self)[name] > 0:
+                raise UserError(
+                    f"Optimizer.{name}={vars(self)[name]}; use None or a number above 0"
+                )
+        refuse_below(0, self, "weight_decay", "l1", "l2")
+        for pattern, factor in self.learning_rates.items():
+            if not factor > 0:
+                raise UserError(
+                    f"Optimizer.learning_rates: {pattern!r} has {factor}; use a factor above 0"
+                )
+        for pattern, decay in self.weight_decays.items():
+            if decay < 0:
+                raise UserError(f"Optimizer.weight_decays: {pattern!r} has {decay}; use 0 or more")
         if self.average_decay is not None and not 0 < self.average_decay < 1:
             raise UserError(
                 f"Optimizer.average_decay={self.average_decay}; use None, or a number above 0 and "
@@ -70,10 +101,21 @@ class Optimizer:
         """The rule's."""
         return self.rule.name
 
+    @property
+    def decay(self) -> Decay:
+        """How much of each parameter is taken away with an update, before the learning rate."""
+        return Decay(self.weight_decay, self.weight_decays)
+
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         """The arrays kept for a parameter: the rule's, and the average."""
         average = () if self.average_decay is None else (Kept(shape, axes, dtype="float32"),)
         return (*self.rule.keeps(shape, axes), *average)
+
+
+def refuse_groups(settings: Optimizer, params: Any) -> Iterator[str]:
+    """A sentence for each group that none of these parameters is in."""
+    yield from groups.refuse("Optimizer.learning_rates", settings.learning_rates, params)
+    yield from groups.refuse("Optimizer.weight_decays", settings.weight_decays, params)
 
 
 def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
@@ -91,13 +133,22 @@ def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
 
 
 def make_optimizer(settings: Optimizer, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optax transformation: clip, update rule, learning rate, and the average behind them.
+    """The optax transformation: penalties, clips, update rule, learning rate, and the average
+    behind them.
 
     Its update takes `layers` too, as `moments.keep_moments` does.
     """
-    clip = [] if settings.clip_norm is None else [optax.clip_by_global_norm(settings.clip_norm)]
-    rule = settings.rule.chain(
-        schedule, weight_decay=settings.weight_decay, moments=settings.moments
-    )
+    first: list[optax.GradientTransformation] = []
+    if settings.l1 or settings.l2:
+        first.append(add_penalties(settings.l1, settings.l2))
+    if settings.clip_value is not None:
+        first.append(clip_each(settings.clip_value))
+    if settings.clip_ratio is not None:
+        first.append(clip_adaptively(settings.clip_ratio))
+    if settings.clip_norm is not None:
+        first.append(optax.clip_by_global_norm(settings.clip_norm))
+    *rule, last = settings.rule.chain(schedule, decay=settings.decay, moments=settings.moments)
+    if settings.learning_rates:
+        rule.append(scale_groups(settings.learning_rates))
     average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
-    return optax.chain(*clip, *rule, *average)
+    return optax.chain(*first, *rule, last, *average)

@@ -14,6 +14,7 @@ import optax
 import jaxtrain.training.optimizers
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.optimizers.groups import Decay
 from jaxtrain.training.optimizers.moments import Moments
 
 
@@ -53,13 +54,15 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
         """From clipped gradients to what is added to the parameters.
 
+        What a parameter's learning rate is times the others' is multiplied before the last part.
+
         Args:
           rate: updates already taken -> learning rate.
-          weight_decay: as `Optimizer.weight_decay`.
+          decay: of each parameter.
           moments: the dtype that `keeps` are kept in.
         """
 

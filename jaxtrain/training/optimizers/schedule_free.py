@@ -11,7 +11,7 @@ import optax
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.average import Evaluated, copied
-from jaxtrain.training.optimizers.matrices import decay_matrices
+from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
 
@@ -76,12 +76,12 @@ class ScheduleFree(Rule):
         refuse_not_positive(self, "b1", "epsilon")
 
     def chain(
-        self, rate: optax.Schedule, *, weight_decay: float, moments: Moments
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
         scaled = optax.scale_by_rms(self.b2, self.epsilon, eps_in_sqrt=False, bias_correction=True)
         return [
             keep_moments(scaled, moments),
-            decay_matrices(weight_decay),
+            add_decay(decay),
             _average_iterates(rate, self.b1),
         ]
 

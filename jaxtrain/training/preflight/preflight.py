@@ -143,6 +143,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),
+    lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.shapes),
     _context,
     lambda seen, c: experts.refuse(seen.capacity, context=seen.size("context"), model=seen.name),
     _pipeline,

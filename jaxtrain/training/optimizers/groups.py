@@ -1,0 +1,113 @@
+"""What a setting is for each parameter: by the parameter's name, its role, or being a matrix."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.errors import did_you_mean
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.precision import is_matrix
+from jaxtrain.parallel.sharding import is_variable
+
+
+def fits(pattern: str, name: str, param: Any) -> bool:
+    """Whether a parameter has this role, or a name such as 'layers/*_norm_*' stands for."""
+    return role_of(param) == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def value_of(groups: Mapping[str, float], name: str, param: Any) -> float | None:
+    """What the first pattern that fits a parameter gives it; None where none fits."""
+    return next((value for pattern, value in groups.items() if fits(pattern, name, param)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """How much of each parameter is taken away with an update.
+
+    Attributes:
+      of_matrices: of matrices that no group names; norm scales and biases do not decay.
+      groups: pattern -> of the parameters that it fits.
+    """
+
+    of_matrices: float
+    groups: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def of(self, name: str, param: Any) -> float:
+        """Of one parameter."""
+        own = value_of(self.groups, name, param)
+        return own if own is not None else self.of_matrices if is_matrix(param) else 0.0
+
+
+def each_named(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`function` of the name of each parameter, itself, and what stands there in other trees."""
+
+    def one(path: Any, param: Any, *found: Any) -> Any:
+        return function(name_of(path), param, *found)
+
+    return jax.tree_util.tree_map_with_path(one, tree, *others, is_leaf=is_variable)
+
+
+def name_of(path: Any) -> str:
+    """A parameter's name, such as 'layers/up'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def add_decay(decay: Decay) -> optax.GradientTransformation:
+    """Adds its part of each parameter to the parameter's update."""
+
+    def one(name: str, param: Any, update: Any) -> Any:
+        part = decay.of(name, param)
+        return update.replace(update.get_value() + part * _float32(param)) if part else update
+
+    return optax.stateless(lambda updates, params: each_named(one, params, updates))
+
+
+def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Each parameter's update times the factor of its group, 1 where it is in none."""
+
+    def one(name: str, param: Any, update: Any) -> Any:
+        factor = value_of(factors, name, param)
+        return update if factor is None else update.replace(factor * update.get_value())
+
+    return optax.stateless(lambda updates, params: each_named(one, params, updates))
+
+
+def add_penalties(l1: float, l2: float) -> optax.GradientTransformation:
+    """The gradient of l1 |w| + l2 w^2 / 2, summed over matrices, which need not be in the loss."""
+
+    def one(_: str, param: Any, gradient: Any) -> Any:
+        if not is_matrix(param):
+            return gradient
+        w = _float32(param)
+        return gradient.replace(gradient.get_value() + l1 * jnp.sign(w) + l2 * w)
+
+    return optax.stateless(lambda updates, params: each_named(one, params, updates))
+
+
+def refuse(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[str]:
+    """A sentence for each pattern that no parameter fits.
+
+    Args:
+      setting: what the groups are of.
+      groups: pattern -> value.
+      params: the parameters, of which no array need be there.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
+    named = {name_of(path): param for path, param in leaves}
+    roles = {role for role in map(role_of, named.values()) if role is not None}
+    for pattern in groups:
+        if not any(fits(pattern, name, param) for name, param in named.items()):
+            yield (
+                f"{setting}: no parameter is called {pattern!r} or has that role"
+                f"{did_you_mean(pattern, [*roles, *named])}; roles here: "
+                f"{', '.join(sorted(roles)) or 'none'}; names stand in the table of parameters"
+            )
+
+
+def _float32(param: Any) -> jax.Array:
+    return param.get_value().astype(jnp.float32)
