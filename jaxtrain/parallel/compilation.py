@@ -73,7 +73,7 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
 
 # By `jax.Device.device_kind`. libtpu's collectives hold up the products around them on v5p and v6e,
 # whose SparseCores can do them beside the products, as TPU7x's do by default: published recipes
-# have these flags (MaxText's `xla_flags_library.py`), the first five for what is moved, the others
+# have these flags (MaxText's `xla_flags_library.py`), the first seven for what is moved, the others
 # for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last reductions.
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -81,6 +81,11 @@ _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    # Along two and three directions of the torus libtpu otherwise reduces the whole and cuts it,
+    # and along three it gathers by an all-reduce of zeros: twice the wire, and Llama 8B on
+    # v5p:4x4x4 has not one gather or scatter left.
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
