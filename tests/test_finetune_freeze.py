@@ -60,7 +60,7 @@ MESHES = {
 }  # fmt: skip
 
 
-QUICK = ("zero 2, microbatches", "zero 3", "zero bubble, residuals")
+QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 
 
 @pytest.mark.parametrize(

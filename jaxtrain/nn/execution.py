@@ -16,6 +16,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
+from jaxtrain.nn.products.low_rank import LowRank, adapted
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
 from jaxtrain.parallel.sharding import shard
 
@@ -85,6 +86,8 @@ class Execution:
         self, equation: str, x: jax.Array, weight: nnx.Param, out: tuple[str, ...] | None = None
     ) -> jax.Array:
         """A layer's product with a weight, in this run's precision; as `contract.contract`."""
+        if isinstance(weight.get_value(), LowRank):
+            return adapted(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
 
     def over_layers(

@@ -62,6 +62,7 @@ RULES: dict[str, AxisRule] = {
     "fan_in": AxisRule("fsdp", None, None),
     "fan_out": _TENSOR,
     "side": _WHOLE,  # of a preconditioner's rows, which lie as the matrix's side: the whole side
+    "rank": _WHOLE,  # of an adapter: its other dimensions are its weight's
     "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
 }
 

@@ -114,6 +114,9 @@ def add_run_commands(add: Add) -> None:
     command.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the files"
     )
+    command.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, as PEFT keeps it (LoRA)"
+    )
     add_config_options(command)
 
     command = add("data", "opens a config's data: what is known of it, its first examples")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.data.source import Dataset
@@ -15,8 +16,10 @@ from jaxtrain.run.checkpoint import retention
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
 from jaxtrain.run.start import first_parameters, restored_parameters
+from jaxtrain.run.weights import with_trained
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState
@@ -152,7 +155,16 @@ class SavedRun:
         if train.start_from is not None:
             params = first_parameters(train.start_from, self._config, self._program.plain)
             self._report(f"Parameters from {train.start_from}; everything else is fresh")
-        return self._program.create(train.seed, params)
+        return self._created(params)
+
+    def _created(self, params: nnx.State | None) -> TrainState:
+        state = self._program.create(self._config.train.seed, params)
+        finetune = self._config.finetune
+        if finetune.adapter is not None:
+            adapter = read_adapter(finetune.adapter, self._config, self._program.plain)
+            self._report(f"Adapters from {finetune.adapter}")
+            state = with_trained(self._program, state, adapter)
+        return state
 
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         assert self._checkpoints is not None
@@ -160,7 +172,7 @@ class SavedRun:
         if extra.get("only_parameters"):
             params = restored_parameters(self._checkpoints, step, self._config, self._program.plain)
             self.extra = extra
-            return self._program.create(self._config.train.seed, params), 0
+            return self._created(params), 0
         if dataset is not None:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
             for note in resume.other_rate(extra, self._config, step):

@@ -35,6 +35,7 @@ from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import BATCH_SIZE, generate
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import write
+from jaxtrain.run.huggingface.adapters import write_adapter
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
@@ -48,7 +49,7 @@ from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
 from jaxtrain.run.show.plot import loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
-from jaxtrain.run.weights import on_host, weights, with_weights
+from jaxtrain.run.weights import merged, on_host, weights, with_weights
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.preflight import preflight
@@ -212,11 +213,23 @@ class Trainer:
             str(path),
             self.config,
             self.program.plain.whole,
-            self.program.plain.merged(self.program.consensus(self.state)),
+            merged(self.program.plain, self.program.consensus(self.state)),
             self.workdir,
             dtype=dtype,
             console=self.console,
         )
+
+    def export_adapter(self, path: str | Path) -> None:
+        """Writes the adapters that evaluation and generation use as a folder of PEFT's.
+
+        Args:
+          path: the folder, which is not there yet or empty.
+
+        Raises:
+          UserError: the run trains no adapters, or its model is known nowhere else.
+        """
+        state = self.program.consensus(self.state)
+        write_adapter(str(path), self.config, self.program.plain, state, say=self.say)
 
     @functools.cached_property
     def dataset(self) -> Dataset:

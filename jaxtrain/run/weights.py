@@ -90,6 +90,23 @@ def with_weights(
         return jax.device_put(after, program.state_shardings(after))
 
 
+def with_trained(
+    program: Program | ExchangeProgram, state: TrainState, given: Weights
+) -> TrainState:
+    """The state with other values of all that is trained; the rest of it stays.
+
+    Args:
+      program: whose state it is.
+      state: the state.
+      given: arrays by name, of the right names, shapes and dtypes.
+    """
+    plain = program.plain
+    params = _placed(plain.abstract_state().params, given, plain.stages)
+    with program.layout.active():
+        after = _with_weights(program, state, params, state.statistics)
+        return jax.device_put(after, program.state_shardings(after))
+
+
 def _placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
     """Arrays of the caller's on the devices, the layers in the order of the stages."""
 
@@ -103,6 +120,19 @@ def _placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.Sta
         )
 
     return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=is_variable)
+
+
+def merged(program: Program, state: TrainState) -> nnx.State:
+    """The model's parameters, adapters added to their weights: in the form of `program.whole`'s."""
+    if not program.tuning.frozen:
+        return state.params
+    with program.layout.active():
+        return _merged(program, state.weights)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merged(program: Program, weights: Any) -> nnx.State:
+    return program.tuning.merged(weights)
 
 
 @functools.partial(jax.jit, static_argnums=0)

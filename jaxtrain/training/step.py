@@ -34,6 +34,8 @@ from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_sc
 from jaxtrain.training.pipeline.stages import Stages, deal
 from jaxtrain.training.reduction import local_gradients, sum_gradients, summed_once
 
+_ADAPTERS = 0x10A  # folded into the key of the parameters: adapters draw their own numbers
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Program:
                 params = self.stages.to_stages(params)
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
-        params, frozen = self.tuning.begin(params)
+        params, frozen = self.tuning.begin(params, self._adapters(drawn, key))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -127,14 +129,16 @@ class Program:
             frozen=frozen,
         )
 
+    def _adapters(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
+        """What is trained beside a model's parameters, in the form of a state's."""
+        adapters = self.tuning.draw(shapes, jax.random.fold_in(key, _ADAPTERS))
+        adapters = jax.tree.map(lambda x: x.astype(self.precision.params), adapters)
+        return adapters if self.stages is None else self.stages.to_stages(adapters)
+
     @property
     def whole(self) -> "Program":
         """The same program with all parameters trained: its state holds a model's as they are."""
         return dataclasses.replace(self, tuning=Tuning())
-
-    def merged(self, state: TrainState) -> nnx.State:
-        """The model's parameters, in the form of `whole`'s state."""
-        return self.tuning.merged(state.weights)
 
     @functools.cached_property
     def stages(self) -> Stages | None:

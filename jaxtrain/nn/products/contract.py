@@ -113,7 +113,8 @@ _MEANING = {
 _INNER = frozenset("FNK")
 
 
-def _meaning(letters: str) -> tuple[str, ...]:
+def meaning(letters: str) -> tuple[str, ...]:
+    """The logical axes of an activation with these letters."""
     names = {**_MEANING, "B": "inner_batch"} if _INNER & set(letters) else _MEANING
     return tuple(names[letter] for letter in letters)
 
@@ -135,10 +136,10 @@ def _meet(
     left, right = operands.split(",")
     of_weight = dict(zip(right, weight_spec, strict=True))
     taken = {name for part in weight_spec for name in parts_of(part)}
-    own = layout.activation(_meaning(left))
+    own = layout.activation(meaning(left))
     parts = [
         of_weight[letter] if letter in of_weight else without(part, taken)
         for letter, part in zip(left, own, strict=True)
     ]
-    spec = layout.activation(_meaning(result) if out is None else out)
+    spec = layout.activation(meaning(result) if out is None else out)
     return jax.sharding.reshard(x, P(*parts)), spec

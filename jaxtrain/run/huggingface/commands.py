@@ -36,5 +36,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
 def export_hf(arguments: argparse.Namespace) -> int:
     """Makes a Hugging Face folder of a run."""
     trainer = open_run(arguments, console=terminal())
+    if arguments.adapter:
+        trainer.export_adapter(arguments.out)
+        return DONE
     found = trainer.export_huggingface(arguments.out, dtype=arguments.dtype)
     return DONE if found.passed else FAILED

@@ -2,15 +2,18 @@
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Annotated, Literal
 
 import jax
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.errors import UserError, did_you_mean, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.training.finetune.tuning import Tuning
+from jaxtrain.config.values import PathOr
+from jaxtrain.training.finetune.lora import LoRA, can_adapt, targets_of
+from jaxtrain.training.finetune.tuning import Tuning, named
 
 
 @configurable
@@ -22,29 +25,64 @@ class Finetune:
       freeze: patterns of parameters that stay as they are, by the names that `Trainer.table` gives:
         `('layers/*', 'token_embedding')`; `*` stands for any characters, slashes too. They have no
         gradient and no optimizer state.
+      lora_rank: the rank of adapters, which alone are trained (LoRA, arXiv 2106.09685); None: there
+        are none.
+      lora_alpha: what an adapter adds is multiplied by this over what `lora_scale` says.
+      lora_scale: 'rank' divides by the rank, 'sqrt_rank' by its root (rsLoRA, arXiv 2312.03732).
+      lora_targets: which weights have an adapter: 'attention', 'mlp', or patterns of names.
+      adapter: a folder of PEFT's that a new run's adapters start from, of the same rank, scale and
+        targets; None draws A and leaves B zero.
     """
 
     freeze: tuple[str, ...] = ()
+    lora_rank: int | None = None
+    lora_alpha: float = 16.0
+    lora_scale: Literal["rank", "sqrt_rank"] = "rank"
+    lora_targets: tuple[str, ...] = ("attention", "mlp")
+    adapter: Annotated[str | None, PathOr()] = None
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "lora_rank")
+        refuse_not_positive(self, "lora_alpha")
+        if self.lora_rank is not None and self.freeze:
+            raise UserError(
+                f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: where "
+                "adapters are trained, all parameters are frozen; use Finetune.freeze=()"
+            )
+        if self.lora_rank is None and self.adapter is not None:
+            raise UserError(
+                f"Finetune.adapter={self.adapter!r} with Finetune.lora_rank=None: no adapters are "
+                "trained; set Finetune.lora_rank to the r of its adapter_config.json"
+            )
 
 
 def refuse(
-    settings: Finetune, names: Callable[[], Collection[str]], exchange: str
+    settings: Finetune,
+    shapes: Callable[[], nnx.State],
+    *,
+    exchange: str,
+    tensor_layout: str = "1d",
 ) -> Iterator[str]:
     """A sentence for each reason why a run cannot train so.
 
     Args:
       settings: what is trained.
-      names: of the model's parameters; only asked for where something is not trained.
+      shapes: of the model's parameters; only asked for where something is not trained.
       exchange: the method by which replicas agree.
+      tensor_layout: how devices share a product.
     """
-    if settings == Finetune():
+    if settings.lora_rank is None and not settings.freeze:
         return
     if exchange != "synchronous":
+        setting = "freeze" if settings.lora_rank is None else "lora_rank"
         yield (
-            f"Finetune.freeze={settings.freeze!r} with Exchange.method={exchange!r}: replicas with "
-            "parameters of their own train all of them; use Exchange.method='synchronous'"
+            f"Finetune.{setting}={vars(settings)[setting]!r} with Exchange.method={exchange!r}: "
+            "such replicas train all parameters; use Exchange.method='synchronous'"
         )
-    known = names()
+    if settings.lora_rank is not None:
+        yield from _refuse_adapters(settings, shapes(), tensor_layout)
+        return
+    known = list(named(shapes()))
     for pattern in settings.freeze:
         if not matching([pattern], known):
             yield (
@@ -57,6 +95,29 @@ def refuse(
         )
 
 
+def _refuse_adapters(settings: Finetune, shapes: nnx.State, tensor_layout: str) -> Iterator[str]:
+    if tensor_layout != "1d":
+        yield (
+            f"Finetune.lora_rank={settings.lora_rank} with Sharding.tensor_layout="
+            f"{tensor_layout!r}: adapters are laid out for '1d'; use Sharding.tensor_layout='1d'"
+        )
+    able = [name for name, variable in named(shapes).items() if can_adapt(variable)]
+    if not able:
+        yield (
+            f"Finetune.lora_rank={settings.lora_rank}: the model has no layers of a transformer, "
+            "whose weights adapters stand beside; use Finetune.freeze to train a part of it"
+        )
+        return
+    if not settings.lora_targets:
+        yield "Finetune.lora_targets=(): nothing is left to train; use ('attention', 'mlp')"
+    for wanted, found in targets_of(settings.lora_targets, shapes):
+        if not found:
+            yield (
+                f"Finetune.lora_targets: {wanted!r} matches no weight that can have an adapter"
+                f"{did_you_mean(wanted, ['attention', 'mlp', *able])}"
+            )
+
+
 def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> Tuning:
     """What is trained of a model.
 
@@ -67,19 +128,18 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
     Raises:
       UserError: a pattern matches none.
     """
-    if settings == Finetune():
+    if settings.lora_rank is None and not settings.freeze:
         return Tuning()
-    names = names_of(nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param))
-    found = list(refuse(settings, lambda: names, "synchronous"))
+    shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
+    found = list(refuse(settings, lambda: shapes, exchange="synchronous"))
     if found:
         raise UserError("\n".join(found))
-    return Tuning(frozenset(matching(settings.freeze, names)))
-
-
-def names_of(params: nnx.State) -> list[str]:
-    """The names of a tree's variables, such as `layers/up`."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    names, rank = named(shapes), settings.lora_rank
+    if rank is None:
+        return Tuning(frozenset(matching(settings.freeze, names)))
+    targets = {name for _, those in targets_of(settings.lora_targets, shapes) for name in those}
+    divisor = rank if settings.lora_scale == "rank" else math.sqrt(rank)
+    return LoRA(frozenset(names), frozenset(targets), rank, settings.lora_alpha / divisor)
 
 
 def matching(patterns: Iterable[str], names: Collection[str]) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 # What is trained, and what is held as it is: each a tree of named arrays.
@@ -20,8 +21,24 @@ class Tuning:
 
     frozen: frozenset[str] = frozenset()
 
-    def begin(self, params: nnx.State) -> Weights:
-        """A model's parameters, told apart."""
+    def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
+        """What is trained beside the model's own parameters, freshly drawn: nothing.
+
+        Args:
+          shapes: of the model's parameters, its layers in their order.
+          key: of what is drawn.
+        """
+        del shapes, key
+        return nnx.State({})
+
+    def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
+        """A model's parameters told apart.
+
+        Args:
+          params: the model's.
+          adapters: what `draw` gave, laid out and ordered as the parameters are.
+        """
+        del adapters
         return told_apart(params, lambda name, _: name not in self.frozen)
 
     def join(self, weights: Weights) -> nnx.State:
@@ -30,8 +47,13 @@ class Tuning:
         return nnx.merge_state(trained, frozen) if self.frozen else trained
 
     def merged(self, weights: Weights) -> nnx.State:
-        """The model's parameters as a run has them that trains them all: `begin`'s inverse."""
+        """The model's parameters as a run has them that trains them all."""
         return self.join(weights)
+
+
+def named(state: nnx.State) -> dict[str, Any]:
+    """The variables of a tree by name, such as `layers/up`."""
+    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def told_apart(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:

@@ -139,7 +139,10 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
     lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
     lambda seen, c: finetune.refuse(
-        c.finetune, lambda: finetune.names_of(seen.shapes), c.exchange.method
+        c.finetune,
+        lambda: seen.shapes,
+        exchange=c.exchange.method,
+        tensor_layout=c.sharding.tensor_layout,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),

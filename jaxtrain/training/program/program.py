@@ -13,11 +13,11 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.parallel.devices import platform_of
-from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.finetune.finetune import Finetune, names_of, tuning_of
-from jaxtrain.training.finetune.tuning import Tuning
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.tuning import Tuning, named
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers.optimizer import make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
@@ -116,17 +116,21 @@ def flops_per_step(config: Config) -> float:
     whole = train.model.flops(example)
     if config.finetune != Finetune() and reads_tokens(train.model):
         tuning = tuning_of(config.finetune, train.model.build)
-        whole -= 2 * math.prod(example) * _frozen_products(train.model, tuning)
+        unneeded = _frozen_products(train.model, tuning)
+        adapters = jax.eval_shape(
+            lambda: tuning.draw(parameter_shapes(train.model.build), jax.random.key(0))
+        )
+        added = sum(math.prod(x.shape) for x in jax.tree.leaves(adapters))
+        whole += math.prod(example) * (6 * added - 2 * unneeded)
     return whole * train.global_batch_size
 
 
 def _frozen_products(model: Model, tuning: Tuning) -> float:
     """Numbers of frozen weights that a token is multiplied with; of experts those it goes to."""
     shapes = parameter_shapes(model.build)
-    named = list(zip(names_of(shapes), jax.tree.leaves(shapes, is_leaf=is_variable), strict=True))
-    tied = all(role_of(variable) != "output" for _, variable in named)
+    tied = all(role_of(variable) != "output" for variable in named(shapes).values())
     count = 0.0
-    for name, variable in named:
+    for name, variable in named(shapes).items():
         only_read = role_of(variable) == "position" or (
             role_of(variable) == "embedding" and not tied
         )

@@ -1,0 +1,221 @@
+"""Adapters as PEFT keeps them: adapter_config.json beside adapter_model.safetensors, both ways."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.buckets import on_disk
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.models.weights import safetensors
+from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.names import Name, their_shapes
+from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.run.huggingface.parameters import their_tensors
+from jaxtrain.training.finetune.lora import DOWN, UP, LoRA, sides_of
+from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, TrainState, parameter_shapes
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def write_adapter(
+    out: str, config: Config, program: Program, state: TrainState, *, say: Callable[[str], None]
+) -> None:
+    """Writes the adapters of a state as a folder of PEFT's.
+
+    Args:
+      out: the folder, which is not there yet or empty.
+      config: the run's configuration.
+      program: whose state it is.
+      state: what is written.
+      say: takes a line for people.
+
+    Raises:
+      UserError: there are no adapters, the model is known nowhere else, the folder cannot be made,
+        or there are several processes, each of which has a part of them.
+    """
+    tuning = _tuning(program, f"--out {out}")
+    if jax.process_count() > 1:
+        raise UserError(
+            f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
+            "'jaxtrain export-hf' on its folder, with bindings of Mesh for one machine"
+        )
+    pairs = _names(config, program, tuning)
+    folder = on_disk(out)
+    with refused_path(f"--out {out}", needs="name a folder that can be made"):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"--out {out} is there already; name a folder that is new")
+        folder.mkdir(parents=True, exist_ok=True)
+    names = tuple(name for pair in pairs for name in pair[1:])
+    shapes = their_shapes(names, _shapes(program, tuning))
+    made = (tensor for _, tensor in their_tensors(names, state.params, program.layer_order))
+    safetensors.write(folder / WEIGHTS, shapes, "F32", made)
+    content = _said(config, tuning, pairs)
+    write_atomically(folder / CONFIG, json.dumps(content, indent=2).encode())
+    say(f"{len(shapes)} tensors of {len(tuning.targets)} adapters in {folder}")
+
+
+def read_adapter(source: str, config: Config, program: Program) -> dict[str, np.ndarray]:
+    """The adapters of a folder of PEFT's by our names, whole, the layers in their order.
+
+    Raises:
+      UserError: there is none, or one of another kind, rank, scale or shape than this run's.
+    """
+    tuning, folder = _tuning(program, f"Finetune.adapter={source!r}"), on_disk(source)
+    with refused_path(f"Finetune.adapter={source!r}", needs=f"name a folder with a {CONFIG}"):
+        said = json.loads((folder / CONFIG).read_text())
+        stored = safetensors.read_header(folder / WEIGHTS)
+    pairs = _names(config, program, tuning)
+    names = tuple(name for pair in pairs for name in pair[1:])
+    shapes = _shapes(program, tuning)
+    reasons = list(_unlike(said, config, tuning))
+    wanted = their_shapes(names, shapes)
+    reasons += [f"{name} is missing" for name in wanted if name not in stored]
+    reasons += [f"{name} is of no adapter of this run's" for name in stored if name not in wanted]
+    reasons += [
+        f"{name} is {stored[name].dtype} {list(stored[name].shape)}, here it is {list(shape)} of "
+        f"{', '.join(safetensors.DTYPES)}"
+        for name, shape in wanted.items()
+        if name in stored
+        and (stored[name].shape != shape or stored[name].dtype not in safetensors.DTYPES)
+    ]
+    if reasons:
+        rest = [f"and {len(reasons) - 8} more"] if len(reasons) > 8 else []
+        lines = "\n".join(f"  {reason}" for reason in [*reasons[:8], *rest])
+        raise UserError(
+            f"Finetune.adapter={source!r} is not an adapter of this run's model, rank and "
+            f"targets:\n{lines}"
+        )
+    dtype = np.dtype(config.precision.params)
+    found = {}
+    for name in names:
+        shape = shapes[name.ours]
+        value = np.empty(shape, dtype)
+        for place, there in name.tensors(shape):
+            value[place] = name.to_ours(stored[there].open(), shape)
+        found[name.ours] = value
+    return found
+
+
+def _tuning(program: Program, where: str) -> LoRA:
+    if not isinstance(program.tuning, LoRA):
+        raise UserError(f"{where}: the run trains no adapters; set Finetune.lora_rank, such as 16")
+    return program.tuning
+
+
+def _shapes(program: Program, tuning: LoRA) -> dict[str, tuple[int, ...]]:
+    """Of A and B by name, the layers in the model's order and number."""
+    shapes = parameter_shapes(program.build)
+    drawn = jax.eval_shape(lambda: tuning.draw(shapes, jax.random.key(0)))
+    return {name: variable.get_value().shape for name, variable in named(drawn).items()}
+
+
+def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, Name, Name]]:
+    """The map's line of each weight that has an adapter, and those of its A and B."""
+    family, _ = family_for(config.train.model, None)
+    shapes = named(parameter_shapes(program.build))
+    return [
+        (line, *_of_adapter(line, logical_axes(shapes[line.ours])))
+        for line in family.names(config.train.model)
+        if line.ours in tuning.targets
+    ]
+
+
+def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name]:
+    """A is [r, in] there and B [out, r], whichever way the weight itself is stored."""
+    letters, there = line.form.split("->")
+    inside, outside = sides_of(axes)
+    taken = {letters[i] for i in inside}
+    groups = [group.strip("()") for group in _grouped(there)]
+    into = next(group for group in groups if set(group) == taken)
+    out_of = next(group for group in groups if set(group) == {letters[i] for i in outside})
+    down = letters[0] + "".join(letters[i] for i in inside) + "R"
+    up = "".join(
+        "R" if i == inside[0] else letter
+        for i, letter in enumerate(letters)
+        if i == inside[0] or i in (0, *outside)
+    )
+    theirs = _PREFIX + line.theirs.removesuffix(".weight")
+    return (
+        Name(f"{theirs}.lora_A.weight", f"{line.ours}/{DOWN}", f"{down}->R({into})"),
+        Name(f"{theirs}.lora_B.weight", f"{line.ours}/{UP}", f"{up}->({out_of})R"),
+    )
+
+
+def _grouped(there: str) -> list[str]:
+    """ "(NH)D" -> ["NH", "D"]."""
+    return [part for piece in there.split("(") for part in _until_bracket(piece) if part]
+
+
+def _until_bracket(piece: str) -> list[str]:
+    inside, bracket, rest = piece.partition(")")
+    return [inside, *rest] if bracket else list(inside)
+
+
+def _said(config: Config, tuning: LoRA, pairs: list[tuple[Name, Name, Name]]) -> dict[str, Any]:
+    """The adapter_config.json."""
+    family, _ = family_for(config.train.model, None)
+    others = {
+        line.theirs.removesuffix(".weight").rpartition(".")[2]
+        for line in family.names(config.train.model)
+        if line.ours not in tuning.targets and "." in line.theirs.removesuffix(".weight")
+    }
+    modules = []
+    for line, *_ in pairs:
+        parts = line.theirs.removesuffix(".weight").split(".")
+        # The last word names the module, unless a module without an adapter has it too.
+        modules.append(".".join(parts[-2:] if parts[-1] in others else parts[-1:]))
+    settings = config.finetune
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.train.start_from,
+        "r": tuning.rank,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": settings.lora_scale == "sqrt_rank",
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": all(_stored_by_input(*pair[:2]) for pair in pairs),
+        "target_modules": sorted(set(modules)),
+        "inference_mode": True,
+    }
+
+
+def _stored_by_input(line: Name, down: Name) -> bool:
+    """Whether the weight is [in, out] there."""
+    first = _grouped(line.form.split("->")[1])[0]
+    return first == _grouped(down.form.split("->")[1])[1]
+
+
+def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
+    """What an adapter_config.json says that is otherwise here."""
+    settings, root = config.finetune, math.sqrt(said["r"]) if said.get("r") else 1.0
+    scale = said.get("lora_alpha", 8) / (root if said.get("use_rslora") else said.get("r", 8))
+    ours = settings.lora_alpha / (root if settings.lora_scale == "sqrt_rank" else tuning.rank)
+    found = []
+    if said.get("peft_type") != "LORA":
+        found.append(f"peft_type is {said.get('peft_type')!r}, here 'LORA'")
+    if said.get("r") != tuning.rank:
+        found.append(f"r is {said.get('r')}; use Finetune.lora_rank={said.get('r')}")
+    elif not math.isclose(scale, ours):
+        kind = "sqrt_rank" if said.get("use_rslora") else "rank"
+        found.append(
+            f"lora_alpha is {said.get('lora_alpha')} and use_rslora {said.get('use_rslora')}; use "
+            f"Finetune.lora_alpha={said.get('lora_alpha')} and Finetune.lora_scale={kind!r}"
+        )
+    for key, allowed in (
+        ("use_dora", False), ("bias", "none"), ("modules_to_save", None), ("rank_pattern", {}),
+        ("alpha_pattern", {}), ("layers_to_transform", None),
+    ):  # fmt: skip
+        value = said.get(key, allowed)
+        if value != allowed and value:
+            found.append(f"{key} is {value!r}, which is not done here")
+    return found
