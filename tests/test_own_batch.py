@@ -72,6 +72,9 @@ def test_hidden_states_that_do_not_count_may_be_no_numbers(chunk_size):
         def output_matrix(self):
             return self.matrix
 
+        def output_bias(self):
+            return None
+
     @jax.jit
     def found(h_BTD):
         def loss(h_BTD, matrix_VD):

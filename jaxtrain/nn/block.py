@@ -1,4 +1,4 @@
-"""A transformer's block out of its parts: attention, and an mlp or experts, each after a norm.
+"""A transformer's block out of its parts: attention, and an mlp or experts, each with its norm.
 
 A part is a frozen dataclass. Its fields say which mathematics it is, `weights` draws its
 parameters, and a call computes with them. The parameters of all parts of a block lie side by side
@@ -8,7 +8,8 @@ Letters: B batch, T length, D embed.
 
 import dataclasses
 import math
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import jax
 
@@ -103,13 +104,43 @@ class Feeds(Protocol):
         ...
 
 
+# A part with its parameters and all but its input: what is added to the stream, and what else.
+Part = Callable[[jax.Array], tuple[jax.Array, Any]]
+
+# Where the norm of a part stands: (norm with its parameters, stream, part) -> new stream, the else.
+Placement = Callable[[Callable[[jax.Array], jax.Array], jax.Array, Part], tuple[jax.Array, Any]]
+
+
+def pre_norm(
+    norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, part: Part
+) -> tuple[jax.Array, Any]:
+    """x + part(norm(x)) (arXiv 2002.04745)."""
+    y_BTD, found = part(shard(norm(x_BTD), HIDDEN))
+    return x_BTD + y_BTD, found
+
+
+def post_norm(
+    norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, part: Part
+) -> tuple[jax.Array, Any]:
+    """norm(x + part(x)) (arXiv 1706.03762)."""
+    y_BTD, found = part(shard(x_BTD, HIDDEN))
+    return norm(x_BTD + y_BTD), found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or with the norms elsewhere.
+
+    Attributes:
+      attention, mlp: the parts.
+      norm: which norm each of them has.
+      placement: where it stands.
+    """
 
     attention: Attends
     mlp: Feeds
     norm: Norm
+    placement: Placement = pre_norm
 
     def weights(self, key: jax.Array) -> Weights:
         """Freshly drawn parameters of all parts, for `parameters.stack`."""
@@ -137,16 +168,22 @@ class Block:
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
         """One layer; arguments and results as in `Transformer.run_layer`."""
-        with jax.named_scope("attention"):
-            h_BTD = shard(self.norm(under("attention_norm", own), x_BTD), HIDDEN)
-            a_BTD, cache = self.attention(
+
+        def attend(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
+            return self.attention(
                 own, h_BTD, positions_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
-            x_BTD += a_BTD
+
+        def feed(h_BTD: jax.Array) -> tuple[jax.Array, Auxiliary]:
+            return self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
+
+        def normed(name: str) -> Callable[[jax.Array], jax.Array]:
+            return lambda x_BTD: self.norm(under(name, own), x_BTD)
+
+        with jax.named_scope("attention"):
+            x_BTD, cache = self.placement(normed("attention_norm"), x_BTD, attend)
         with jax.named_scope(self.mlp.scope):
-            h_BTD = shard(self.norm(under("mlp_norm", own), x_BTD), HIDDEN)
-            y_BTD, auxiliary = self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
-            x_BTD += y_BTD
+            x_BTD, auxiliary = self.placement(normed("mlp_norm"), x_BTD, feed)
         return x_BTD, cache, auxiliary
 
 

@@ -103,3 +103,7 @@ class Decoder(nnx.Module):
     def output_matrix(self) -> nnx.Param:
         """The matrix [V, D] that makes logits of hidden states."""
         return self.token_embedding if self.output is None else self.output
+
+    def output_bias(self) -> None:
+        """Nothing is added to the logits."""
+        return

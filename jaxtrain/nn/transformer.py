@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.products.contract import contract
 
 # Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
@@ -55,6 +56,10 @@ class Transformer(Protocol):
         """The matrix [V, D] that makes logits of finished hidden states."""
         ...
 
+    def output_bias(self) -> nnx.Param | None:
+        """What is added to these logits [V]; None: nothing."""
+        ...
+
 
 # How the output matrix makes logits.
 LOGITS = "BTD,VD->BTV"
@@ -62,7 +67,8 @@ LOGITS = "BTD,VD->BTV"
 
 def logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of finished hidden states."""
-    return contract(LOGITS, x_BTD, model.output_matrix())
+    logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
+    return logits_BTV if bias is None else add_bias(logits_BTV, bias)
 
 
 def hidden(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from jaxtrain.models.model import token_model
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.models.weights.published import Published, published
+from jaxtrain.training.objectives.tokens import reserved_tokens
 
 SCHEME = "hf:"
 
@@ -37,7 +38,7 @@ def _lines(source: Published) -> Iterator[str]:
         yield f"TextData.tokenizer = {str(source.path / TOKENIZER)!r}"
     else:  # bytes would be other tokens than those that it was trained on
         yield "TextData.source = 'synthetic'"
-        yield f"TextData.synthetic_vocab_size = {model.vocab_size}"
+        yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
     # A row is as long as the usual fine-tuning's, a learning rate a tenth of pretraining's.
     yield f"TextData.sequence_length = {min(model.context_length, 1024)}"
     yield "Train.steps = 1000"

@@ -65,6 +65,10 @@ class Shifted:
         """The model's."""
         return self.model.output_matrix()
 
+    def output_bias(self) -> nnx.Param | None:
+        """The model's."""
+        return self.model.output_bias()
+
 
 class Documents:
     """The packed first batch, and the compiled program that both proofs of packing share."""

@@ -26,6 +26,7 @@ from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.objectives.tokens import reserved_tokens
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config, Train
@@ -208,9 +209,10 @@ def _text(
             small[name] = max(round(fields[name] * shorter), 2)
     small = {name: value for name, value in small.items() if name in fields}
     separate = data.abstract_batch(1).segment_ids is not None
+    tokens = VOCABULARY - reserved_tokens(model)
     text = TextData(
         source="synthetic",
-        synthetic_vocab_size=VOCABULARY,
+        synthetic_vocab_size=tokens,
         sequence_length=SEQUENCE,
         separate_documents=separate,
     )
@@ -219,7 +221,7 @@ def _text(
         text = dataclasses.replace(
             own_text,
             source="synthetic",
-            synthetic_vocab_size=VOCABULARY,
+            synthetic_vocab_size=tokens,
             sequence_length=SEQUENCE,
             heldout_split=None,
         )

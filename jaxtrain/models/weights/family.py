@@ -26,6 +26,7 @@ class Family:
       names: the map between its tensors and our parameters.
       prefix: what all names but that of an output matrix begin with; files of a model without its
         output matrix may lack it.
+      copies: tensors that may lie in a file a second time, where they are tied -> the first.
       buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
     """
 
@@ -36,6 +37,7 @@ class Family:
     write: Callable[[Any], Mapping[str, Any] | None]
     names: Callable[[Any], tuple[Name, ...]]
     prefix: str
+    copies: Mapping[str, str]
     buffers: str = r"(?!)"
 
 

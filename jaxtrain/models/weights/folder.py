@@ -206,7 +206,7 @@ def match(
     taken = set(found.values())
     for name, tensor in stored.items():
         if tensor not in taken and not re.fullmatch(family.buffers, name):
-            problems += _left_over(name, tensor, found, tied="lm_head.weight" not in wanted)
+            problems += _left_over(name, tensor, family.copies.get(name), found)
     if problems:
         shown = [f"  {one}" for one in problems[:_MAX_SHOWN]]
         shown += [f"  and {len(problems) - _MAX_SHOWN} more"] * (len(problems) > _MAX_SHOWN)
@@ -222,15 +222,14 @@ def _written(family: Family, model: Model) -> str:
 
 
 def _left_over(
-    name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor], *, tied: bool
+    name: str, tensor: StoredTensor, copy_of: str | None, found: Mapping[str, StoredTensor]
 ) -> Iterable[str]:
     """A clause for a tensor that has no place; an output matrix that is the embedding has one."""
-    embedding = next(iter(found.values()), None)
-    same = (tensor.dtype, tensor.shape)
-    if tied and name == "lm_head.weight" and embedding is not None:
-        if (embedding.dtype, embedding.shape) == same and _equal(tensor, embedding):
-            return
-        yield f"{name} is another than the embedding, which it is tied to by {CONFIG}"
+    first = None if copy_of is None else found.get(copy_of)
+    if first is not None:
+        same = (first.dtype, first.shape) == (tensor.dtype, tensor.shape)
+        if not (same and _equal(tensor, first)):
+            yield f"{name} is another than {copy_of}, which it is tied to by {CONFIG}"
         return
     yield f"{name} {list(tensor.shape)} has no place in this architecture"
 

@@ -73,6 +73,7 @@ FAMILY = Family(
     write=_write,
     names=_names,
     prefix="transformer.",
+    copies={"lm_head.weight": "transformer.wte.weight"},
     # The causal mask, in files of transformers before 4.
     buffers=r".*\.attn\.(bias|masked_bias)",
 )

@@ -22,6 +22,7 @@ MLP = (
     Name("model.layers.{L}.mlp.down_proj.weight", "layers/down", "LFD->DF"),
 )
 PREFIX = "model."
+COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 # Llama's first files hold the rotary frequencies, a tensor a layer.
 BUFFERS = r".*rotary_emb\.inv_freq"
 

@@ -32,5 +32,6 @@ FAMILY = Family(
     write=_write,
     names=grouped_query.dense_names,
     prefix=grouped_query.PREFIX,
+    copies=grouped_query.COPIES,
     buffers=grouped_query.BUFFERS,
 )

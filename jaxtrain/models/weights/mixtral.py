@@ -56,5 +56,6 @@ FAMILY = Family(
     write=_write,
     names=_names,
     prefix=grouped_query.PREFIX,
+    copies=grouped_query.COPIES,
     buffers=grouped_query.BUFFERS,
 )

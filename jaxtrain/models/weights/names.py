@@ -1,9 +1,11 @@
 """A name map: which tensor of a published model is which part of which parameter, both ways.
 
 A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H] is a tensor
-[N H, D] for each L: letters in brackets are one dimension there, and a letter that is missing there
-stands in the tensor's name, `"layers.{L}.q_proj.weight"`. Reading the line from the right gives
-theirs to ours, from the left ours to theirs, so that one is the inverse of the other.
+[N H, D] for each L: letters in brackets are one dimension there, of size 1 where there are none,
+and a letter that is missing there stands in the tensor's name, `"layers.{L}.q_proj.weight"`, as a
+number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Reading the line from
+the right gives theirs to ours, from the left ours to theirs, so that one is the inverse of the
+other.
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-_DIMENSION = re.compile(r"\(([A-Z]+)\)|([A-Z])")
+_DIMENSION = re.compile(r"\(([A-Z]*)\)|([A-Z])")
+_NAMED = re.compile(r"\{([A-Z])(?::([^}]*))?\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Name:
     @functools.cached_property
     def named(self) -> str:
         """The letters that stand in the tensor's name."""
-        return "".join(re.findall(r"\{([A-Z])\}", self.theirs))
+        return "".join(letter for letter, _ in _NAMED.findall(self.theirs))
 
     @property
     def _here(self) -> str:
@@ -59,7 +62,8 @@ class Name:
         """
         sizes = shape[: len(self.named)]
         for place in itertools.product(*map(range, sizes)):
-            yield place, self.theirs.format(**dict(zip(self.named, place, strict=True)))
+            numbers = dict(zip(self.named, place, strict=True))
+            yield place, _NAMED.sub(functools.partial(_word, numbers), self.theirs)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor, where our parameter has this one."""
@@ -84,6 +88,12 @@ class Name:
         sizes = dict(zip(here, part.shape, strict=True))
         turned = part.transpose([here.index(letter) for letter in "".join(self._groups)])
         return turned.reshape([math.prod(sizes[one] for one in group) for group in self._groups])
+
+
+def _word(numbers: Mapping[str, int], named: re.Match) -> str:
+    """What stands in a tensor's name for a letter in braces."""
+    letter, words = named.groups()
+    return str(numbers[letter]) if words is None else words.split("|")[numbers[letter]]
 
 
 def their_shapes(

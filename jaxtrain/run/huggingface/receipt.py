@@ -151,7 +151,7 @@ def compare(
         tokens = np.random.default_rng(0).integers(
             0, model.vocab_size, (1, min(_LENGTH, model.context_length))
         )
-        theirs = _logits_of_transformers(folder, tokens)
+        theirs = _logits_of_transformers(folder, architecture, tokens)
         if isinstance(theirs, str):
             why_not = theirs
         else:
@@ -181,13 +181,15 @@ def logits_of(
     return logits(program, model, state, tokens_BT)
 
 
-def _logits_of_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray | str:
+def _logits_of_transformers(
+    folder: Path, architecture: str, tokens: np.ndarray
+) -> np.ndarray | str:
     """Theirs, or why there are none: only for this comparison, and never more than installed."""
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = getattr(transformers, architecture).from_pretrained(
             folder, dtype="float32", local_files_only=True, use_safetensors=True,
             trust_remote_code=False,
         )  # fmt: skip

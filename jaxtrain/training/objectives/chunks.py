@@ -35,6 +35,7 @@ def over_chunks(
     matrix_VD: jax.Array,
     targets_BT: jax.Array,
     mask_BT: jax.Array,
+    bias_V: jax.Array | None = None,
 ) -> jax.Array:
     """The sum of losses(logits, targets, mask) of chunks of places, one chunk's alive at a time.
 
@@ -49,39 +50,49 @@ def over_chunks(
       matrix_VD: the output matrix, whole along embed.
       targets_BT: as in a batch.
       mask_BT: the loss mask.
+      bias_V: what is added to the logits; None: nothing.
     """
 
     def add(total_BC: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         h_BCD, targets_BC, mask_BC = chunk
-        return total_BC + losses(_logits(h_BCD, matrix_VD), targets_BC, mask_BC), None
+        return total_BC + losses(_logits(h_BCD, matrix_VD, bias_V), targets_BC, mask_BC), None
 
     chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
     return lax.scan(add, _zeros(chunks[-1][0]), chunks)[0].sum()
 
 
-def _forward(losses: Losses, size: int, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
-    h_BTD, matrix_VD, *others = arrays
+def _forward(
+    losses: Losses,
+    size: int,
+    h_BTD: jax.Array,
+    matrix_VD: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    bias_V: jax.Array | None,
+) -> tuple[jax.Array, tuple]:
 
     def add(sums: tuple, chunk: tuple[jax.Array, ...]) -> tuple[tuple, tuple]:
         h_BCD, targets_BC, mask_BC = chunk
-        logits_BCV = _logits(h_BCD, matrix_VD)
+        logits_BCV = _logits(h_BCD, matrix_VD, bias_V)
         loss_BC, back = jax.vjp(lambda x, mask: losses(x, targets_BC, mask), logits_BCV, mask_BC)
         g_BCV, of_mask = back(jnp.full_like(loss_BC, _scale(matrix_VD.dtype)))
-        of_matrix = _of_matrix(g_BCV, h_BCD)
-        sums = jax.tree.map(jnp.add, sums, (loss_BC, of_matrix))
+        sums = jax.tree.map(jnp.add, sums, (loss_BC, of_weights(g_BCV, h_BCD)))
         return sums, (_of_h(g_BCV, matrix_VD), of_mask)
 
-    chunks = tuple(_chunked(x, size) for x in (h_BTD, *others))
-    like = jax.eval_shape(lambda h: _of_matrix(_logits(h[0], matrix_VD), h[0]), chunks[0])
+    def of_weights(g_BCV: jax.Array, h_BCD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        return _of_matrix(g_BCV, h_BCD), None if bias_V is None else _of_bias(g_BCV)
+
+    chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
+    like = jax.eval_shape(lambda h: of_weights(_logits(h[0], matrix_VD, bias_V), h[0]), chunks[0])
     # Losses of a device's own tokens too, summed at the end: a sum a chunk would be an exchange.
-    zeros = _zeros(chunks[-1][0]), _zeros(like)
-    (total_BC, of_matrix), (of_h, of_mask) = lax.scan(add, zeros, chunks)
-    return total_BC.sum(), (of_h, of_matrix, of_mask, jnp.zeros((), matrix_VD.dtype))
+    zeros = _zeros(chunks[-1][0]), jax.tree.map(_zeros, like)
+    (total_BC, of_both), (of_h, of_mask) = lax.scan(add, zeros, chunks)
+    return total_BC.sum(), (of_h, of_both, of_mask, jnp.zeros((), matrix_VD.dtype))
 
 
 def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tuple:
     del losses, size
-    of_h, of_matrix, of_mask, like = kept
+    of_h, (of_matrix, of_bias), of_mask, like = kept
     gradient /= _scale(like.dtype)
 
     def joined(x: jax.Array, axis: int) -> jax.Array:
@@ -98,7 +109,9 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
     # Rounded before devices exchange them, as the gradients of all weights are.
     of_h = _added_up((joined(of_h, 3) * gradient).astype(like.dtype), 1)
     of_matrix = _added_up((of_matrix * gradient).astype(like.dtype), 2)
-    return of_h, of_matrix, None, (joined(of_mask, 2) * gradient).astype(of_mask.dtype)
+    if of_bias is not None:
+        of_bias = _added_up((of_bias * gradient).astype(like.dtype), 2)
+    return of_h, of_matrix, None, (joined(of_mask, 2) * gradient).astype(of_mask.dtype), of_bias
 
 
 over_chunks.defvjp(_forward, _backward)
@@ -127,8 +140,9 @@ def _added_up(x: jax.Array, count: int) -> jax.Array:
     return on_each_device(add, (spec,), P(*spec[count:]))(x)
 
 
-def _logits(h_BCD: jax.Array, matrix_VD: jax.Array) -> jax.Array:
-    return jnp.einsum("BCD,VD->BCV", h_BCD, matrix_VD)
+def _logits(h_BCD: jax.Array, matrix_VD: jax.Array, bias_V: jax.Array | None) -> jax.Array:
+    logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, matrix_VD)
+    return logits_BCV if bias_V is None else logits_BCV + bias_V
 
 
 def _zeros(like: Any) -> jax.Array:
@@ -163,17 +177,27 @@ def _of_matrix(g_BCV: jax.Array, h_BCD: jax.Array) -> jax.Array:
       g_BCV: the gradient of a chunk's logits.
       h_BCD: the chunk's hidden states.
     """
-    (batch, length, vocab), (n, k, _) = _devices(g_BCV)
-
-    def rows(x: jax.Array, part: MeshAxes) -> jax.Array:
-        """[n, k, rows of a device, the last dimension]; every device keeps what it has."""
-        B, C, width = x.shape
-        x = reshape(x, (n, B // n, k, C // k, width), (batch, None, length, None, part))
-        x = x.transpose(0, 2, 1, 3, 4)
-        return reshape(x, (n, k, B // n * (C // k), width), (batch, length, None, part))
-
-    g, h = rows(g_BCV, vocab), rows(h_BCD, None)
+    g, h = _rows(g_BCV, g_BCV), _rows(h_BCD, g_BCV)
     return jnp.einsum("nkrv,nkrd->nkvd", g, h, preferred_element_type=jnp.float32)
+
+
+def _of_bias(g_BCV: jax.Array) -> jax.Array:
+    """The bias's gradient, each device's own part float32 [n, k, V]: no exchange."""
+    return _rows(g_BCV, g_BCV).sum(2, dtype=jnp.float32)
+
+
+def _rows(x: jax.Array, g_BCV: jax.Array) -> jax.Array:
+    """[n, k, rows of a device, the last dimension] of x [B, C, ...]: every device keeps its own.
+
+    Args:
+      x: split as the gradient of the logits is along batch and sequence.
+      g_BCV: that gradient.
+    """
+    (batch, length, _), (n, k, _) = _devices(g_BCV)
+    (B, C, width), last = x.shape, jax.typeof(x).sharding.spec[2]
+    x = reshape(x, (n, B // n, k, C // k, width), (batch, None, length, None, last))
+    x = x.transpose(0, 2, 1, 3, 4)
+    return reshape(x, (n, k, B // n * (C // k), width), (batch, length, None, last))
 
 
 def _devices(x: jax.Array) -> tuple[list[MeshAxes], list[int]]:

@@ -30,6 +30,7 @@ class MaskedToken(TokenObjective):
 
     name: ClassVar[str] = "masked_token"
     causal: ClassVar[bool] = False
+    reserved: ClassVar[int] = 1
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
         """The same text, masked anew in every epoch.

@@ -19,10 +19,11 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import operands
 from jaxtrain.nn.transformer import LOGITS, Transformer, hidden, logits
+from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
-from jaxtrain.training.objectives.objective import Objective, TellsLogits
+from jaxtrain.training.objectives.objective import Objective, TellsLogits, objective_named
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
 RESIDUAL = ("batch", "residual_length", "embed")
@@ -38,12 +39,14 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     Attributes:
       causal: whether a token sees only those before it.
       own: the sums of `of_hidden`; all others are the layers'.
+      reserved: last tokens of the model's vocabulary that the data do not have.
     """
 
     inputs: ClassVar[tuple[Inputs, ...]] = ("tokens",)
     minimised: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
     causal: ClassVar[bool]
     own: ClassVar[tuple[str, ...]] = ("loss",)
+    reserved: ClassVar[int] = 0
 
     @abc.abstractmethod
     def of_hidden(
@@ -175,6 +178,12 @@ def _refuse_tokens(batch: Batch, model: TokenModel) -> Iterator[str]:
     yield from refuse_values(batch, "segment_ids", 0, None)
 
 
+def reserved_tokens(model: Model) -> int:
+    """Last tokens of a model's vocabulary that its data do not have."""
+    objective = objective_named(model.objective)
+    return objective.reserved if isinstance(objective, TokenObjective) else 0
+
+
 def token_loss(
     model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
 ) -> jax.Array:
@@ -191,7 +200,11 @@ def token_loss(
         if settings.chunk_size is None:
             return of_logits(logits(model, h_BTD), batch.targets, mask_BT).sum()
         h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
-        return over_chunks(of_logits, settings.chunk_size, h_BTD, matrix_VD, batch.targets, mask_BT)
+        bias = model.output_bias()
+        bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)
+        return over_chunks(
+            of_logits, settings.chunk_size, h_BTD, matrix_VD, batch.targets, mask_BT, bias_V
+        )
 
 
 def _tokens(batch: Batch) -> jax.Array:

@@ -1,0 +1,174 @@
+"""BERT: each token sees both sides; learned positions, post-LayerNorm blocks, a tied head.
+
+Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without dropout; the head
+is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias.
+Letters: B batch, T length, V vocab, D embed, C places, Y token types.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import AttentionFacts, Inputs
+from jaxtrain.nn.attention.multi_head import MultiHead
+from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block, post_norm
+from jaxtrain.nn.layers import add_bias, embed
+from jaxtrain.nn.mlp import GELU, exact_gelu
+from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import shard
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BERT:
+    """Sizes of a BERT; the defaults are the base model.
+
+    Attributes:
+      vocab_size: rows of the embedding table; the last token is the mask's in training.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads; embed_dim / num_heads is the head_dim.
+      mlp_dim: width inside the MLP.
+      context_length: the longest sequence, in tokens.
+      token_types: kinds of sentences that have an embedding. Text is of the first kind: the others
+        are kept as they are, for published models of pairs of sentences.
+      norm_eps: epsilon of the layer norms.
+    """
+
+    vocab_size: int = 30522
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 12
+    mlp_dim: int = 3072
+    context_length: int = 512
+    token_types: int = 2
+    norm_eps: float = 1e-12
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective = "masked_token"
+    experts = None
+    cached = ()
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        sizes = [field.name for field in dataclasses.fields(self) if field.name != "norm_eps"]
+        refuse_below(1, self, *sizes)
+        refuse_not_positive(self, "norm_eps")
+        if self.embed_dim % self.num_heads:
+            nearest = nearest_multiple(self.embed_dim, self.num_heads)
+            raise UserError(
+                f"BERT.embed_dim={self.embed_dim} does not divide by BERT.num_heads="
+                f"{self.num_heads}; the nearest embed_dim is {nearest}"
+            )
+
+    @property
+    def layers(self) -> int:
+        """All blocks are one stack."""
+        return self.num_layers
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """Every token sees every other of its document."""
+        N, H = self.num_heads, self.embed_dim // self.num_heads
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
+
+    @property
+    def norm(self) -> LayerNorm:
+        """The norm after the embedding, after each part of a block, and in the head."""
+        return LayerNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes; behind a norm no spread grows with the layers."""
+        D, N, spread = self.embed_dim, self.num_heads, 0.02
+        return Block(
+            attention=MultiHead(
+                embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=spread
+            ),
+            mlp=GELU(
+                embed_dim=D, mlp_dim=self.mlp_dim, residual_stddev=spread, function=exact_gelu
+            ),
+            norm=self.norm,
+            placement=post_norm,
+        )  # fmt: skip
+
+    def build(self, key: jax.Array) -> "BERTModel":
+        """The module with freshly drawn parameters."""
+        return BERTModel(self, key)
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        D = self.embed_dim
+        return self.num_layers * self.block.matmul_parameters() + D * D + self.vocab_size * D
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N, logits of all tokens, and attention in full."""
+        scores = 12 * sequence_length * self.embed_dim
+        return 6.0 * self.matmul_parameters() + self.num_layers * scores
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,)."""
+        return shape[0] * self.flops_per_token(shape[0])
+
+
+class BERTModel(nnx.Module):
+    """Tokens to hidden states to logits; a `transformer.Transformer`."""
+
+    def __init__(self, sizes: BERT, key: jax.Array) -> None:
+        key_tokens, key_places, key_types, key_layers, key_head = jax.random.split(key, 5)
+        V, D, spread = sizes.vocab_size, sizes.embed_dim, normal(0.02)
+        self.token_embedding = param(
+            key_tokens, (V, D), ("vocab", "vocab_embed"), spread, role="embedding"
+        )
+        self.position_embedding = param(
+            key_places, (sizes.context_length, D), ("place", "vocab_embed"), spread, role="position"
+        )
+        self.type_embedding = param(
+            key_types, (sizes.token_types, D), ("narrow", "vocab_embed"), spread
+        )
+        self.block, self.norm = sizes.block, sizes.norm
+        self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
+        self.transform = param(key_head, (D, D), ("embed", "vector"), spread)
+        self.transform_bias = param(key_head, (D,), ("vector",), constant(0.0))
+        self.bias = param(key_head, (V,), ("vocab",), constant(0.0))
+        for part in ("embedding_norm", "norm"):
+            for name, weight in prefixed(part, self.norm.weights(key)).items():
+                setattr(self, name, weight)
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """What goes into the first layer, [B, T, D]."""
+        with jax.named_scope("embedding"):
+            x_BTD = embed(tokens_BT, self.token_embedding)
+            x_BTD += embed(positions_BT, self.position_embedding)
+            x_BTD += gather(self.type_embedding)[0].astype(x_BTD.dtype)
+            return self.norm(under("embedding_norm", vars(self)), shard(x_BTD, RESIDUAL))
+
+    def run_layer(self, *arguments: Any) -> Any:
+        """One layer; arguments and results as in `Transformer.run_layer`."""
+        return self.block(*arguments)
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """What the output matrix reads: a layer, GELU and a norm."""
+        with jax.named_scope("transform"):
+            h_BTD = contract("BTD,DF->BTF", x_BTD, self.transform, RESIDUAL)
+            h_BTD = exact_gelu(add_bias(h_BTD, self.transform_bias))
+            return shard(self.norm(under("norm", vars(self)), h_BTD), HIDDEN)
+
+    def output_matrix(self) -> nnx.Param:
+        """The token embedding [V, D]."""
+        return self.token_embedding
+
+    def output_bias(self) -> nnx.Param:
+        """What is added to the logits [V]."""
+        return self.bias

@@ -1,0 +1,96 @@
+"""BERT for masked language modelling: names and settings elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.names import Name
+
+_LAYER, _HEAD = "bert.encoder.layer.{L}", "cls.predictions"
+
+
+def _normed(theirs: str, ours: str, form: str) -> tuple[Name, Name]:
+    return (
+        Name(f"{theirs}.LayerNorm.weight", f"{ours}_scale", form),
+        Name(f"{theirs}.LayerNorm.bias", f"{ours}_bias", form),
+    )
+
+
+_QKV = f"{_LAYER}.attention.self.{{P:query|key|value}}"
+_NAMES = (
+    Name("bert.embeddings.word_embeddings.weight", "token_embedding", "VD->VD"),
+    Name("bert.embeddings.position_embeddings.weight", "position_embedding", "CD->CD"),
+    Name("bert.embeddings.token_type_embeddings.weight", "type_embedding", "YD->YD"),
+    *_normed("bert.embeddings", "embedding_norm", "D->D"),
+    Name(f"{_QKV}.weight", "layers/qkv", "LPDNH->(NH)D"),
+    Name(f"{_QKV}.bias", "layers/qkv_bias", "LPNH->(NH)"),
+    Name(f"{_LAYER}.attention.output.dense.weight", "layers/out", "LNHD->D(NH)"),
+    Name(f"{_LAYER}.attention.output.dense.bias", "layers/out_bias", "LD->D"),
+    *_normed(f"{_LAYER}.attention.output", "layers/attention_norm", "LD->D"),
+    Name(f"{_LAYER}.intermediate.dense.weight", "layers/up", "LDF->FD"),
+    Name(f"{_LAYER}.intermediate.dense.bias", "layers/up_bias", "LF->F"),
+    Name(f"{_LAYER}.output.dense.weight", "layers/down", "LFD->DF"),
+    Name(f"{_LAYER}.output.dense.bias", "layers/down_bias", "LD->D"),
+    *_normed(f"{_LAYER}.output", "layers/mlp_norm", "LD->D"),
+    Name(f"{_HEAD}.transform.dense.weight", "transform", "DF->FD"),
+    Name(f"{_HEAD}.transform.dense.bias", "transform_bias", "D->D"),
+    *_normed(f"{_HEAD}.transform", "norm", "D->D"),
+    Name(f"{_HEAD}.bias", "bias", "V->V"),
+)
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    asked.only("hidden_act", ["gelu"], default="gelu")
+    asked.only("tie_word_embeddings", [True], default=True)
+    asked.only("is_decoder", [False], default=False)
+    asked.only("add_cross_attention", [False], default=False)
+    asked.only("position_embedding_type", ["absolute"], default="absolute")
+    return {
+        "vocab_size": asked.whole("vocab_size"),
+        "num_layers": asked.whole("num_hidden_layers"),
+        "embed_dim": asked.whole("hidden_size"),
+        "num_heads": asked.whole("num_attention_heads"),
+        "mlp_dim": asked.whole("intermediate_size"),
+        "context_length": asked.whole("max_position_embeddings", 512),
+        "token_types": asked.whole("type_vocab_size", 2),
+        "norm_eps": asked.number("layer_norm_eps", 1e-12),
+    }
+
+
+def _write(model: BERT) -> Mapping[str, Any]:
+    return {
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.embed_dim,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.mlp_dim,
+        "max_position_embeddings": model.context_length,
+        "type_vocab_size": model.token_types,
+        "layer_norm_eps": model.norm_eps,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "is_decoder": False,
+    }
+
+
+def _names(_: BERT) -> tuple[Name, ...]:
+    return _NAMES
+
+
+FAMILY = Family(
+    architecture="BertForMaskedLM",
+    model_type="bert",
+    model=BERT,
+    read=_read,
+    write=_write,
+    names=_names,
+    prefix="bert.",
+    copies={
+        f"{_HEAD}.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        f"{_HEAD}.decoder.bias": f"{_HEAD}.bias",
+    },
+    # Places in order, in files of transformers before 4.31; the heads of other tasks.
+    buffers=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\.seq_relationship\..*",
+)
