@@ -191,7 +191,8 @@ def test_what_libtpu_says_is_in_the_refusal(monkeypatch):
 
 
 def test_simulated_devices_are_those_of_this_process():
-    assert target_devices(parse_target("cpu:4")) == jax.devices()[:4]
+    devices = jax.devices()  # opened first: what is asked for then finds them
+    assert target_devices(parse_target("cpu:4")) == devices[:4]
     with pytest.raises(UserError, match="plan for 'cpu:8'"):
         target_devices(parse_target("cpu:9"))
 

@@ -16,6 +16,13 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, chip_of
 from jaxtrain.parallel.compilation import keep_compiled_programs
 
+# What libtpu otherwise asks a cloud's metadata server for. Programs compiled for other TPUs stay as
+# they are: a topology's name says their chips.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
 
 
@@ -35,23 +42,29 @@ def has_tpu_chips(root: Path = Path("/")) -> bool:
     return any(root.glob("dev/accel[0-9]*")) or any(root.glob("dev/vfio/[0-9]*"))
 
 
-def pass_over_libtpu() -> None:
-    """Has JAX leave libtpu alone on a machine without accelerators; call it before the backend.
+def pass_over_libtpu(root: Path = Path("/")) -> None:
+    """Has libtpu say nothing on a machine without TPUs; call it before the backend.
 
     libtpu compiles for TPUs that are not there (`jaxtrain[tpu]`, `jaxtrain[dev]`). JAX tries it at
     the start of every process, and it then writes errors to the terminal, past Python, about TPUs
-    that it does not find. Where anything says that there is an accelerator, nothing is changed, and
-    no word of a library's is hidden anywhere.
+    that it does not find. Without any accelerator JAX leaves it alone. With GPUs JAX chooses as it
+    would, and libtpu, which finds no chips either way, is told beforehand what it complains that
+    nobody tells it. No word of a library's is hidden anywhere.
+
+    Args:
+      root: of the file system.
     """
     settings: Any = jax.config  # whose attributes are made at run time
     plugins = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+    chosen, is_installed = settings.jax_platforms, importlib.util.find_spec("libtpu") is not None
     platforms = platforms_without_libtpu(
-        settings.jax_platforms,
-        is_installed=importlib.util.find_spec("libtpu") is not None,
-        plugins=plugins,
+        chosen, is_installed=is_installed, plugins=plugins, root=root
     )
     if platforms is not None:
         jax.config.update("jax_platforms", platforms)
+    elif is_installed and not chosen and not has_tpu_chips(root):
+        for name, value in _NO_TPU.items():
+            os.environ.setdefault(name, value)
 
 
 def platforms_without_libtpu(
