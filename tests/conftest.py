@@ -42,7 +42,7 @@ from jaxtrain.data.batch import Batch  # noqa: E402 - after the devices are made
 from jaxtrain.nn.execution import Execution  # noqa: E402
 from jaxtrain.nn.precision import Precision  # noqa: E402
 from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
-from jaxtrain.parallel.sharding import Layout  # noqa: E402
+from jaxtrain.parallel.sharding import Accumulate, Layout  # noqa: E402
 from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
 from jaxtrain.training.objectives.losses import Loss  # noqa: E402
 from jaxtrain.training.objectives.objective import objective_named  # noqa: E402
@@ -103,11 +103,18 @@ def text_batch(*, rows: int, length: int, vocab_size: int, seed: int = 0) -> Bat
     )
 
 
-def make_layout(zero: int = 3, *, sequence_parallel: bool = False, **sizes: int) -> Layout:
+def make_layout(
+    zero: int = 3,
+    *,
+    sequence_parallel: bool = False,
+    accumulate: Accumulate = "shard",
+    **sizes: int,
+) -> Layout:
     """A layout on the first devices: make_layout(2, fsdp=4, tensor=2)."""
     mesh = Mesh(**{"fsdp": 1, **sizes})
     count = math.prod(sizes.values())
-    return Layout(make_mesh(mesh, jax.devices()[:count]), zero, sequence_parallel)
+    placed = make_mesh(mesh, jax.devices()[:count])
+    return Layout(placed, zero, sequence_parallel, accumulate=accumulate)
 
 
 def make_program(model, layout: Layout, **changes) -> Program:

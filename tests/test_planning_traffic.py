@@ -115,6 +115,13 @@ OWN = {
         ),
         set(),
     ),
+    "local, hsdp, accumulation": (
+        config_of(
+            LLAMA, {"data": 2, "fsdp": 4}, rows=16, accumulation=2,
+            sharding=Sharding(accumulate="local"),
+        ),
+        set(),
+    ),
     "expert": (config_of(MIXTRAL, {"expert": 4, "data": 2}), set()),
     "pipe x data, 1f1b": (
         config_of(deep(LLAMA), {"pipe": 4, "data": 2}, rows=16, pipeline=Pipeline(microbatches=4)),
@@ -136,6 +143,23 @@ OWN = {
     ),
 }  # fmt: skip
 SLOW = {
+    "local, one microbatch": (
+        config_of(LLAMA, {"fsdp": 8}, sharding=Sharding(accumulate="local")), set(),
+    ),
+    "local, ten microbatches, zero 2": (
+        config_of(
+            LLAMA, {"fsdp": 8}, rows=80, accumulation=10,
+            sharding=Sharding(zero=2, accumulate="local"),
+        ),
+        set(),
+    ),
+    "local, pipe": (
+        config_of(
+            deep(LLAMA), {"pipe": 2, "fsdp": 4}, rows=32, accumulation=2,
+            pipeline=Pipeline(microbatches=4), sharding=Sharding(accumulate="local"),
+        ),
+        {WHOLE},
+    ),
     "accumulation x pipe x fsdp, zero 1, tied": (
         config_of(
             tied(deep(LLAMA)), {"pipe": 2, "fsdp": 4}, rows=32, accumulation=2,

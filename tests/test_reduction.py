@@ -57,12 +57,19 @@ CASES = {
         "llama", {"data": 2, "fsdp": 2, "pipe": 2},
         {"pipeline": Pipeline(microbatches=4, backward="residuals")},
     ),
+    "zero 3, local": (
+        "llama", {"data": 2, "fsdp": 4, "accumulate": "local"}, {"accumulation": 2},
+    ),
+    "zero 2, local, pipe": (
+        "llama", {"data": 2, "fsdp": 2, "pipe": 2, "zero": 2, "accumulate": "local"},
+        {"accumulation": 2, "pipeline": BUBBLE},
+    ),
     "context": (
         "llama", {"data": 2, "context": 2, "pipe": 2},
         {"pipeline": Pipeline(microbatches=2), "execution": ULYSSES},
     ),
 }  # fmt: skip
-QUICK = ["zero 1, chunks, remat", "experts", "zero bubble, zero 1"]
+QUICK = ["zero 1, chunks, remat", "experts", "zero bubble, zero 1", "zero 3, local"]
 
 
 @functools.cache

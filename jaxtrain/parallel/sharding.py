@@ -21,6 +21,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.tables import TABLES, AxisRule, MeshAxes, TensorLayout
 from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
 
+Accumulate = Literal["shard", "local"]
 # Logical axes that are whole where any number of rows is taken: `Trainer.logits`.
 _OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
 
@@ -42,12 +43,16 @@ class Sharding:
         1909.08053); '2d' (a q x q grid, Optimus, arXiv 2104.05343); '2.5d' (tensor_depth grids,
         Tesseract, arXiv 2105.14500); '3d' (a cube, arXiv 2105.14450).
       tensor_depth: grids of the 2.5d layout: Mesh.tensor = tensor_depth q^2.
+      accumulate: where stages 2 and 3 add up the gradients of microbatches: 'shard' gathers weights
+        and scatters gradients along fsdp for every microbatch; 'local' gathers and scatters once a
+        step, and every device holds whole weights and float32 gradients meanwhile.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
     sequence_parallel: bool = False
     tensor_layout: TensorLayout = "1d"
     tensor_depth: int = 1
+    accumulate: Accumulate = "shard"
 
 
 def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> Iterator[str]:
@@ -58,6 +63,12 @@ def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> It
       sizes: of every axis in Mesh.
       experts: whether the model is a mixture of experts.
     """
+    if settings.accumulate == "local" and (settings.zero < 2 or sizes["fsdp"] == 1):
+        yield (
+            f"Sharding.accumulate='local' with Sharding.zero={settings.zero} and "
+            f"Mesh.fsdp={sizes['fsdp']}: gradients of microbatches are whole there anyway; set "
+            "Sharding.zero=3 and Mesh.fsdp above 1 or Sharding.accumulate='shard'"
+        )
     if sizes["tensor"] == 1 and settings.sequence_parallel:
         yield (
             "Sharding.sequence_parallel=True with Mesh.tensor=1: it splits the sequence over "
@@ -106,6 +117,7 @@ class Layout:
       whole: logical axes of parameters that are not split over the tensor axes, because their size
         does not divide: kv heads, each of which then serves several devices.
       one_batch: those of `manual` whose devices have rows of one batch, which share its statistics.
+      accumulate: as in `Sharding`.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -116,6 +128,7 @@ class Layout:
     tensor_layout: TensorLayout = "1d"
     whole: frozenset[str] = frozenset()
     one_batch: frozenset[str] = frozenset()
+    accumulate: Accumulate = "shard"
 
     @classmethod
     def of(
@@ -132,12 +145,24 @@ class Layout:
           num_kv_heads: key-value heads of the model; None where it has no attention.
         """
         layout = cls(
-            mesh, settings.zero, settings.sequence_parallel, tensor_layout=settings.tensor_layout
+            mesh,
+            settings.zero,
+            settings.sequence_parallel,
+            tensor_layout=settings.tensor_layout,
+            accumulate=settings.accumulate,
         )
         devices = layout.size(layout.weight(("kv_heads",))[0])
         if num_kv_heads is None or num_kv_heads % devices == 0:
             return layout
         return dataclasses.replace(layout, whole=frozenset({"kv_heads"}))
+
+    @property
+    def of_microbatches(self) -> "Layout":
+        """The layout between a step's first gather and its last sum: with 'local' that of stage 1,
+        whose weights and gradients are whole along fsdp."""
+        if self.accumulate == "shard":
+            return self
+        return dataclasses.replace(self, zero=min(self.zero, 1), accumulate="shard")
 
     def activation(self, axes: tuple[str, ...]) -> P:
         """The spec of an activation."""

@@ -337,18 +337,21 @@ class Program:
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
+        layout = self.layout.of_microbatches
         weights = to_compute(state.weights, self.precision.compute)
-        axes = summed_once(self.layout, self.passes)
-        if axes:
-            grads, sums, statistics = local_gradients(
-                axes, self.layout, self._of_rows, batch,
-                weights, state.statistics, scales, state.step,
-            )  # fmt: skip
-            grads = sum_gradients(axes, self.layout, grads)
-        else:
-            grads, sums, statistics = self._of_rows(
-                self.layout, batch, weights, state.statistics, scales, state.step
-            )
+        weights = reshard(weights, layout.parameter, layout)
+        axes = summed_once(layout, self.passes)
+        with layout.current():
+            if axes:
+                grads, sums, statistics = local_gradients(
+                    axes, layout, self._of_rows, batch,
+                    weights, state.statistics, scales, state.step,
+                )  # fmt: skip
+                grads = sum_gradients(axes, layout, grads)
+            else:
+                grads, sums, statistics = self._of_rows(
+                    layout, batch, weights, state.statistics, scales, state.step
+                )
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
         return grads, self.objective.means(sums, counts), statistics
 

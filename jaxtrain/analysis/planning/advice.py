@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.analysis.planning import accumulation
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import replicated
 from jaxtrain.analysis.planning.machines.targets import Target
@@ -160,6 +161,8 @@ def remarks(
             f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of tokens; "
             f'-b "Attention.kernel={kernel!r}" does not'
         )
+    if (both := accumulation.sentence(config, target, layout)) is not None:
+        found.append(both)
     # The CPU's compiler writes collectives in its own ways: its traffic proves nothing.
     flagged = [row for row in rows if not row.explained and target.chip.kind != "cpu"]
     for row in flagged:

@@ -113,6 +113,8 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
 
 
 def _meshes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    if config.sharding.accumulate == "local":
+        yield {"Sharding.accumulate": "shard"}
     if sizes["fsdp"] > 1:
         for stage in range(config.sharding.zero + 1, 4):
             yield {"Sharding.zero": stage}

@@ -70,6 +70,12 @@ def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
     if method == "synchronous" or layout is None:
         return
     mesh = layout.mesh.shape
+    if layout.accumulate != "shard":
+        yield (
+            f"Exchange.method={method!r} with Sharding.accumulate={layout.accumulate!r}: replicas "
+            "that agree in another way sum along fsdp for every microbatch; set "
+            "Sharding.accumulate='shard' or Exchange.method='synchronous'"
+        )
     if mesh["data"] == 1:
         yield (
             f"Exchange.method={method!r} with Mesh.data=1: there are no replicas to exchange with; "

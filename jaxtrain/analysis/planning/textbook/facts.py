@@ -201,6 +201,12 @@ class Facts:
         return () if self.replicas_alone else summed_once(self.layout, self.passes)
 
     @functools.cached_property
+    def of_microbatches(self) -> "Facts":
+        """The same on the layout that microbatches see, itself where that is the step's."""
+        within = self.layout.of_microbatches
+        return self if within is self.layout else dataclasses.replace(self, layout=within)
+
+    @functools.cached_property
     def micros(self) -> int:
         """Microbatches that go through the pipeline for each gradient."""
         return self.config.pipeline.microbatches if self.size("pipe") > 1 else 1

@@ -129,19 +129,31 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
     """
     config = resolved(config, platform)
     arguments = argument_bytes(config, layout)
+    within = layout.of_microbatches
     if not reads_tokens(config.train.model):
-        return _of_whole_model(config, layout, platform, arguments)
-    return _Step(config, layout, platform, arguments).memory()
+        return _of_whole_model(config, within, platform, arguments)
+    # Weights that are split at rest and whole for all microbatches are a copy of their own.
+    copied = layout.accumulate == "local" and layout.zero == 3
+    return _Step(config, within, platform, arguments, copied).memory()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A transformer's train step on one device."""
+    """A transformer's train step on one device.
+
+    Attributes:
+      config: the configuration.
+      layout: the one that microbatches see.
+      platform: 'tpu', 'gpu' or 'cpu'.
+      arguments: the state and the batch.
+      copied: whether microbatches compute with a copy of the parameters whatever its dtype.
+    """
 
     config: Config
     layout: Layout
     platform: str
     arguments: Arguments
+    copied: bool
 
     def memory(self) -> Memory:
         phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
@@ -210,7 +222,7 @@ class _Step:
 
     @property
     def _copies(self) -> int:
-        if self.config.precision.compute == self.config.precision.params:
+        if not self.copied and self.config.precision.compute == self.config.precision.params:
             return 0
         return self._sum(self.layout.parameter, itemsize=self._compute)
 

@@ -86,7 +86,7 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
         config,
         mesh=mesh,
         train=dataclasses.replace(config.train, accumulation=1),
-        sharding=dataclasses.replace(config.sharding, zero=3),
+        sharding=dataclasses.replace(config.sharding, zero=3, accumulate="shard"),
         exchange=type(config.exchange)(),
         pipeline=type(config.pipeline)(),
         remat=type(config.remat)(),

@@ -29,7 +29,8 @@ def expected(config: Config, layout: Layout) -> list[Expected]:
       layout: on a mesh, or on an abstract one (`layouts.abstract_layout`).
     """
     facts = Facts(config, layout)
-    found = [*weight_traffic(facts), *activation_traffic(facts), *exchange_traffic(facts)]
+    activations = activation_traffic(facts.of_microbatches)
+    found = [*weight_traffic(facts), *activations, *exchange_traffic(facts)]
     return [one for one in found if one.axis and one.count and one.bytes]
 
 

@@ -12,11 +12,14 @@ from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight, s
 
 def weight_traffic(facts: Facts) -> Iterator[Expected]:
     """Collectives of every parameter, its gradient and its update."""
+    within = facts.of_microbatches
     for weight in facts.weights:
-        one = _Weight(facts, weight)
-        yield from one.gathers()
+        one, inside = _Weight(facts, weight), _Weight(within, weight)
+        if within is not facts:
+            yield from one.gathered_once()
+        yield from inside.gathers()
         if weight.name not in facts.frozen:
-            yield from one.gradients()
+            yield from inside.gradients()
             yield from one.update()
 
 
@@ -67,6 +70,17 @@ class _Weight:
             yield Expected(
                 "all-gather", facts.joined(within), self.uses() * facts.passes * self.layers, held,
                 f"parameters: {self.name}", "N (k-1)/k a pass",
+            )  # fmt: skip
+
+    def gathered_once(self) -> Iterator[Expected]:
+        """What `Sharding.accumulate='local'` gathers before the first microbatch."""
+        facts = self.facts
+        axes = self.extra(facts.layout.parameter)
+        if "fsdp" in axes:
+            held = self.elements // facts.devices(axes) * self.value_bytes
+            yield Expected(
+                "all-gather", "fsdp", self.layers, held, f"parameters: {self.name}",
+                "N (k-1)/k a step",
             )  # fmt: skip
 
     def uses(self) -> int:

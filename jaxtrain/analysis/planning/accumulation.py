@@ -1,0 +1,71 @@
+"""Both ways of `Sharding.accumulate` side by side: what crosses fsdp, and what a device holds."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.search import price
+from jaxtrain.analysis.planning.textbook.facts import Facts
+from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.variants import bindings_of, changed
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.run.show.report import human_bytes
+from jaxtrain.training.settings import Config
+
+_Name = Literal["shard", "local"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What one of the two costs; an estimate by closed forms.
+
+    Attributes:
+      name: the value of `Sharding.accumulate`.
+      moved: payload bytes of a device in a step's collectives over fsdp, of weights and gradients.
+      memory: bytes of a device.
+      fits: whether the machine has as many.
+    """
+
+    name: _Name
+    moved: int
+    memory: int
+    fits: bool
+
+
+def ways(config: Config, target: Target, layout: Layout) -> list[Way]:
+    """Both, the configured one first; none where a step has nothing to choose between.
+
+    Args:
+      config: the configuration.
+      target: the machine.
+      layout: the configuration's.
+    """
+    facts = Facts(config, layout)
+    if layout.zero < 2 or facts.size("fsdp") == 1 or facts.passes == 1 or facts.replicas_alone:
+        return []
+    found = []
+    for name in sorted(get_args(_Name), key=lambda name: name != layout.accumulate):
+        other = changed(config, {"Sharding.accumulate": name})
+        moved = sum(
+            one.total_bytes
+            for one in expected(other, dataclasses.replace(layout, accumulate=name))
+            if "fsdp" in one.axis.split("+")
+            and one.cause.startswith(("parameters:", "gradients:", "update:"))
+        )
+        cost = price(other, target)
+        found.append(Way(name, moved, cost.memory.total, cost.fits))
+    return found
+
+
+def sentence(config: Config, target: Target, layout: Layout) -> str | None:
+    """Both ways in words; None where there is but one."""
+    found = ways(config, target, layout)
+    if not found:
+        return None
+    now, other = (
+        f"{human_bytes(way.moved)} of weights and gradients cross fsdp a step and a device needs "
+        f"about {human_bytes(way.memory)} ({'fits' if way.fits else 'does not fit'})"
+        for way in found
+    )
+    (pasted,) = bindings_of({"Sharding.accumulate": found[1].name})
+    return f'with Sharding.accumulate={found[0].name!r} {now}; with -b "{pasted}" {other}'
