@@ -14,7 +14,7 @@ from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.run.show.report import parameter_table
+from jaxtrain.run.show.report import parameter_table, shard_bytes
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import by_name
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
@@ -93,6 +93,9 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(sizes, tiny_config)
     stats: Any = lower_step(program.plain, batch).compile().memory_analysis()
     planned = argument_bytes(config, program.layout)
     assert planned.total == stats.argument_size_in_bytes
+    weights = [v.get_value() for part in program.abstract_state().weights
+               for v in by_name(part).values()]  # fmt: skip
+    assert planned.params == sum(map(shard_bytes, weights))
     # Two moments and a count of what is trained: embeddings and the last norm.
     trained = {n: v.get_value() for n, v in by_name(program.abstract_state().params).items()}
     assert not any(name.startswith("layers/") for name in trained)

@@ -219,6 +219,9 @@ def test_the_merged_model_says_what_the_adapted_one_says(ours, tmp_path):
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
+    rng, weights = np.random.default_rng(1), ours.weights()
+    drawn = {n: rng.normal(0, 0.1, x.shape) for n, x in weights.items() if n.endswith("lora_b")}
+    ours.set_weights(weights | {n: x.astype(np.float32) for n, x in drawn.items()})
     found = ours.export_huggingface(tmp_path / "merged")
     assert found.passed
     tokens = np.random.default_rng(0).integers(0, 64, (2, 12))

@@ -14,9 +14,11 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
+from jaxtrain.nn.products import quantised
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.products.low_rank import LowRank, adapted
+from jaxtrain.nn.products.quantised import Quantised
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
 from jaxtrain.parallel.sharding import shard
 
@@ -88,6 +90,8 @@ class Execution:
         """A layer's product with a weight, in this run's precision; as `contract.contract`."""
         if isinstance(weight.get_value(), LowRank):
             return adapted(equation, x, weight, out, by=self.einsum)
+        if isinstance(weight.get_value(), Quantised):
+            return quantised.product(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
 
     def over_layers(

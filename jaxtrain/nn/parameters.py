@@ -18,7 +18,8 @@ Initializer = Callable[..., jax.Array]
 #   norm       the scale or the bias of a norm, which computes in float32
 #   router     scores experts, in float32
 #   output     makes logits
-Role = Literal["embedding", "position", "norm", "router", "output"]
+#   few_bits   the codes or the scales of a weight that is held in few bits, as they are
+Role = Literal["embedding", "position", "norm", "router", "output", "few_bits"]
 
 # Parameters by name; a part of a model may keep its own under one name.
 Weights = dict[str, Any]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
+from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 
 
@@ -73,8 +74,10 @@ def to_compute(params, dtype: str):  # noqa: ANN001, ANN201
     Norm scales and biases stay as they are and are cast where they are used: bfloat16 has 8 bits of
     precision, so a scale near 1 would lose every update below 0.4 %.
     """
-    return jax.tree.map(
-        lambda v: v.replace(v.get_value().astype(jnp.dtype(dtype))) if is_matrix(v) else v,
-        params,
-        is_leaf=is_variable,
-    )
+
+    def one(variable):  # noqa: ANN001, ANN202
+        if not is_matrix(variable) or role_of(variable) == "few_bits":
+            return variable
+        return variable.replace(variable.get_value().astype(jnp.dtype(dtype)))
+
+    return jax.tree.map(one, params, is_leaf=is_variable)

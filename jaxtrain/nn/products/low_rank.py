@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxtrain.nn.products.contract import contract, meaning
 from jaxtrain.nn.products.dot import Einsum, sides
+from jaxtrain.nn.products.quantised import Quantised, product
 from jaxtrain.parallel.gathering import GradientSlice
 
 
@@ -29,7 +30,7 @@ class LowRank:
       scale: of what the adapter adds.
     """
 
-    base: jax.Array
+    base: jax.Array | Quantised
     down: jax.Array | GradientSlice
     up: jax.Array | GradientSlice
     down_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -57,7 +58,8 @@ def adapted(
     summed = "".join(letter for letter in right if letter in left)
     kept = "".join(letter for letter in left if letter not in right)
     base: Any = weight.replace(value.base)
-    y = contract(equation, x, base, out, by=by)
+    of_base = product if isinstance(value.base, Quantised) else contract
+    y = of_base(equation, x, base, out, by=by)
     down: Any = weight.replace(value.down, axes=value.down_axes)
     middle = contract(f"{left},{summed}R->{kept}R", x, down, (*meaning(kept), "rank"))
     up: Any = weight.replace(value.up, axes=value.up_axes)

@@ -12,7 +12,8 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, did_you_mean, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
-from jaxtrain.training.finetune.lora import LoRA, can_adapt, targets_of
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.finetune.lora import LoRA, can_adapt, refuse_blocks, targets_of
 from jaxtrain.training.finetune.tuning import Tuning, named
 
 
@@ -30,6 +31,9 @@ class Finetune:
       lora_alpha: what an adapter adds is multiplied by this over what `lora_scale` says.
       lora_scale: 'rank' divides by the rank, 'sqrt_rank' by its root (rsLoRA, arXiv 2312.03732).
       lora_targets: which weights have an adapter: 'attention', 'mlp', or patterns of names.
+      few_bits: what the frozen weights of a transformer's layers are held in while adapters are
+        trained: 'nf4' is 4 bits in blocks of 64 (QLoRA, arXiv 2305.14314), 'int8' a scale for each
+        number of the result (LLM.int8(), arXiv 2208.07339); 'none': in Precision.params.
       adapter: a folder of PEFT's that a new run's adapters start from, of the same rank, scale and
         targets; None draws A and leaves B zero.
     """
@@ -39,6 +43,7 @@ class Finetune:
     lora_alpha: float = 16.0
     lora_scale: Literal["rank", "sqrt_rank"] = "rank"
     lora_targets: tuple[str, ...] = ("attention", "mlp")
+    few_bits: Literal["none", "int8", "nf4"] = "none"
     adapter: Annotated[str | None, PathOr()] = None
 
     def __post_init__(self) -> None:
@@ -48,6 +53,11 @@ class Finetune:
             raise UserError(
                 f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: where "
                 "adapters are trained, all parameters are frozen; use Finetune.freeze=()"
+            )
+        if self.lora_rank is None and self.few_bits != "none":
+            raise UserError(
+                f"Finetune.few_bits={self.few_bits!r} with Finetune.lora_rank=None: weights in few "
+                "bits cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
             )
         if self.lora_rank is None and self.adapter is not None:
             raise UserError(
@@ -61,7 +71,7 @@ def refuse(
     shapes: Callable[[], nnx.State],
     *,
     exchange: str,
-    tensor_layout: str = "1d",
+    layout: Layout | None = None,
 ) -> Iterator[str]:
     """A sentence for each reason why a run cannot train so.
 
@@ -69,7 +79,7 @@ def refuse(
       settings: what is trained.
       shapes: of the model's parameters; only asked for where something is not trained.
       exchange: the method by which replicas agree.
-      tensor_layout: how devices share a product.
+      layout: where parameters go; None: that is not known.
     """
     if settings.lora_rank is None and not settings.freeze:
         return
@@ -80,7 +90,7 @@ def refuse(
             "such replicas train all parameters; use Exchange.method='synchronous'"
         )
     if settings.lora_rank is not None:
-        yield from _refuse_adapters(settings, shapes(), tensor_layout)
+        yield from _refuse_adapters(settings, shapes(), layout)
         return
     known = list(named(shapes()))
     for pattern in settings.freeze:
@@ -95,11 +105,12 @@ def refuse(
         )
 
 
-def _refuse_adapters(settings: Finetune, shapes: nnx.State, tensor_layout: str) -> Iterator[str]:
-    if tensor_layout != "1d":
+def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
+    if layout is not None and layout.tensor_layout != "1d":
         yield (
-            f"Finetune.lora_rank={settings.lora_rank} with Sharding.tensor_layout="
-            f"{tensor_layout!r}: adapters are laid out for '1d'; use Sharding.tensor_layout='1d'"
+            f"Finetune.lora_rank={settings.lora_rank} with "
+            f"Sharding.tensor_layout={layout.tensor_layout!r}: adapters are laid out for '1d'; use "
+            "Sharding.tensor_layout='1d'"
         )
     able = [name for name, variable in named(shapes).items() if can_adapt(variable)]
     if not able:
@@ -108,6 +119,8 @@ def _refuse_adapters(settings: Finetune, shapes: nnx.State, tensor_layout: str) 
             "whose weights adapters stand beside; use Finetune.freeze to train a part of it"
         )
         return
+    if settings.few_bits == "nf4":
+        yield from refuse_blocks(shapes, layout)
     if not settings.lora_targets:
         yield "Finetune.lora_targets=(): nothing is left to train; use ('attention', 'mlp')"
     for wanted, found in targets_of(settings.lora_targets, shapes):
@@ -139,7 +152,11 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
         return Tuning(frozenset(matching(settings.freeze, names)))
     targets = {name for _, those in targets_of(settings.lora_targets, shapes) for name in those}
     divisor = rank if settings.lora_scale == "rank" else math.sqrt(rank)
-    return LoRA(frozenset(names), frozenset(targets), rank, settings.lora_alpha / divisor)
+    scale = settings.lora_alpha / divisor
+    if settings.few_bits == "none":
+        return LoRA(frozenset(names), frozenset(targets), rank, scale)
+    few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))
+    return LoRA(frozenset(names), frozenset(targets), rank, scale, few_bits, kind=settings.few_bits)
 
 
 def matching(patterns: Iterable[str], names: Collection[str]) -> list[str]:

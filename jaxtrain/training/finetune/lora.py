@@ -14,10 +14,12 @@ from flax import nnx
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.low_rank import LowRank
-from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.nn.products.quantised import BLOCK, Kind, Quantised, dequantised, quantise
+from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.training.finetune.tuning import Tuning, Weights, named
 
 DOWN, UP = "lora_a", "lora_b"  # A and B, under the name of their weight
+CODES, SCALES = "codes", "scales"  # of a weight in few bits, likewise
 # A weight of these dimensions besides embed is multiplied with in a transformer's layers.
 _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
 
@@ -30,11 +32,15 @@ class LoRA(Tuning):
       targets: names of the weights that have one.
       rank: R.
       scale: of what an adapter adds.
+      few_bits: names of the weights that are held in few bits.
+      kind: how.
     """
 
     targets: frozenset[str] = frozenset()
     rank: int = 0
     scale: float = 1.0
+    few_bits: frozenset[str] = frozenset()
+    kind: Kind = "nf4"
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
         """A uniform within 1 / sqrt(in), as `torch.nn.Linear` draws its weights, B zero: at first
@@ -58,44 +64,78 @@ class LoRA(Tuning):
         return nnx.from_flat_state(found)
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """Adapters are trained, parameters are not."""
-        return adapters, params
+        """Adapters are trained, parameters are not; of those in few bits the codes are kept."""
+        if not self.few_bits:
+            return adapters, params
+        found: dict[Any, Any] = {}
+        for path, variable in nnx.to_flat_state(params):
+            if "/".join(map(str, path)) not in self.few_bits:
+                found[path] = variable
+                continue
+            axes = logical_axes(variable)
+            made = quantise(variable.get_value(), axes, sides_of(axes)[0], self.kind)
+            for last, value, names in (
+                (CODES, made.codes, made.codes_axes),
+                (SCALES, made.scales, made.scales_axes),
+            ):
+                found[*path, last] = nnx.Param(value, axes=names, role="few_bits")
+        return adapters, nnx.from_flat_state(found)
+
+    def _as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
+        """The frozen parameters by path, those in few bits as `Quantised`."""
+        found: dict[Any, Any] = {}
+        flat = dict(nnx.to_flat_state(frozen))
+        for path, variable in flat.items():
+            if path[-1] == SCALES:
+                continue
+            if path[-1] != CODES:
+                found[path] = variable
+                continue
+            codes, scales = variable, flat[*path[:-1], SCALES]
+            axes = logical_axes(codes)
+            summed = tuple(i - len(axes) for i in sides_of(axes)[0])
+            value = Quantised(
+                codes.get_value(), scales.get_value(), axes, logical_axes(scales), self.kind,
+                summed[-1], summed,
+            )  # fmt: skip
+            found[path[:-1]] = codes.replace(value, role=None)
+        return found
 
     def join(self, weights: Weights) -> nnx.State:
         """The model's parameters, those with an adapter as `LowRank`."""
         adapters, params = weights
         pairs = named(adapters)
-        found = {}
-        for path, variable in nnx.to_flat_state(params):
+        found = self._as_declared(params)
+        for path, variable in found.items():
             name = "/".join(map(str, path))
             if name in self.targets:
                 down, up = pairs[f"{name}/{DOWN}"], pairs[f"{name}/{UP}"]
-                variable = variable.replace(
-                    LowRank(
-                        variable.get_value(), down.get_value(), up.get_value(),
-                        logical_axes(down), logical_axes(up), self.scale,
-                    )
+                value = LowRank(
+                    variable.get_value(), down.get_value(), up.get_value(),
+                    logical_axes(down), logical_axes(up), self.scale,
                 )  # fmt: skip
-            found[path] = variable
+                found[path] = variable.replace(value)
         return nnx.from_flat_state(found)
 
     def merged(self, weights: Weights) -> nnx.State:
-        """W + scale A B, computed in float32."""
+        """W + scale A B, computed in float32; of a weight in few bits, which is the floats that the
+        codes stand for, in the dtype of the adapters."""
         adapters, params = weights
         pairs = named(adapters)
-        found = {}
-        for path, variable in nnx.to_flat_state(params):
-            name = "/".join(map(str, path))
+        dtype = jax.tree.leaves(adapters)[0].dtype
+        found = self._as_declared(params)
+        for path, variable in found.items():
+            name, value = "/".join(map(str, path)), variable.get_value()
+            if isinstance(value, Quantised):
+                value = dequantised(value).astype(dtype)
             if name in self.targets:
                 down, up = (pairs[f"{name}/{one}"].get_value() for one in (DOWN, UP))
-                variable = variable.replace(
-                    self._merged(variable, down, up).astype(variable.get_value().dtype)
-                )
-            found[path] = variable
+                value = self._merged(variable, value, down, up).astype(value.dtype)
+            found[path] = variable.replace(value)
         return nnx.from_flat_state(found)
 
-    def _merged(self, variable: Any, down: jax.Array, up: jax.Array) -> jax.Array:
-        base = variable.get_value().astype(jnp.float32)
+    def _merged(self, variable: Any, base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+        base = base.astype(jnp.float32)
         letters = "abcdef"[: base.ndim]
         inside, outside = sides_of(logical_axes(variable))
         of_down = "".join(letters[i] for i in (0, *inside)) + "R"
@@ -151,6 +191,23 @@ def can_adapt(variable: Any) -> bool:
     axes = logical_axes(variable)
     is_weight = axes[:1] == ("layers",) and "embed" in axes and is_matrix(variable)
     return is_weight and role_of(variable) is None and set(axes[1:]) <= {"embed", *_SIDES}
+
+
+def refuse_blocks(shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
+    """A sentence for each weight whose blocks of nf4 would be cut, by its sizes or by the mesh."""
+    for name, variable in named(shapes).items():
+        if not can_adapt(variable):
+            continue
+        axes, shape = logical_axes(variable), variable.get_value().shape
+        dim = sides_of(axes)[0][-1]
+        parts = 1 if layout is None else layout.size(layout.parameter(axes)[dim])
+        if shape[dim] % (BLOCK * parts):
+            over = f" over {parts} devices" if parts > 1 else ""
+            yield (
+                f"Finetune.few_bits='nf4': {name} has {shape[dim]} along {axes[dim]}, which does "
+                f"not divide into blocks of {BLOCK}{over}; use Finetune.few_bits='int8'"
+                + (" or fewer devices along that axis" if parts > 1 else "")
+            )
 
 
 def targets_of(wanted: tuple[str, ...], shapes: nnx.State) -> Iterator[tuple[str, list[str]]]:

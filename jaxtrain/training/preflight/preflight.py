@@ -142,7 +142,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         c.finetune,
         lambda: seen.shapes,
         exchange=c.exchange.method,
-        tensor_layout=c.sharding.tensor_layout,
+        layout=seen.layout_if_any,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),

@@ -11,6 +11,7 @@ from jaxtrain.analysis.planning.textbook.profile import layer_profile, on_platfo
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, reads_tokens, token_model
 from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.pipeline.schedules import make_schedule
@@ -224,7 +225,8 @@ class _Step:
     def _copies(self) -> int:
         if not self.copied and self.config.precision.compute == self.config.precision.params:
             return 0
-        return self._sum(self.layout.parameter, itemsize=self._compute)
+        cast = [variable for variable in self._params if role_of(variable) != "few_bits"]
+        return self._sum(self.layout.parameter, itemsize=self._compute, of=cast)
 
     @property
     def _accumulators(self) -> int:

@@ -1,0 +1,149 @@
+"""Frozen weights in 4 or 8 bits, as bitsandbytes lays them out; a product makes floats of them.
+
+- 'nf4' (QLoRA, arXiv 2305.14314): the nearest of 16 quantiles of a normal distribution, over blocks
+  of 64 numbers that are summed over one after the other, each block with the float32 of its largest
+  magnitude. Two codes in a byte, the first in its upper half.
+- 'int8' (LLM.int8(), arXiv 2208.07339): each number of the result has one float32, the largest
+  magnitude over all that is summed over for it; codes are rounded multiples of a 127th of it.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.products.dot import Einsum
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import reshape
+
+Kind = Literal["nf4", "int8"]
+BLOCK = 64  # numbers of nf4 that share a scale
+# Appendix E of arXiv 2305.14314.
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+], np.float32)  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """The value of a parameter in few bits, or of one layer of it.
+
+    Attributes:
+      codes: int8 in the weight's shape; or uint8, half as many along `dim`.
+      scales: float32: 'nf4' one for 64 along `dim`; 'int8' without what is summed over.
+      codes_axes, scales_axes: what their dimensions mean.
+      kind: which of the two.
+      dim: the dimension along which blocks lie, counted from the end (-1, -2, ...).
+      summed: the dimensions that are summed over, likewise.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    codes_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    scales_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    kind: Kind = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+    summed: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def quantise(
+    weight: jax.Array, axes: tuple[str, ...], summed: tuple[int, ...], kind: Kind
+) -> Quantised:
+    """A weight, or all layers of it, in few bits.
+
+    Args:
+      weight: of any floating dtype; 'nf4' wants a multiple of 64 in the last of `summed`.
+      axes: what its dimensions mean.
+      summed: the dimensions that a product sums over, in their order.
+      kind: how.
+    """
+    x, dim = weight.astype(jnp.float32), summed[-1]
+    from_end = tuple(i - x.ndim for i in summed)
+    if kind == "int8":
+        largest = jnp.abs(x).max(summed, keepdims=True)
+        codes = jnp.round(x * (127 / jnp.where(largest == 0, 1, largest))).astype(jnp.int8)
+        kept = tuple(i for i in range(x.ndim) if i not in summed)
+        names = tuple(axes[i] for i in kept)
+        return Quantised(codes, largest.squeeze(summed), axes, names, kind, from_end[-1], from_end)
+    parts = list(jax.typeof(x).sharding.spec) if _explicit() else [None] * x.ndim
+    blocks = _split(x, dim, BLOCK, parts)
+    largest = jnp.abs(blocks).max(dim + 1, keepdims=True)
+    scaled = blocks / jnp.where(largest == 0, 1, largest)
+    # How many of the midpoints between neighbours a number lies above is its code.
+    code = jnp.zeros_like(scaled, jnp.uint8)
+    for middle in (NF4[1:] + NF4[:-1]) / 2:
+        code += (scaled > float(middle)).astype(jnp.uint8)
+    code = _join(code, dim, parts)
+    pairs = _split(code, dim, 2, parts)
+    high, low = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
+    codes = (high << 4) | low
+    return Quantised(codes, largest.squeeze(dim + 1), axes, axes, kind, from_end[-1], from_end)
+
+
+def dequantised(value: Quantised) -> jax.Array:
+    """The floats that the codes stand for, float32."""
+    codes, scales = value.codes, value.scales
+    if value.kind == "int8":
+        scales = jnp.expand_dims(scales, tuple(codes.ndim + i for i in value.summed))
+        return codes.astype(jnp.float32) * (scales / 127)
+    dim = codes.ndim + value.dim
+    parts = list(jax.typeof(codes).sharding.spec) if _explicit() else [None] * codes.ndim
+    numbers = _join(jnp.stack([_meant(codes >> 4), _meant(codes & 15)], dim + 1), dim, parts)
+    blocks = _split(numbers, dim, BLOCK, parts)
+    return _join(blocks * jnp.expand_dims(scales, dim + 1), dim, parts)
+
+
+def product(
+    equation: str,
+    x: jax.Array,
+    weight: nnx.Param,
+    out: tuple[str, ...] | None,
+    *,
+    by: Einsum,
+) -> jax.Array:
+    """The product of x with a weight in few bits; arguments as of `contract`.
+
+    Codes are gathered over fsdp, not floats. The backward pass makes the floats again: kept, they
+    would be what the codes are there to avoid.
+    """
+    value: Quantised = weight.get_value()
+
+    def multiplied(x: jax.Array, value: Quantised) -> jax.Array:
+        codes: Any = weight.replace(value.codes, axes=value.codes_axes)
+        scales: Any = weight.replace(value.scales, axes=value.scales_axes)
+        whole = dataclasses.replace(value, codes=gather(codes), scales=gather(scales))
+        floats: Any = weight.replace(dequantised(whole).astype(x.dtype))
+        return contract(equation, x, floats, out, by=by)
+
+    return jax.checkpoint(multiplied)(x, value)
+
+
+def _meant(codes: jax.Array) -> jax.Array:
+    """The number that each code stands for: a lookup in 16, as comparisons, which fuse."""
+    found = jnp.full_like(codes, NF4[0], jnp.float32)
+    for code in range(1, 16):
+        found = jnp.where(codes == code, float(NF4[code]), found)
+    return found
+
+
+def _explicit() -> bool:
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def _split(x: jax.Array, dim: int, size: int, parts: list[Any]) -> jax.Array:
+    """[.., n, ..] -> [.., n / size, size, ..]; what `dim` is split over splits the first."""
+    shape = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
+    return reshape(x, shape, [*parts[: dim + 1], None, *parts[dim + 1 :]])
+
+
+def _join(x: jax.Array, dim: int, parts: list[Any]) -> jax.Array:
+    """The inverse of `_split`."""
+    return reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]), parts)
