@@ -8,7 +8,6 @@ import threading
 import time
 from itertools import islice
 
-import grain
 import jax
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import (
-    SHUFFLE_STREAM,
     Prefetcher,
     batches,
     heldout_batches,
@@ -66,14 +64,6 @@ def test_each_epoch_holds_every_example_once_in_a_new_order():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert list(range(10)) not in epochs
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow), 1000])
-def test_the_order_is_that_of_grain_s_shuffled_and_repeated_range(count):
-    seed = int(np.random.SeedSequence((5, SHUFFLE_STREAM)).generate_state(1)[0])
-    theirs = grain.MapDataset.range(count).shuffle(seed=seed).repeat()
-    order = numbers(take(batches(Numbered(count), global_batch_size=8, seed=5), 300))
-    assert order == [theirs[place] for place in range(len(order))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,7 @@ from jaxtrain.data.mixing import Mixing
 from jaxtrain.data.order import shuffled
 from jaxtrain.data.source import Examples, WholeBatches
 
-# Streams drawn from one seed: grain's shuffle of epoch e with seed s is that of epoch e - 1 with
-# s + 1, so neighbouring seeds are hashed apart first.
+# Streams drawn from one seed.
 SHUFFLE_STREAM, AUGMENT_STREAM = 0, 1
 HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
 

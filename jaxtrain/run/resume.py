@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
+from jaxtrain.data.order import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import is_variable
@@ -83,7 +84,7 @@ def refuse_other_run(
     """Raises UserError where going on would be another run: other data, order or batches, or what
     another update rule keeps."""
     for name, now in _position(config, dataset.digest).items():
-        saved = extra["data"][name]
+        saved = extra["data"].get(name)  # none of an order from before they had names
         if saved == now:
             continue
         setting, pythons = (name, repr(saved), repr(now)), None
@@ -150,6 +151,7 @@ def _position(config: Config, digest: str) -> dict[str, Any]:
         "Train.seed": config.train.seed,
         "Train.global_batch_size": config.train.global_batch_size,
         _DIGEST: digest,
+        "order": VERSION,
     }
 
 
