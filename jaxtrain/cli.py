@@ -181,7 +181,9 @@ def _run(arguments: argparse.Namespace) -> int:
         case "export-hf":
             return huggingface.export_hf(arguments)
         case "data":
-            return run.data(arguments)
+            from jaxtrain.run import data
+
+            return data.command(arguments)
         case "prepare":
             from jaxtrain.run import prepare
 

@@ -12,7 +12,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.mixing import Mixing, Source, shares_by_size
-from jaxtrain.data.source import Dataset, WholeBatches, digest_of
+from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
 from jaxtrain.data.text.source import SOURCE, TextData
 from jaxtrain.data.tokenizer import Tokenizer
 
@@ -191,6 +191,11 @@ class Concatenated:
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document of all sources that have such."""
+        found = [part.document_lengths() for part in self.parts if isinstance(part, HasDocuments)]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Example `index`, counted over all sources."""

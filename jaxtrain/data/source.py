@@ -40,6 +40,15 @@ class WholeBatches(Examples, Protocol):
         ...
 
 
+@runtime_checkable
+class HasDocuments(Examples, Protocol):
+    """Examples that are cut of documents."""
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Some examples of a split, which follow each other; implements Examples."""

@@ -30,7 +30,6 @@ from jaxtrain.run.generation.write import printable
 from jaxtrain.run.metrics_file import strict
 from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
-from jaxtrain.run.show.examples import show_examples
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say_notes, terminal
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED
@@ -193,23 +192,6 @@ def _program() -> list[str]:
     # `make` does not put the environment's programs on the PATH.
     here = Path.cwd()
     return [str(own.relative_to(here) if own.is_relative_to(here) else own)]
-
-
-def data(arguments: argparse.Namespace) -> int:
-    """Prints what is known of a config's data, its digest and the first examples."""
-    console = terminal()
-    if arguments.examples < 0:
-        raise UserError(f"--examples {arguments.examples}: use 0 (none) or more")
-    config = load_config(
-        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
-    )
-    say_notes(console, config.notes)
-    dataset = config.train.data.open(seed=config.train.seed)
-    report.show_facts(console, dataset.facts, dataset.digest)
-    report.show_mixing(console, dataset, config.train)
-    console.print(f"Digest: sha256 {dataset.digest}", highlight=False, soft_wrap=True)
-    show_examples(console, config.train, dataset, arguments.examples)
-    return DONE
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

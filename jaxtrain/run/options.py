@@ -124,6 +124,11 @@ def add_run_commands(add: Add) -> None:
     command.add_argument(
         "--examples", type=int, default=3, metavar="N", help="of the first step; %(default)s"
     )
+    command.add_argument(
+        "--png",
+        metavar="FILE",
+        help="draws lengths of documents and frequencies of tokens, or a sheet of images",
+    )
     add_config_options(command)
 
     command = add("prepare", "tokenizes text into a store, which TextData.source then names")

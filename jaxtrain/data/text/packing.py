@@ -38,6 +38,10 @@ class PackedText:
     def __len__(self) -> int:
         return max(0, -(-(len(self.tokens) - 1) // self.sequence_length))
 
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
+        return np.diff(self.offsets)
+
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
         batch = self.examples(np.array([index]))

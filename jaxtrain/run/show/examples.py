@@ -1,12 +1,11 @@
-"""The first examples that a run trains on, as people read them."""
+"""The first batch that a run trains on, as people read it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from jaxtrain.data.bad_records import BadRecord, BadRecords
+from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.source import Dataset
@@ -15,41 +14,88 @@ from jaxtrain.training.settings import Train
 
 CHARACTERS = 400  # of an example's text
 TOKENS = 20  # of one that no tokenizer made
+WIDTH = 64  # signs of a row that is drawn
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+STATISTICS_ROWS = 256  # of the first batch, of which tokens are counted
+SHEET_IMAGES = 64  # of the first batch, which are drawn
+MOST = 10  # of the commonest tokens
 
 
-def show_examples(console: Console, train: Train, dataset: Dataset, count: int) -> None:
-    """Prints the first `count` examples of the first step, in its order and with its augmentation.
+def first_batch(train: Train, dataset: Dataset, rows: int, say: Callable[[str], None]) -> Batch:
+    """The first rows of the first step's batch, in its order and with its augmentation.
 
     Raises:
       BadRecordError: more of them than Train.bad_records allows cannot be read.
     """
-
-    if count == 0:
-        return
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-    def say_bad(record: BadRecord) -> None:
-        say(f"{record}: left out")
-
     stream = batches(
         dataset.train,
         global_batch_size=train.global_batch_size,
         seed=train.seed,
-        rows=np.arange(min(count, train.global_batch_size)),
+        rows=np.arange(min(rows, train.global_batch_size)),
         threads=0,
-        bad_records=BadRecords(train.bad_records, say_bad),
+        bad_records=BadRecords(train.bad_records, lambda record: say(f"{record}: left out")),
         mixing=dataset.mixing,
     )
-    batch = next(stream)
-    for row in range(len(batch.inputs)):
+    return next(stream)
+
+
+def show_examples(batch: Batch, dataset: Dataset, count: int, say: Callable[[str], None]) -> None:
+    """Prints the first `count` rows of a batch: text by its documents, with the row drawn."""
+    for row in range(min(count, len(batch.inputs))):
         example = Batch(*(None if leaf is None else leaf[row] for leaf in vars(batch).values()))
         if dataset.unit in ("images", "vectors"):
             say(f"Example {row + 1}: {_numbers(example, dataset)}")
-        else:
-            say(f"Example {row + 1}: {_tokens(example)}")
-            say(_text(example.inputs, example.segment_ids, dataset.tokenizer))
+            continue
+        say(f"Example {row + 1}: {_tokens(example)}")
+        for line in drawn(example):
+            say(line)
+        for line in _texts(example, dataset.tokenizer):
+            say(line)
+
+
+def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> None:
+    """Prints what a batch of text is made of: padding, documents a row, its commonest tokens."""
+    ids, tokenizer = _real(batch.inputs, batch.segment_ids), dataset.tokenizer
+    size, counted = batch.inputs.size, float((batch.loss_mask > 0).mean())
+    told = [
+        f"{size:,} tokens in {len(batch.inputs):,} rows",
+        f"{1 - len(ids) / size:.1%} padding",
+        f"{counted:.1%} of the targets count",
+    ]
+    if batch.segment_ids is not None:
+        told.append(f"{batch.segment_ids.max(axis=1).mean():.2f} documents a row")
+    if tokenizer is not None:
+        characters = len(tokenizer.decode(ids.tolist()))
+        told.append(f"{characters / max(1, len(ids)):.2f} characters a token")
+    found, counts = np.unique(ids, return_counts=True)
+    told.append(f"{len(found):,} of {dataset.facts['vocab_size']:,} tokens occur")
+    say(f"The first batch: {', '.join(told)}")
+    most = np.argsort(-counts, kind="stable")[:MOST]
+    names = [
+        (repr(tokenizer.decode([int(found[place])])) if tokenizer else str(found[place]))
+        + f" {counts[place] / len(ids):.1%}"
+        for place in most.tolist()
+    ]
+    say(f"The commonest: {', '.join(names)}")
+
+
+def drawn(example: Batch) -> list[str]:
+    """A row of text in lines of at most WIDTH signs, of some tokens each.
+
+    A letter for each document, a dot for padding; where targets count, '#', where of a sign's some
+    do, '+'. Rows without documents of their own, all of whose targets count, are not drawn.
+    """
+    length = len(example.inputs)
+    each = -(-length // WIDTH)
+    parts = range(0, length, each)
+    counts = [example.loss_mask[begin : begin + each] > 0 for begin in parts]
+    mask = "".join("#" if part.all() else "+" if part.any() else "." for part in counts)
+    if example.segment_ids is None:
+        return [] if set(mask) == {"#"} else [f"  counts     {mask}"]
+    firsts = example.segment_ids[::each].tolist()
+    letters = "".join("." if not one else LETTERS[(one - 1) % len(LETTERS)] for one in firsts)
+    note = "" if each == 1 else f"  ({each} tokens a sign)"
+    return [f"  documents  {letters}{note}", f"  counts     {mask}"]
 
 
 def _numbers(example: Batch, dataset: Dataset) -> str:
@@ -77,10 +123,37 @@ def _tokens(example: Batch) -> str:
     return f"{told}, of {documents} document{'s' * (documents > 1)}"
 
 
-def _text(ids: np.ndarray, segment_ids: np.ndarray | None, tokenizer: Tokenizer | None) -> str:
-    real = ids if segment_ids is None else ids[segment_ids > 0]
+def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
+    """The text of a row; of one with several documents each below a line that says which."""
+    ids, segments = example.inputs, example.segment_ids
+    if tokenizer is None or segments is None or segments.max() <= 1:
+        return [_text(_real(ids, segments), tokenizer)]
+    lines, left = list[str](), CHARACTERS
+    for number in range(1, int(segments.max()) + 1):
+        (places,) = np.nonzero(segments == number)
+        letter = LETTERS[(number - 1) % len(LETTERS)]
+        first = "" if example.positions is None else f", from its token {_place(example, places)}"
+        lines.append(f"--- {letter}: tokens {places[0]} to {places[-1]}{first}")
+        if left <= 0:
+            continue
+        lines.append(_text(ids[places], tokenizer, left))
+        left -= len(lines[-1])
+    return lines
+
+
+def _place(example: Batch, places: np.ndarray) -> int:
+    assert example.positions is not None
+    return int(example.positions[places[0]])
+
+
+def _real(ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
+    """The tokens that are no padding."""
+    return ids.reshape(-1) if segment_ids is None else ids[segment_ids > 0]
+
+
+def _text(ids: np.ndarray, tokenizer: Tokenizer | None, most: int = CHARACTERS) -> str:
     if tokenizer is None:
-        shown = " ".join(map(str, real[:TOKENS].tolist()))
-        return shown + " ..." * (len(real) > TOKENS)
-    text = tokenizer.decode(real.tolist())
-    return text[:CHARACTERS] + " ..." * (len(text) > CHARACTERS)
+        shown = " ".join(map(str, ids[:TOKENS].tolist()))
+        return shown + " ..." * (len(ids) > TOKENS)
+    text = tokenizer.decode(ids.tolist())
+    return text[:most] + " ..." * (len(text) > most)

@@ -1,0 +1,56 @@
+"""`jaxtrain data`: what a config trains on, told, and drawn where that is asked for."""
+
+import argparse
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import writable, write_atomically
+from jaxtrain.run.show import report
+from jaxtrain.run.show.examples import (
+    SHEET_IMAGES,
+    STATISTICS_ROWS,
+    first_batch,
+    show_examples,
+    show_tokens,
+)
+from jaxtrain.run.show.progress import say_notes, terminal
+from jaxtrain.run.status import DONE
+from jaxtrain.training.objectives.objective import objective_named
+from jaxtrain.training.settings import load_config
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints what is known of a config's data, its digest and the first batch; draws them."""
+    console, picture = terminal(), writable("--png", arguments.png)
+    if arguments.examples < 0:
+        raise UserError(f"--examples {arguments.examples}: use 0 (none) or more")
+    config = load_config(
+        arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
+    )
+    say_notes(console, config.notes)
+    dataset = config.train.data.open(seed=config.train.seed)
+    report.show_facts(console, dataset.facts, dataset.digest)
+    report.show_mixing(console, dataset, config.train)
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    say(f"Digest: sha256 {dataset.digest}")
+    # Text is cheap to make, and told of as a whole; images are decoded.
+    rows = arguments.examples
+    if dataset.unit == "tokens":
+        rows = max(rows, STATISTICS_ROWS)
+    elif picture is not None:
+        rows = max(rows, SHEET_IMAGES)
+    if rows:
+        objective = objective_named(config.train.model.objective)
+        learned = objective.dataset(dataset, config.train.model)
+        batch = first_batch(config.train, learned, rows, say)
+        if dataset.unit == "tokens":
+            show_tokens(batch, dataset, say)
+        show_examples(batch, dataset, arguments.examples, say)
+        if picture is not None:
+            from jaxtrain.run.show.data_picture import data_picture
+
+            write_atomically(picture, data_picture(batch, dataset).png())
+            say(f"Drawn: {picture}")
+    return DONE
