@@ -4,6 +4,7 @@ import argparse
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
+from jaxtrain.data.kept import with_stores
 from jaxtrain.run.show import report
 from jaxtrain.run.show.examples import (
     SHEET_IMAGES,
@@ -27,13 +28,13 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
     )
     say_notes(console, config.notes)
-    dataset = config.train.data.open(seed=config.train.seed)
-    report.show_facts(console, dataset.facts, dataset.digest)
-    report.show_mixing(console, dataset, config.train)
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
+    dataset = with_stores(config.train.data, say).open(seed=config.train.seed)
+    report.show_facts(console, dataset.facts, dataset.digest)
+    report.show_mixing(console, dataset, config.train)
     say(f"Digest: sha256 {dataset.digest}")
     # Text is cheap to make, and told of as a whole; images are decoded.
     rows = arguments.examples

@@ -16,6 +16,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
@@ -235,7 +236,7 @@ class Trainer:
     def dataset(self) -> Dataset:
         """The opened data: at the start of training, or when it is first asked for."""
         train = self.config.train
-        opened = train.data.open(seed=train.seed)
+        opened = with_stores(train.data, self.say).open(seed=train.seed)
         return self.program.plain.objective.dataset(opened, train.model)
 
     @property

@@ -30,6 +30,18 @@ def source_bytes(data: TextData) -> int | None:
     return sum(size for _, size, _ in _states(_paths(files)))
 
 
+def identity(data: TextData) -> str:
+    """What tells a text on this machine's disks, as it is now, and its settings from others."""
+    files = data.files()
+    return _identity(data, [] if files is None else _paths(files))
+
+
+def _identity(data: TextData, paths: list[Place]) -> str:
+    described = [f"{name} {getattr(data, name)!r}" for name in _OF_DOCUMENTS]
+    described += map(str, _states(paths))
+    return part_digest("\n".join(described).encode())
+
+
 def prepare(
     data: TextData, folder: Path, *, workers: int, progress: Callable[[int, int], None]
 ) -> Store:
@@ -56,8 +68,6 @@ def prepare(
     if data.source == "synthetic" or any(isinstance(path, BucketPath) for path in paths):
         raise UserError(f"{words} cannot be prepared: name text on this machine's disks")
     records = Records(data.text_field, data.bad_records)
-    described = [f"{name} {getattr(data, name)!r}" for name in _OF_DOCUMENTS]
-    described += map(str, _states(paths))
 
     def facts() -> dict[str, int | str]:
         found = {} if files is None else {**files["train"].facts(), **records.facts()}
@@ -66,7 +76,7 @@ def prepare(
     texts = Texts(
         documents=_documents(data, files, records),
         heldout_fraction=None if data.heldout_split is not None else data.heldout_fraction,
-        identity=part_digest("\n".join(described).encode()),
+        identity=_identity(data, paths),
         facts=facts,
     )
     store = tokenize(texts, data.open_tokenizer, folder, workers=workers, progress=progress)

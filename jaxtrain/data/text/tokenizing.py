@@ -39,6 +39,11 @@ from jaxtrain.data.text.store import (
 )
 from jaxtrain.data.tokenizer import Tokenizer
 
+
+class BusyStoreError(UserError):
+    """Another process is making this store."""
+
+
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
 _JOURNAL, _LOCK = "progress.json", ".lock"
@@ -184,7 +189,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
+            raise BusyStoreError(
                 f"--out {folder}: another process prepares it now; wait for it, or name another"
             ) from error
         yield

@@ -1,0 +1,75 @@
+"""Large text is tokenized once: a run makes a store of it in the cache folder, and says so."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.config.files import cache_folder, refused_path
+from jaxtrain.data.mixture import Mixture
+from jaxtrain.data.source import part_digest
+from jaxtrain.data.text.prepare import identity, prepare, source_bytes
+from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.store import is_store
+from jaxtrain.data.text.tokenizing import BusyStoreError
+
+LARGE_BYTES = 1 << 28  # of files; less is tokenized into memory in seconds
+_TELL_SECONDS, _WAIT_SECONDS = 30.0, 1.0
+
+
+def with_stores(data: Any, say: Callable[[str], None]) -> Any:
+    """A run's data, with a store in place of each text source of theirs that is large.
+
+    Batches and digest are those of the text. A store is made where there is none yet of this text,
+    this tokenizer and these settings; of several processes of a machine one makes it.
+
+    Args:
+      data: the settings.
+      say: takes a line for people.
+
+    Raises:
+      UserError: as of `prepare`; or the cache folder cannot be written.
+    """
+    if isinstance(data, Mixture):
+        kept = {
+            name: _kept(dataclasses.replace(data.data, source=source), say).source
+            for name, source in data.sources.items()
+        }
+        return dataclasses.replace(data, sources=kept)
+    return _kept(data, say) if isinstance(data, TextData) else data
+
+
+def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
+    path = data.path()
+    if data.is_tokens() or (path is not None and is_store(path)):
+        return data
+    size = source_bytes(data)
+    if size is None or size < LARGE_BYTES:
+        return data
+    tokenizer = data.open_tokenizer()
+    described = f"{identity(data)} {tokenizer.digest} {tokenizer.end_of_text}"
+    folder = cache_folder("stores") / part_digest(described.encode())[:32]
+    named = f"TextData.source = {data.source!r}"
+    if is_store(folder):
+        say(f"{named}: its tokens are in {folder}")
+    else:
+        say(
+            f"{named} is large ({size:,} bytes): its tokens are kept in {folder} for the next "
+            "starts; JAXTRAIN_CACHE moves that, jaxtrain prepare does it beforehand"
+        )
+    told = time.monotonic()
+
+    def progress(characters: int, tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > _TELL_SECONDS:
+            told = time.monotonic()
+            say(f"{named}: {characters / size:.0%} tokenized, {tokens:,} tokens")
+
+    with refused_path(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
+        while not is_store(folder):
+            try:
+                prepare(data, folder, workers=1, progress=progress)
+            except BusyStoreError:  # by another process of this machine, of this run or another
+                time.sleep(_WAIT_SECONDS)
+    # Its splits, if the source has such, and its bad records are decided.
+    return dataclasses.replace(data, source=str(folder), heldout_split=None)
