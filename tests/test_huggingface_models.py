@@ -32,6 +32,9 @@ BERT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 24, "type_vocab_size": 3, **ENDS,
 }  # fmt: skip
+MAMBA = {
+    "vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **ENDS,
+}  # fmt: skip
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 12,
@@ -75,9 +78,20 @@ CASES = {
                     ["Mesh.expert=2", "Mesh.data=2"], "bfloat16"),
     "mixtral-window": ("Mixtral", {**SIZES, "num_local_experts": 2, "sliding_window": 4,
                                    "tie_word_embeddings": True}, ["Mesh.pipe=2"], "float32"),
+    "mamba": ("Mamba", MAMBA, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
     "bert": ("Bert", BERT, ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
 }  # fmt: skip
-ALWAYS = ("bert", "gpt2", "llama", "llama-tied-mqa", "mistral", "mixtral", "qwen2", "qwen3")
+ALWAYS = (
+    "bert",
+    "mamba",
+    "gpt2",
+    "llama",
+    "llama-tied-mqa",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+)
 
 
 def random_model(kind: str, settings: dict) -> torch.nn.Module:

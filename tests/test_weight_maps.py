@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
@@ -33,6 +34,17 @@ MODELS = {
     "qwen2": Llama(**GROUPED, qkv_bias=True),
     "qwen3": Llama(**GROUPED, qk_norm=True, head_dim=4),
     "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
+    "mamba": Mamba(
+        vocab_size=13,
+        num_layers=3,
+        embed_dim=12,
+        expand=3,
+        state_dim=4,
+        step_rank=2,
+        conv_width=5,
+        context_length=10,
+        norm_eps=1e-6,
+    ),
     "bert": BERT(**SMALL, mlp_dim=7, token_types=3, norm_eps=1e-6),
 }
 

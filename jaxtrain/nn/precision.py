@@ -62,9 +62,10 @@ def is_of_matrix(axes: tuple[str, ...]) -> bool:
     """Whether dimensions that mean this are those of a matrix.
 
     It then has at least two dimensions besides those that only stack weights; the heads' two
-    dimensions count once, since together they are one side of the product.
+    dimensions count once, since together they are one side of the product. The rates of a channel's
+    states are numbers of that channel.
     """
-    stacked = ("layers", "qkv", "head_dim")
+    stacked = ("layers", "qkv", "head_dim", "state")
     return sum(axis not in stacked for axis in axes) >= 2
 
 

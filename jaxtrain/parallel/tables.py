@@ -64,6 +64,7 @@ RULES: dict[str, AxisRule] = {
     "side": _WHOLE,  # of a preconditioner's rows, which lie as the matrix's side: the whole side
     "rank": _WHOLE,  # of an adapter: its other dimensions are its weight's
     "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
+    "state": _WHOLE,  # of a channel of a state space
 }
 
 # The other layouts of tensor parallelism: what differs from RULES. Axes of the mesh are gathered or

@@ -68,7 +68,9 @@ def _text(config: Config, model: TokenModel, length: int) -> Iterator[str]:
             f"context_length={model.context_length}; use at most {model.context_length}"
         )
     if model.attention is None:
-        yield from _without_effect(config, "Attention.kernel", "Attention.context_parallel")
+        yield from _without_effect(
+            config, "Attention.kernel", "Attention.context_parallel", "Sharding.tensor_layout"
+        )
 
 
 def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:

@@ -1,0 +1,266 @@
+"""Mamba: a state space whose step, input and output depend on the token, in place of attention.
+
+Source: Gu and Dao 2023 (arXiv 2312.00752).
+Letters: B batch, T length, D embed, F inner width, S states of a channel, R rank of the steps,
+K places of the convolution, V vocab.
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import refuse_below, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.block import RESIDUAL, pre_norm
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
+from jaxtrain.nn.selective_scan import causal_convolution, goes_on, selective_scan
+from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.parallel.gathering import gather
+
+LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a fresh layer's channels
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Sizes of a Mamba; the defaults are the 130M model.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: layers.
+      embed_dim: width of the residual stream.
+      expand: channels of a layer over embed_dim.
+      state_dim: states of each channel.
+      step_rank: numbers that a token's steps are made of; None is embed_dim / 16, rounded up.
+      conv_width: places that the convolution before the states reaches over.
+      context_length: the longest sequence, in tokens: of training, the model has no limit.
+      norm_eps: epsilon of the RMS norms.
+    """
+
+    vocab_size: int = 50280
+    num_layers: int = 24
+    embed_dim: int = 768
+    expand: int = 2
+    state_dim: int = 16
+    step_rank: int | None = None
+    conv_width: int = 4
+    context_length: int = 2048
+    norm_eps: float = 1e-5
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective = "next_token"
+    attention = None
+    experts = None
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
+        "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        refuse_below(
+            1, self, "vocab_size", "num_layers", "embed_dim", "expand", "state_dim",
+            "context_length",
+        )  # fmt: skip
+        if self.step_rank is not None:
+            refuse_below(1, self, "step_rank")
+        refuse_below(2, self, "conv_width")
+        refuse_not_positive(self, "norm_eps")
+
+    @property
+    def layers(self) -> int:
+        """All layers are one stack."""
+        return self.num_layers
+
+    @property
+    def layer(self) -> "MambaLayer":
+        """What every layer computes."""
+        rank = math.ceil(self.embed_dim / 16) if self.step_rank is None else self.step_rank
+        return MambaLayer(
+            embed_dim=self.embed_dim,
+            inner_dim=self.expand * self.embed_dim,
+            state_dim=self.state_dim,
+            step_rank=rank,
+            conv_width=self.conv_width,
+            norm=self.norm,
+            num_layers=self.num_layers,
+        )
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm before each layer, and after the last."""
+        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The last inputs of the convolution, and the states: as many for any length."""
+        layer = self.layer
+        places, states = (layer.conv_width - 1, layer.inner_dim), (layer.inner_dim, self.state_dim)
+        return (
+            Cached(shape=places, axes=("narrow", "mlp"), every_token=False),
+            Cached(shape=states, axes=("mlp", "state"), every_token=False, dtype="float32"),
+        )
+
+    def build(self, key: jax.Array) -> Decoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_layers = jax.random.split(key)
+        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
+        return Decoder(
+            self.layer,
+            key_layers,
+            num_layers=self.num_layers,
+            token_embedding=param(key_tokens, shape, axes, normal(0.02), role="embedding"),
+            norm=self.norm,
+        )
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        return self.num_layers * self.layer.matmul_parameters() + self.vocab_size * self.embed_dim
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token, whatever the length.
+
+        6 N, and three times what goes forward: 2 K of each channel's convolution, 6 of each state
+        (its rate, its input, two for the recurrence, two for the sum that is read).
+        """
+        del sequence_length
+        layer = self.layer
+        channel = 2 * layer.conv_width + 6 * layer.state_dim
+        return 6.0 * self.matmul_parameters() + 3 * self.num_layers * layer.inner_dim * channel
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,)."""
+        return shape[0] * self.flops_per_token(shape[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MambaLayer:
+    """x + out(scan(convolution(in(norm(x)))) gated): section 3.4 of the paper.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      inner_dim: channels.
+      state_dim: states of each.
+      step_rank: numbers that a token's steps are made of.
+      conv_width: places of the convolution.
+      norm: of what goes in.
+      num_layers: of the model: the more, the less each adds at first.
+    """
+
+    embed_dim: int
+    inner_dim: int
+    state_dim: int
+    step_rank: int
+    conv_width: int
+    norm: RMSNorm
+    num_layers: int
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Freshly drawn parameters of one layer.
+
+        `in` makes channels and gates [2, D, F], `select` of channels what steps, inputs and outputs
+        of the states are [F, R + 2 S], `step` steps of ranks [R, F]; `decay` is log(-A).
+        """
+        D, F, S, R, K = (
+            self.embed_dim, self.inner_dim, self.state_dim, self.step_rank, self.conv_width,
+        )  # fmt: skip
+        keys = jax.random.split(key, 6)
+
+        def uniform(fan_in: int, layers: int = 1) -> Any:
+            return normal(1 / math.sqrt(3 * fan_in * layers))  # the spread of torch.nn.Linear
+
+        return {
+            **prefixed("norm", self.norm.weights(key)),
+            "in": param(keys[0], (2, D, F), ("qkv", "embed", "mlp"), uniform(D)),
+            "conv": param(keys[1], (K, F), ("narrow", "mlp"), uniform(K)),
+            "conv_bias": param(keys[1], (F,), ("mlp",), constant(0.0)),
+            "select": param(keys[2], (F, R + 2 * S), ("mlp", "narrow"), uniform(F)),
+            "step": param(keys[3], (R, F), ("narrow", "mlp"), uniform(R)),
+            "step_bias": param(keys[4], (F,), ("mlp",), _steps),
+            "decay": param(key, (F, S), ("mlp", "state"), _rates),
+            "skip": param(key, (F,), ("mlp",), constant(1.0)),
+            "out": param(keys[5], (F, D), ("mlp", "embed"), uniform(F, self.num_layers)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All but the convolution, the rates, biases and norms."""
+        return self.inner_dim * (3 * self.embed_dim + 2 * self.step_rank + 2 * self.state_dim)
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer, whose cache is its states; arguments and results as in `decoder.Layer`."""
+        del positions_BT, start  # the order is in the recurrence
+
+        def mix(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
+            return self.mix(own, h_BTD, mask, execution, cache)
+
+        with jax.named_scope("mamba"):
+            x_BTD, cache = pre_norm(lambda x: self.norm(under("norm", own), x), x_BTD, mix)
+        return x_BTD, cache, {}
+
+    def mix(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """What is added to the residual stream, and the states after the last token."""
+        R, S = self.step_rank, self.state_dim
+        before_BKF, state_BFS = (None, None) if cache is None else cache
+        both = execution.contract("BTD,PDF->PBTF", h_BTD, own["in"])
+        x_BTF, gate_BTF = (part[0] for part in jnp.split(both, 2))
+        kernel_KF = gather(own["conv"]).astype(x_BTF.dtype)
+        x_BTF, last_BKF = causal_convolution(x_BTF, kernel_KF, mask, before_BKF)
+        x_BTF = jax.nn.silu(add_bias(x_BTF, own["conv_bias"]))
+        out = ("batch", "length", "narrow")
+        selected = execution.contract("BTF,FR->BTR", x_BTF, own["select"], out)
+        rank_BTR, into_BTS, out_BTS = jnp.split(selected, [R, R + S], axis=-1)
+        step_BTF = execution.contract("BTR,RF->BTF", rank_BTR, own["step"]).astype(jnp.float32)
+        step_BTF = jax.nn.softplus(add_bias(step_BTF, own["step_bias"]))
+        x32_BTF = x_BTF.astype(jnp.float32)
+        y_BTF, state_BFS = selective_scan(
+            x32_BTF,
+            step_BTF,
+            -jnp.exp(gather(own["decay"])),
+            into_BTS.astype(jnp.float32),
+            out_BTS.astype(jnp.float32),
+            goes_on(mask),
+            state_BFS,
+        )
+        y_BTF = (y_BTF + x32_BTF * gather(own["skip"])).astype(h_BTD.dtype)
+        y_BTF *= jax.nn.silu(gate_BTF)
+        y_BTD = execution.contract("BTF,FD->BTD", y_BTF, own["out"], RESIDUAL)
+        return y_BTD, None if cache is None else (last_BKF.astype(cache[0].dtype), state_BFS)
+
+
+def _steps(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Biases that softplus turns into steps drawn evenly in their logarithm."""
+    low, high = math.log(LEAST_STEP), math.log(MOST_STEP)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, low, high))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def _rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The logarithms of 1 to S in every channel (S4D-Real, arXiv 2206.11893)."""
+    del key
+    return jnp.broadcast_to(jnp.log(jnp.arange(1, shape[-1] + 1, dtype=dtype)), shape)

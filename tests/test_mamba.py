@@ -1,0 +1,200 @@
+"""Mamba equals transformers', place after place too, and one device on every mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+from flax import nnx
+from parity import assert_equal, evaluate
+
+from jaxtrain import load_config
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.state_space.mamba import Mamba
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.selective_scan import causal_convolution, selective_scan
+from jaxtrain.run.generation.decoding import next_logits
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.preflight.preflight import check
+
+SHAPES = {
+    "small": Mamba(vocab_size=64, num_layers=2, embed_dim=32, state_dim=8, context_length=16),
+    "odd": Mamba(vocab_size=61, num_layers=3, embed_dim=18, state_dim=5, step_rank=3, conv_width=3,
+                 context_length=17),
+    "one_state": Mamba(vocab_size=23, num_layers=1, embed_dim=8, expand=3, state_dim=1,
+                       conv_width=2, context_length=16, norm_eps=1e-3),
+}  # fmt: skip
+
+
+def pair_of(sizes: Mamba):
+    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+    from against_transformers import Pair, draw  # noqa: PLC0415
+
+    config = transformers.MambaConfig(
+        vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, state_size=sizes.state_dim,
+        num_hidden_layers=sizes.num_layers, expand=sizes.expand, conv_kernel=sizes.conv_width,
+        time_step_rank=sizes.layer.step_rank, layer_norm_epsilon=sizes.norm_eps, use_cache=False,
+    )  # fmt: skip
+    return Pair(sizes, draw(transformers.MambaForCausalLM(config)), "mamba")
+
+
+def row_of(sizes: Mamba, *, rows: int = 4, length: int = 16):
+    """One document a row."""
+    text = text_batch(rows=rows, length=length, vocab_size=sizes.vocab_size)
+    places = np.broadcast_to(np.arange(length, dtype=np.int32), text.inputs.shape)
+    return dataclasses.replace(text, segment_ids=np.ones_like(text.inputs), positions=places)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_every_gradient_equal_transformers(name):
+    sizes = SHAPES[name]
+    pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
+
+
+def test_thirty_steps_have_the_losses_of_transformers():
+    sizes = dataclasses.replace(SHAPES["small"], num_layers=1)
+    pair_of(sizes).train([row_of(sizes, length=8)])
+
+
+def test_parameters_are_the_published_ones():
+    """Those of state-spaces/mamba-130m-hf: 129,135,360."""
+    sizes = Mamba()
+    shapes = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 129_135_360
+
+
+# -- the scan --------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+B, T, F, S = 2, 11, 4, 3
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def inputs() -> tuple:
+    goes_on = RNG.random((B, T, 1)) > 0.3
+    step, decay = np.exp(drawn(B, T, F) - 1), -np.exp(drawn(F, S))
+    return drawn(B, T, F), step, decay, drawn(B, T, S), drawn(B, T, S), goes_on, drawn(B, F, S)
+
+
+def one_after_another(x, step, decay, into, out, goes_on, state):
+    found = []
+    for t in range(T):
+        state = np.where(goes_on[:, t, :, None], state, 0) * np.exp(step[:, t, :, None] * decay)
+        state = state + (step[:, t] * x[:, t])[..., None] * into[:, t, None]
+        found.append((state * out[:, t, None]).sum(-1))
+    return np.stack(found, 1), state
+
+
+@pytest.mark.parametrize("chunk", [1, 4, T, 64])
+def test_a_scan_in_chunks_is_one_place_after_another(chunk):
+    given = inputs()
+    y, state = jax.jit(lambda *a: selective_scan(*a, chunk=chunk))(*given)
+    expected, last = one_after_another(*given)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_its_gradients_in_chunks_are_those_of_one_associative_scan():
+    given = inputs()
+
+    def total(chunk, *floats):
+        y, state = selective_scan(*floats[:5], given[5], floats[5], chunk=chunk)
+        return (y**2).sum() + (state**2).sum()
+
+    floats = (*given[:5], given[6])
+    found, expected = (
+        jax.jit(jax.grad(total, argnums=range(1, 7)), static_argnums=0)(chunk, *floats)
+        for chunk in (3, T)
+    )
+    for ours, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_goes_on_where_it_was_left():
+    x, kernel = drawn(B, T, F), drawn(4, F)
+    whole, last = causal_convolution(x, kernel, Mask(), None)
+    np.testing.assert_allclose(
+        whole, [[sum(kernel[3 - j] * row[t - j] for j in range(min(t, 3) + 1)) for t in range(T)]
+                for row in x], rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+    first, before = causal_convolution(x[:, :2], kernel, Mask(), None)
+    second, after = causal_convolution(x[:, 2:], kernel, Mask(), before)
+    np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(after, last)
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+def test_cached_logits_are_those_of_the_whole_text():
+    """Of rows that are padded on the left too, the second so far that it has one token at first."""
+    sizes, padding = SHAPES["odd"], np.array([0, 3])
+    program = make_program(sizes, make_layout(fsdp=1))
+    state, objective, execution = program.create(0), program.objective, program.execution
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab_size, (2, 9)).astype(np.int32)
+    with program.layout.active():
+        model = program.model(state)
+        texts = [row[None, before:] for row, before in zip(tokens, padding, strict=True)]
+        whole = [objective.logits(model, {}, objective.reading(x), execution)[0] for x in texts]
+        cache = empty_cache(sizes.cached, layers=3, rows=2, room=9, dtype=jnp.dtype("float32"))
+        run = jax.jit(lambda t, c: next_logits(model, t, c, padding, execution, room=9, last=1))
+        done = 0
+        for part in np.split(tokens, [4, 5, 7], 1):
+            found, cache = run(part, cache)
+            done += part.shape[1]
+            for row, before in enumerate(padding):
+                expected = whole[row][done - before - 1]
+                np.testing.assert_allclose(found[row, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+ON_MESH = SHAPES["small"]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    batch = text_batch(rows=16, length=8, vocab_size=ON_MESH.vocab_size)
+    return batch, evaluate(make_program(ON_MESH, make_layout()), batch)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"fsdp": 2, "tensor": 4, "sequence_parallel": True, "zero": 1}, {"accumulation": 2}),
+        ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
+    ],
+    ids=["tensor", "sequence_parallel", "pipe"],
+)
+def test_every_mesh_computes_the_same(layout, changes, one_device):
+    batch, expected = one_device
+    assert_equal(evaluate(make_program(ON_MESH, make_layout(**layout), **changes), batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "sentence"),
+    [
+        (
+            ["Mesh.context=2", "Mesh.data=1"],
+            "Mesh.context=2: Mamba has nothing that this axis could",
+        ),
+        (["Mesh.tensor=2", "Sharding.tensor_layout='2d'"], "Sharding.tensor_layout='2d' does noth"),
+        (["Attention.kernel='blocked'"], "Attention.kernel='blocked' does nothing for Mamba"),
+    ],
+)
+def test_what_it_has_nothing_for_is_refused(tiny_config, tmp_path, bindings, sentence):
+    file = tmp_path / "mamba.gin"
+    text = tiny_config.read_text().replace("@GPT()", "@Mamba()").replace("GPT.", "Mamba.")
+    file.write_text("\n".join(line for line in text.splitlines() if "num_heads" not in line))
+    with pytest.raises(UserError, match=sentence):
+        check(load_config(file, bindings), device_count=8, platform="cpu")
+    with pytest.raises(UserError, match=r"Mamba.conv_width=1"):
+        Mamba(conv_width=1)
