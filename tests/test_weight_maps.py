@@ -32,7 +32,15 @@ MODELS = {
     ),
     "mistral": Llama(**GROUPED, sliding_window=4, tie_embeddings=True),
     "qwen2": Llama(**GROUPED, qkv_bias=True),
-    "qwen3": Llama(**GROUPED, qk_norm=True, head_dim=4),
+    "qwen3": Llama(
+        **GROUPED,
+        qk_norm=True,
+        head_dim=4,
+        rope_type="yarn",
+        rope_scaling=4.0,
+        rope_high_frequency_factor=32.0,
+        rope_original_context_length=5,
+    ),
     "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
     "mamba": Mamba(
         vocab_size=13,
@@ -117,7 +125,7 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         hidden_act="gelu",
         head_dim=7,
         attention_bias=True,
-        rope_scaling={"type": "yarn", "factor": 4.0},
+        rope_scaling={"type": "dynamic", "factor": 4.0},
         hidden_size="12",
         vocab_size=None,
         quantization_config={"bits": 4},
@@ -127,7 +135,7 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         "hidden_size = '12'; here it is a whole number",
         "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "vocab_size is missing; here it is a whole number",
-        "rope_type = 'yarn'; here it is 'default' or 'llama3'",
+        "rope_type = 'dynamic'; here it is 'default', 'llama3' or 'yarn'",
         "Llama.head_dim=7 is no even number above 0; the nearest is 8",
     ]
 
@@ -141,6 +149,18 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("llama", {"mlp_bias": True}, "mlp_bias = True; here it is False"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "mscale": 0.7,
+                    "original_max_position_embeddings": 4,
+                }
+            },
+            "mscale = 0.7",
+        ),
         ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1; here it is true or false"),
         ("mistral", {"sliding_window": "all"}, "sliding_window = 'all'; here it is a whole number"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; here it is 0.0"),

@@ -122,17 +122,22 @@ def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float) -> jax.Array:
     return (x32 * inverse * gather(scale)).astype(x.dtype)
 
 
-def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
+def rotate(
+    x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array, *, scale: float = 1.0
+) -> jax.Array:
     """Rotary position embedding (arXiv 2104.09864), the halves of H paired, angles in float32.
 
     Args:
       x_BTNH: queries or keys.
       positions_BT: int32 places of the tokens in their documents.
       frequencies: float32 [H/2], radians a place.
+      scale: what the turned x is multiplied by.
     """
     positions_BT = shard(positions_BT, ("inner_batch", "length"))
     angle_BTH = positions_BT[:, :, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle_BTH)[:, :, None, :], jnp.sin(angle_BTH)[:, :, None, :]
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

@@ -5,9 +5,25 @@ Letters: H head_dim.
 
 import dataclasses
 import math
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+
+
+class Rotations(Protocol):
+    """How positions turn the halves of a head against each other.
+
+    Attributes:
+      scale: what queries and keys are multiplied by beside it.
+    """
+
+    @property
+    def scale(self) -> float: ...
+
+    def frequencies(self, head_dim: int) -> jax.Array:
+        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +45,11 @@ class Rotary:
     high_frequency_factor: float
     original_context_length: int
 
+    @property
+    def scale(self) -> float:
+        """Turned, and nothing else."""
+        return 1.0
+
     def frequencies(self, head_dim: int) -> jax.Array:
         """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
         half = head_dim // 2
@@ -38,3 +59,47 @@ class Rotary:
         turns = self.original_context_length * plain / (2 * math.pi)
         kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         return kept * plain + (1.0 - kept) * plain / self.scaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3): slow pairs are slowed, quick ones not.
+
+    Between them the share of the slowing grows evenly from pair to pair; a factor on queries and
+    keys makes up for the longer context's flatter attention.
+
+    Attributes:
+      theta: base of the frequencies.
+      scaling: by how much slow pairs are slowed: the new context over the original one.
+      low_frequency_factor: pairs of fewer turns in the original context are slowed in full
+        (alpha, or beta_slow; 1 there).
+      high_frequency_factor: those of more not at all (beta, or beta_fast; 32 there).
+      original_context_length: the context that scaling extends, in tokens.
+    """
+
+    theta: float
+    scaling: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context_length: int
+
+    @property
+    def scale(self) -> float:
+        """0.1 ln s + 1, the root of the paper's 1 / t: it stands on both sides of the product."""
+        return 0.1 * math.log(self.scaling) + 1
+
+    def frequencies(self, head_dim: int) -> jax.Array:
+        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        half = head_dim // 2
+        pairs = jnp.arange(half, dtype=jnp.float32)
+        plain = self.theta ** (-pairs / half)
+        # Whole pairs, and within the head, as in the authors' code.
+        first = max(math.floor(self._pair(self.high_frequency_factor, half)), 0)
+        last = min(math.ceil(self._pair(self.low_frequency_factor, half)), head_dim - 1)
+        slowed = jnp.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
+        return (1.0 - slowed) * plain + slowed * plain / self.scaling
+
+    def _pair(self, turns: float, half: int) -> float:
+        """The pair, between two as well, that makes so many turns in the original context."""
+        wavelength = self.original_context_length / (turns * 2 * math.pi)
+        return half * math.log(wavelength) / math.log(self.theta)

@@ -3,7 +3,7 @@
 Letters: V vocab, D embed, N of 6N.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 
@@ -21,7 +21,10 @@ from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.rotary import Rotary
+from jaxtrain.nn.rotary import Rotary, Yarn
+
+RopeType = Literal["llama3", "yarn"]
+_ROTATIONS = {"llama3": Rotary, "yarn": Yarn}
 
 
 class GroupedQuerySizes(Protocol):
@@ -47,6 +50,8 @@ class GroupedQuerySizes(Protocol):
     def context_length(self) -> int: ...
     @property
     def rope_theta(self) -> float: ...
+    @property
+    def rope_type(self) -> RopeType: ...
     @property
     def rope_scaling(self) -> float: ...
     @property
@@ -115,11 +120,16 @@ class GroupedQuerySizes(Protocol):
             )
         if self.rope_scaling < 1:
             raise UserError(f"{name}.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")
-        if not self.rope_low_frequency_factor < self.rope_high_frequency_factor:
+        if self.rope_type != "llama3" and self.rope_scaling == 1:
+            raise UserError(
+                f"{name}.rope_type={self.rope_type!r} does nothing with {name}.rope_scaling=1.0; "
+                "use the longer context over the original one, such as 4.0, or 'llama3'"
+            )
+        if not 0 < self.rope_low_frequency_factor < self.rope_high_frequency_factor:
             raise UserError(
                 f"{name}.rope_low_frequency_factor={self.rope_low_frequency_factor} is not below "
-                f"{name}.rope_high_frequency_factor={self.rope_high_frequency_factor}; "
-                "Llama 3.1 has 1.0 and 4.0"
+                f"{name}.rope_high_frequency_factor={self.rope_high_frequency_factor} and above 0; "
+                "Llama 3.1 has 1.0 and 4.0, YaRN 1.0 and 32.0"
             )
 
     @property
@@ -161,7 +171,7 @@ class GroupedQuerySizes(Protocol):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.key_dim,
-            rotary=Rotary(
+            rotary=_ROTATIONS[self.rope_type](
                 theta=self.rope_theta,
                 scaling=self.rope_scaling,
                 low_frequency_factor=self.rope_low_frequency_factor,

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.mlp import SwiGLU
 
@@ -29,6 +29,8 @@ class Llama(GroupedQuerySizes):
       mlp_dim: width inside the SwiGLU (arXiv 2002.05202).
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
+      rope_type: how frequencies are slowed for a longer context: 'llama3' by their wavelengths;
+        'yarn' evenly from pair to pair, with a factor on queries and keys (arXiv 2309.00071).
       rope_scaling: by how much Llama 3.1 and later slow the frequencies whose wavelength is longer
         than rope_original_context_length; 1 leaves all as they are.
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
@@ -52,6 +54,7 @@ class Llama(GroupedQuerySizes):
     mlp_dim: int = 14336
     context_length: int = 8192
     rope_theta: float = 500000.0
+    rope_type: RopeType = "llama3"
     rope_scaling: float = 1.0
     rope_low_frequency_factor: float = 1.0
     rope_high_frequency_factor: float = 4.0

@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import ExpertsFacts, Inputs
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.experts import Experts
 
@@ -38,6 +38,7 @@ class Mixtral(GroupedQuerySizes):
         multiplied by, mean over layers.
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
+      rope_type: how frequencies are slowed for a longer context: 'llama3' or 'yarn'.
       rope_scaling: by how much frequencies whose wavelength is longer than
         rope_original_context_length are slowed (Llama 3.1); 1 leaves all as they are.
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
@@ -61,6 +62,7 @@ class Mixtral(GroupedQuerySizes):
     router_z_weight: float = 0.0
     context_length: int = 32768
     rope_theta: float = 1000000.0
+    rope_type: RopeType = "llama3"
     rope_scaling: float = 1.0
     rope_low_frequency_factor: float = 1.0
     rope_high_frequency_factor: float = 4.0

@@ -7,6 +7,11 @@ from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.names import Name
 
+# What they call the factors of low and of high frequencies.
+_FACTORS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_slow", "beta_fast"),
+}
 # Of the layers of all of them.
 ATTENTION = (
     Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
@@ -102,20 +107,31 @@ def _read_rope(asked: Asked, theta: float) -> dict[str, Any]:
             "rope_high_frequency_factor": rope.number("high_freq_factor"),
             "rope_original_context_length": rope.whole("original_max_position_embeddings"),
         }
+    elif kind == "yarn":
+        found |= {
+            "rope_type": "yarn",
+            "rope_scaling": rope.number("factor"),
+            "rope_low_frequency_factor": rope.number("beta_slow", 1.0),
+            "rope_high_frequency_factor": rope.number("beta_fast", 32.0),
+            "rope_original_context_length": rope.whole("original_max_position_embeddings"),
+        }
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            rope.only(key, [None], default=None)
+        rope.only("truncate", [True], default=True)
     elif kind != "default":
-        asked.refuse(f"rope_type = {kind!r}; here it is 'default' or 'llama3'")
+        asked.refuse(f"rope_type = {kind!r}; here it is 'default', 'llama3' or 'yarn'")
     return found
 
 
 def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
     """What config.json says of them, as transformers 4 and 5 both read it."""
-    scaling = None
+    scaling, (low, high) = None, _FACTORS[model.rope_type]
     if model.rope_scaling != 1:
         scaling = {
-            "rope_type": "llama3",
+            "rope_type": model.rope_type,
             "factor": model.rope_scaling,
-            "low_freq_factor": model.rope_low_frequency_factor,
-            "high_freq_factor": model.rope_high_frequency_factor,
+            low: model.rope_low_frequency_factor,
+            high: model.rope_high_frequency_factor,
             "original_max_position_embeddings": model.rope_original_context_length,
         }
     return {

@@ -14,7 +14,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias, rotate
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
-from jaxtrain.nn.rotary import Rotary
+from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
 
 
@@ -38,7 +38,7 @@ class GroupedQuery:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary: Rotary
+    rotary: Rotations
     window: int | None
     residual_stddev: float
     biases: bool = False
@@ -109,8 +109,8 @@ class GroupedQuery:
         if self.norm is not None:
             q_BTNH = self.norm(under("query_norm", own), q_BTNH)
             k_BTKH = self.norm(under("key_norm", own), k_BTKH)
-        q_BTNH = rotate(q_BTNH, positions_BT, radians)
-        k_BTKH = rotate(k_BTKH, positions_BT, radians)
+        q_BTNH = rotate(q_BTNH, positions_BT, radians, scale=self.rotary.scale)
+        k_BTKH = rotate(k_BTKH, positions_BT, radians, scale=self.rotary.scale)
         if cache is not None:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
         a_BTNH = execution.attention(q_BTNH, k_BTKH, v_BTKH, mask)

@@ -1,0 +1,70 @@
+"""YaRN's frequencies are transformers', and so is a Llama with them."""
+
+import numpy as np
+import pytest
+from conftest import text_batch
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.rotary import Yarn
+
+SIZES = Llama(
+    vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, num_kv_heads=2, mlp_dim=40,
+    context_length=32, rope_theta=1000.0, rope_type="yarn", rope_scaling=4.0,
+    rope_low_frequency_factor=0.2, rope_high_frequency_factor=1.0, rope_original_context_length=8,
+)  # fmt: skip
+
+
+def their_config(sizes: Llama):
+    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+    from jaxtrain.models.weights.llama import FAMILY  # noqa: PLC0415
+
+    said = dict(FAMILY.write(sizes))
+    rope = {**said.pop("rope_scaling"), "rope_theta": said.pop("rope_theta")}
+    return transformers.LlamaConfig(**said, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("theta", "scaling", "head_dim", "length", "low", "high"),
+    [
+        (1e4, 4.0, 64, 4096, 1.0, 32.0),
+        (1e6, 40.0, 128, 32768, 1.0, 32.0),
+        (500.0, 2.0, 6, 16, 0.5, 3.0),
+    ],
+)
+def test_frequencies_and_factor_are_those_of_transformers(
+    theta, scaling, head_dim, length, low, high
+):
+    sizes = Llama(
+        vocab_size=8, num_layers=1, embed_dim=head_dim, num_heads=1, num_kv_heads=1, mlp_dim=4,
+        context_length=length, rope_theta=theta, rope_type="yarn", rope_scaling=scaling,
+        rope_low_frequency_factor=low, rope_high_frequency_factor=high,
+        rope_original_context_length=length,
+    )  # fmt: skip
+    config = their_config(sizes)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    ours = Yarn(
+        theta=theta, scaling=scaling, low_frequency_factor=low, high_frequency_factor=high,
+        original_context_length=length,
+    )  # fmt: skip
+    np.testing.assert_allclose(ours.frequencies(head_dim), expected.numpy(), rtol=2e-6)
+    assert ours.scale == pytest.approx(factor, rel=1e-12)
+    assert ours == sizes.grouped_query.rotary
+
+
+def test_logits_and_every_gradient_of_a_llama_equal_transformers():
+    config = their_config(SIZES)
+    import transformers  # noqa: PLC0415
+    from against_transformers import Pair, draw  # noqa: PLC0415
+
+    config._attn_implementation = "eager"
+    pair = Pair(SIZES, draw(transformers.LlamaForCausalLM(config)), "llama")
+    pair.compare(text_batch(rows=3, length=29, vocab_size=SIZES.vocab_size))
+
+
+def test_a_type_that_would_do_nothing_is_refused():
+    with pytest.raises(UserError, match=r"Llama.rope_type='yarn' does nothing with"):
+        Llama(rope_type="yarn")
