@@ -1,6 +1,7 @@
 """Moments in bfloat16: rounded without bias, alike on every mesh, and no slower to learn."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -269,13 +270,14 @@ BATCH = text_batch(rows=8, length=8, vocab_size=32)
 @pytest.mark.parametrize("name", rules())
 def test_every_rule_keeps_its_moments_in_the_dtype_asked_for(name):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(**SHAPES))
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if rules()[name].dtype is None else ("float32",):
         settings = Optimizer(rule=rules()[name](), moments=dtype)
         optimizer = make_optimizer(settings, CONSTANT)
         before = optimizer.init(params)
-        _, after = jax.eval_shape(optimizer.update, params, before, params)
+        update = functools.partial(optimizer.update, curvature=(jnp.array(True), params))
+        _, after = jax.eval_shape(update, params, before, params)
         kept = [array for shape in SHAPES.values() for array in settings.keeps(*shape)]
-        wanted = sorted((x.shape, "float32" if x.exact else dtype) for x in kept)
+        wanted = sorted((x.shape, x.dtype or dtype) for x in kept)
         for state in (before, after):
             found = [(x.shape, x.dtype.name) for x in jax.tree.leaves(state) if x.ndim]
             assert sorted(found) == wanted

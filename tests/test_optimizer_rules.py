@@ -20,6 +20,7 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.adagrad import Adagrad
 from jaxtrain.training.optimizers.adam import Adam
@@ -384,7 +385,11 @@ def after_three(rule, names, layout=None):
     gradients = [spread_state(seed, names) for seed in (1, 2, 3)]
 
     def update(gradient, state, params):
-        updates, state = optimizer.update(gradient, state, params)
+        # Of the rules, those that ask for it alone look at the curvature.
+        squares = jax.tree.map(jnp.square, gradient)
+        updates, state = optimizer.update(
+            gradient, state, params, curvature=(jnp.array(True), squares)
+        )
         return optax.apply_updates(params, updates), state
 
     if layout is None:
@@ -469,7 +474,8 @@ def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     settings = Optimizer(rule=RULES[name], learning_rate=1e-3)
     layout = make_layout(fsdp=4, tensor=2)
     optimizer = make_optimizer(settings, optax.constant_schedule(1e-3))
-    program = make_program(MODEL, layout, optimizer=optimizer)
+    estimate = estimate_of(settings.rule)
+    program = make_program(MODEL, layout, optimizer=optimizer, curvature=estimate)
     compiled = compile_step(program, BATCH)
     placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
 

@@ -84,6 +84,8 @@ class Program:
       accumulation: microbatches in one optimizer step.
       pipeline: how microbatches go through the stages, where the mesh has more than one.
       guard: which steps are bad, and whether they may change the state.
+      curvature: what the optimizer's update is given of the Hessian's diagonal, from this program,
+        a state and a batch: see `training/curvature.py`; None: nothing.
       seed: of what training draws in its steps, as dropout does.
       tuning: which parameters are trained.
     """
@@ -99,6 +101,7 @@ class Program:
     accumulation: int = 1
     pipeline: Pipeline = Pipeline()
     guard: Guard = Guard()
+    curvature: Callable[["Program", TrainState, Batch], Any] | None = None
     seed: int = 0
     tuning: Tuning = Tuning()
 
@@ -269,11 +272,17 @@ class Program:
           (before clipping), `learning_rate` and the objective's own; all stay on the device.
         """
         grads, metrics, statistics = self.gradients(state, batch)
-        return self.update(state, grads, metrics, statistics)
+        curvature = None if self.curvature is None else self.curvature(self, state, batch)
+        return self.update(state, grads, metrics, statistics, curvature)
 
     @jax.named_scope("optimizer")
     def update(
-        self, state: TrainState, grads: nnx.State, metrics: Sums, statistics: nnx.State
+        self,
+        state: TrainState,
+        grads: nnx.State,
+        metrics: Sums,
+        statistics: nnx.State,
+        curvature: tuple[jax.Array, nnx.State] | None = None,
     ) -> tuple[TrainState, Sums]:
         """The second half of `train_step`: the state after these gradients, and all its metrics."""
         layout = self.layout
@@ -281,8 +290,12 @@ class Program:
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
         optimizer = optax.with_extra_args_support(self.optimizer)
+        more = {}
+        if curvature is not None:
+            due, estimate = curvature
+            more["curvature"] = due, reshard(estimate, layout.moment, layout)
         updates, opt_state = optimizer.update(
-            grads, old.opt_state, old.params, layers=self.layer_order
+            grads, old.opt_state, old.params, layers=self.layer_order, **more
         )
         params: Any = optax.apply_updates(old.params, updates)
         metrics["grad_norm"] = optax.global_norm(grads)

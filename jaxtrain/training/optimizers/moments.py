@@ -53,6 +53,8 @@ def keep_moments(
       dtype: of the moments at rest.
     """
 
+    of_rule = optax.with_extra_args_support(rule)
+
     def init(params: Any) -> Any:
         state = rule.init(_cast(params, jnp.float32))
         if dtype == "float32":
@@ -69,10 +71,10 @@ def keep_moments(
     ) -> tuple[Any, Any]:
         """As optax's; `layers` says which layer stands at each place of stacked arrays, if not the
         place's own (in a pipeline)."""
-        del extra
         if dtype == "float32":
-            return rule.update(updates, state, params)
-        updates, exact = rule.update(updates, _cast(state.rule, jnp.float32), params)
+            return of_rule.update(updates, state, params, **extra)
+        before = _cast(state.rule, jnp.float32)
+        updates, exact = of_rule.update(updates, before, params, **extra)
         return updates, Rounded(state.count + 1, _round_all(exact, state.count, layers))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -96,19 +98,40 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
+def hashed(
+    path: Any, variable: Any, count: jax.Array, number: int, layers: Sequence[int] | None
+) -> jax.Array:
+    """32 random bits for each element of a named array, uint32 like it: the same on every mesh.
+
+    Args:
+      path: where it stands in its tree.
+      variable: the array.
+      count: of updates: no two draw alike.
+      number: which of an update's draws for the array it is.
+      layers: as of `keep_moments`.
+    """
+    name = zlib.crc32(jax.tree_util.keystr(path).encode(), number)
+    stacked = logical_axes(variable)[:1] == ("layers",)
+    return place_in_array(variable.get_value(), count, name, layers if stacked else None)
+
+
+def place_in_array(
+    x: jax.Array, count: jax.Array, number: int, layers: Sequence[int] | None = None
+) -> jax.Array:
+    """The same of an array without a name; `number` tells it from others."""
+    key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(number))
+    return _mix(_index(x, layers) ^ key)
+
+
 def _round_all(state: Any, count: jax.Array, layers: Sequence[int] | None) -> Any:
     """A rule's float32 state with its moments in bfloat16."""
 
     def rounding(moment: int) -> Callable[[Any, Any], Any]:
         def one(path: Any, variable: Any) -> Any:
-            value = variable.get_value()
-            name = zlib.crc32(jax.tree_util.keystr(path).encode(), moment // 2)
-            key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(name))
-            stacked = logical_axes(variable)[:1] == ("layers",)
-            index = _index(value, layers if stacked else None)
             # Two moments of an element take their halves of one number: hashed once for the two.
-            bits = (_mix(index ^ key) >> 16 * (moment % 2)) & jnp.uint32(0xFFFF)
-            return variable.replace(round_to_bfloat16(value, bits))
+            bits = hashed(path, variable, count, moment // 2, layers) >> 16 * (moment % 2)
+            rounded = round_to_bfloat16(variable.get_value(), bits & jnp.uint32(0xFFFF))
+            return variable.replace(rounded)
 
         return one
 

@@ -15,7 +15,7 @@ from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels
 from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, guard, settings
+from jaxtrain.training import corruption, curvature, guard, settings
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
@@ -147,6 +147,12 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),
     lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.shapes),
+    lambda seen, c: curvature.refuse(
+        c.optimizer.rule,
+        objective_named(c.train.model.objective),
+        seen.sizes,
+        exchange=c.exchange.method,
+    ),
     _context,
     lambda seen, c: experts.refuse(seen.capacity, context=seen.size("context"), model=seen.name),
     _pipeline,

@@ -14,6 +14,7 @@ from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
+from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
@@ -98,6 +99,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
         guard=config.guard,
+        curvature=estimate_of(config.optimizer.rule),
         seed=config.train.seed,
         tuning=tuning_of(config.finetune, config.train.model.build),
     )

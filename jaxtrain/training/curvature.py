@@ -1,0 +1,149 @@
+"""Estimates of the Hessian's diagonal, for rules that ask for one every few steps."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.nn.precision import to_compute
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.training.objectives.objective import Objective, TellsLogits, at_least_one
+from jaxtrain.training.optimizers.moments import hashed, place_in_array
+from jaxtrain.training.optimizers.rule import Rule
+from jaxtrain.training.optimizers.sophia import SophiaRule
+from jaxtrain.training.step import Program, TrainState, numbered, split_microbatches
+
+Estimate = Callable[[Program, TrainState, Batch], nnx.State]
+
+
+def estimate_of(rule: Rule) -> Callable[[Program, TrainState, Batch], Any] | None:
+    """What `Program.curvature` is for a rule: whether an estimate is due, and that, else zeros."""
+    if not isinstance(rule, SophiaRule):
+        return None
+    return functools.partial(_when_due, _ESTIMATES[rule.curvature], rule.every)
+
+
+def refuse(
+    rule: Rule, objective: Objective, sizes: Mapping[str, int], *, exchange: str
+) -> Iterator[str]:
+    """A sentence for each reason why no curvature can be estimated.
+
+    Args:
+      rule: the update rule.
+      objective: what is minimised.
+      sizes: of every axis in Mesh.
+      exchange: the method of exchange over `data`.
+    """
+    if not isinstance(rule, SophiaRule):
+        return
+    said = f"Optimizer.name={rule.name!r}"
+    for axis in ("pipe", "context"):
+        if sizes[axis] > 1:
+            yield (
+                f"{said} with Mesh.{axis}={sizes[axis]}: its curvature is estimated where layers "
+                f"and sequences are whole; set Mesh.{axis}=1"
+            )
+    if exchange != "synchronous":
+        yield (
+            f"{said} with Exchange.method={exchange!r}: replicas would estimate a curvature each; "
+            "use Exchange.method='synchronous'"
+        )
+    if rule.curvature == "gauss_newton_bartlett" and not isinstance(objective, TellsLogits):
+        yield (
+            f"{said} with the objective {objective.name!r}, which has no logits to draw targets "
+            "from; use 'sophia_h'"
+        )
+
+
+def _when_due(
+    estimate: Estimate, every: int, program: Program, state: TrainState, batch: Batch
+) -> tuple[jax.Array, nnx.State]:
+    due = state.step % every == 0
+    # One microbatch, the first, is the part of the batch that the paper takes.
+    micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, program.accumulation))
+    one = dataclasses.replace(program, accumulation=1)
+
+    def zeros() -> nnx.State:
+        return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state.params)
+
+    def found() -> nnx.State:
+        of = jax.tree.map(_laid_as, estimate(one, state, micro), state.params)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), of)
+
+    return due, jax.lax.cond(due, found, zeros)
+
+
+def hutchinson(program: Program, state: TrainState, batch: Batch) -> nnx.State:
+    """u * (H u) for the Hessian H of a batch's mean loss and random signs u: its diagonal, on
+    average."""
+
+    u = signs(state)
+
+    objective = program.objective
+    rows = numbered(batch) if objective.draws else batch
+    scales = {name: 1 / at_least_one(count) for name, count in objective.counts(batch).items()}
+
+    def loss(params: nnx.State) -> jax.Array:
+        weights = to_compute((params, state.frozen), program.precision.compute)
+        joined = program.tuning.join(weights)
+        sums, _ = program.sums(joined, state.statistics, rows, train=True, step=state.step)
+        return objective.total(sums, scales)
+
+    def along_u(params: nnx.State) -> jax.Array:
+        parts = jax.tree.map(lambda g, u: (g * u).sum(), jax.grad(loss)(params), u)
+        return sum(jax.tree.leaves(parts), start=jnp.zeros(()))
+
+    # H is symmetric: the gradient of u^T g is H u. Forward mode would stop at custom rules.
+    return jax.tree.map(jnp.multiply, u, jax.grad(along_u)(state.params))
+
+
+def signs(state: TrainState) -> nnx.State:
+    """1 or -1 for each number of the parameters, float32: a hash of its place and of the step."""
+
+    def sign(path: Any, variable: Any) -> Any:
+        bits = hashed(path, variable, state.step, _SIGNS, None)
+        return variable.replace(jnp.where(bits >> 31 == 0, 1.0, -1.0))
+
+    return jax.tree_util.tree_map_with_path(sign, state.params, is_leaf=is_variable)
+
+
+def gauss_newton_bartlett(program: Program, state: TrainState, batch: Batch) -> nnx.State:
+    """n g^2 for the gradient g of the mean loss of n targets that the model itself draws: the
+    diagonal of the Gauss-Newton matrix, on average (arXiv 2305.14342, section 2.3)."""
+    drawn = dataclasses.replace(batch, targets=draw_targets(program, state, batch))
+    gradients, _, _ = program.gradients(state, drawn)
+    n = program.objective.counts(batch)["weight"]
+    return jax.tree.map(lambda g: n * g * g, gradients)
+
+
+def draw_targets(program: Program, state: TrainState, batch: Batch) -> jax.Array:
+    """Targets in the form of a batch's, each drawn from the softmax of the model's logits.
+
+    The largest of logits + Gumbel noise is such a draw. The noise is a hash of the place and of the
+    step: the same on every mesh.
+    """
+    objective: Any = program.objective
+    model = program.model(state)
+    logits = objective.logits(model, state.statistics, batch, program.execution)
+    bits = place_in_array(logits, state.step, _LABELS)
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) / 2**24
+    drawn = (logits - jnp.log(-jnp.log(uniform))).argmax(-1).astype(batch.targets.dtype)
+    return jax.sharding.reshard(drawn, program.layout.activation(("batch",)))
+
+
+def _laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x laid out as another array is."""
+    return jax.sharding.reshard(x, jax.typeof(like).sharding)
+
+
+_ESTIMATES: dict[str, Estimate] = {
+    "hutchinson": hutchinson,
+    "gauss_newton_bartlett": gauss_newton_bartlett,
+}
+# What tells these draws from the roundings of the same step.
+_SIGNS, _LABELS = 2**20, 2**20 + 1
