@@ -20,7 +20,8 @@ class Precision:
     The loss, norms and softmax are float32 whatever stands here.
 
     Attributes:
-      params: the dtype of the master parameters; that of the moments is Optimizer.moments.
+      params: the dtype of the master parameters; that of the moments is Optimizer.moments. An
+        update is added in float32; to 'bfloat16' it is rounded stochastically, as moments are.
       compute: the dtype of matrix products and of the activations between them.
       loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
         underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good

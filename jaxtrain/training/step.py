@@ -28,6 +28,7 @@ from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.optimizers.average import averaged, begun
+from jaxtrain.training.optimizers.rounding import apply_updates
 from jaxtrain.training.pipeline.engine import Engine
 from jaxtrain.training.pipeline.parts import Parts
 from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_schedule
@@ -297,7 +298,7 @@ class Program:
         updates, opt_state = optimizer.update(
             grads, old.opt_state, old.params, layers=self.layer_order, **more
         )
-        params: Any = optax.apply_updates(old.params, updates)
+        params: Any = apply_updates(old.params, updates, state.step, self.layer_order)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
         new = dataclasses.replace(

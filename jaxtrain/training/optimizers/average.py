@@ -66,7 +66,8 @@ def keep_average(decay: float) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         assert params is not None, "the average is over parameters"
-        after = _float32(optax.apply_updates(params, updates))
+        # Not as the parameters are kept, which in bfloat16 are rounded: that is these on average.
+        after = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
         # (1 - decay) / (1 - decay^t), the weight of p_t: 1 for the first. Written with expm1,
         # because decay^t is next to 1 and float32 has seven digits.
         count = state.count + 1
