@@ -1,6 +1,8 @@
 """The dtype policy: what parameters are kept in and what is computed in."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -23,6 +25,10 @@ class Precision:
       params: the dtype of the master parameters; that of the moments is Optimizer.moments. An
         update is added in float32; to 'bfloat16' it is rounded stochastically, as moments are.
       compute: the dtype of matrix products and of the activations between them.
+      float32_products: what products of float32 numbers are computed in: 'device' is its default,
+        TF32 on GPUs since Ampere and bfloat16 on TPUs; 'tf32' has at least 10 bits (three bfloat16
+        products on TPUs), 'float32' all 23. For Precision.compute='float32', and the routers and
+        optimizers that compute in float32 whatever stands there. Plans price the default.
       loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
         underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
         steps).
@@ -36,6 +42,7 @@ class Precision:
 
     params: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    float32_products: Literal["device", "tf32", "float32"] = "device"
     loss_scale: Literal["dynamic"] | float | None = None
     matmul: Literal["compute", "float8", "int8"] = "compute"
 
@@ -52,6 +59,19 @@ class Precision:
             )
         if isinstance(self.loss_scale, float) and not self.loss_scale > 0:
             raise UserError(f"Precision.loss_scale={self.loss_scale}; use a number above 0")
+
+    @contextlib.contextmanager
+    def products(self) -> Iterator[None]:
+        """Where float32 products are traced as `float32_products` says."""
+        if self.float32_products == "device":
+            yield
+        else:
+            with jax.default_matmul_precision(_PRODUCTS[self.float32_products]):
+                yield
+
+
+# JAX's names.
+_PRODUCTS = {"tf32": "tensorfloat32", "float32": "float32"}
 
 
 def is_matrix(variable) -> bool:  # noqa: ANN001 - an NNX variable

@@ -43,7 +43,7 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
     # The reference kernel takes any length, and documents.
     execution = dataclasses.replace(program.execution, kernel="reference")
     program = dataclasses.replace(program, layout=layout, execution=execution)
-    with layout.active():
+    with layout.active(), program.precision.products():
         return np.array(_logits(program, state, batch))
 
 

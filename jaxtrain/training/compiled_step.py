@@ -46,7 +46,8 @@ class CompiledStep:
         self.structure, self.options = jax.tree.structure(shapes), dict(options or {})
 
         def train_step(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
-            after, metrics = program.train_step(self.state_of(arrays), batch)
+            with program.plain.precision.products():
+                after, metrics = program.train_step(self.state_of(arrays), batch)
             return jax.tree.leaves(after), metrics
 
         self._jitted = jax.jit(

@@ -502,7 +502,8 @@ class Program:
         reductions.
         """
         weights = to_compute(state.weights, self.precision.compute)
-        sums = self._heldout_sums(weights, state.statistics, batch)
+        with self.precision.products():
+            sums = self._heldout_sums(weights, state.statistics, batch)
         return jax.tree.map(jnp.add, total, sums)
 
     def _heldout_sums(self, weights: Weights, statistics: nnx.State, batch: Batch) -> Sums:

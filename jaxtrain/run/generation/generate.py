@@ -108,7 +108,7 @@ def generate(
         raise UserError(f"--batch-size {batch_size}: use at least 1")
     answers: dict[int, Answer] = {}
     key = jax.random.key(seed)
-    with program.layout.active():
+    with program.layout.active(), program.precision.products():
         for numbers in _batches([len(prompt) for prompt in given], sizes, batch_size):
             batch = {number: given[number] for number in numbers}
             most = [limits[number] for number in numbers]
