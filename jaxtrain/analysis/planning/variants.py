@@ -106,7 +106,7 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
         for times in (2, 4):
             yield {"Pipeline.microbatches": config.pipeline.microbatches * times}
     yield from _meshes(config, sizes)
-    if config.optimizer.moments == "float32":
+    if config.optimizer.moments == "float32" and config.optimizer.rule.dtype is None:
         yield {"Optimizer.moments": "bfloat16"}
     if config.precision.params == "float32":
         yield {"Precision.params": "bfloat16"}

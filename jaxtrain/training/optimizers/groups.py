@@ -104,8 +104,7 @@ def refuse(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[s
         if not any(fits(pattern, name, param) for name, param in named.items()):
             yield (
                 f"{setting}: no parameter is called {pattern!r} or has that role"
-                f"{did_you_mean(pattern, [*roles, *named])}; roles here: "
-                f"{', '.join(sorted(roles)) or 'none'}; names stand in the table of parameters"
+                f"{did_you_mean(pattern, [*roles, *named])}"
             )
 
 
