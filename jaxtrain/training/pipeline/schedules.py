@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Literal, get_args
@@ -111,6 +112,7 @@ def _refuse(schedule: str, microbatches: int, virtual_stages: int) -> None:
         )
 
 
+@functools.lru_cache(maxsize=8)  # a plan asks for each several times, a search in a row
 def make_schedule(
     name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1
 ) -> Timetable:

@@ -109,27 +109,24 @@ def check(schedule: Timetable) -> None:
         for rank, action in enumerate(row):
             if action is None:
                 continue
-            where = f"rank {rank}, tick {tick}: {action}"
             if action.kind == Work.IDLE:
-                raise ValueError(f"{where}: an idle rank has None")
+                raise _wrong(rank, tick, action, "an idle rank has None")
             known = 0 <= action.stage < schedule.num_stages
             if not known or not 0 <= action.microbatch < schedule.microbatches:
-                raise ValueError(
-                    f"{where}: there are {schedule.num_stages} stages and "
-                    f"{schedule.microbatches} microbatches"
-                )
+                there_are = f"{schedule.num_stages} stages and {schedule.microbatches} microbatches"
+                raise _wrong(rank, tick, action, f"there are {there_are}")
             if action.stage % schedule.ranks != rank:
-                raise ValueError(
-                    f"{where}: that stage stands on rank {action.stage % schedule.ranks}"
-                )
+                own = action.stage % schedule.ranks
+                raise _wrong(rank, tick, action, f"that stage stands on rank {own}")
             for part in _parts(action):
                 if part in covered:
-                    raise ValueError(f"{where}: done before")
+                    raise _wrong(rank, tick, action, "done before")
                 covered.add(part)
             for need in needs(action, schedule.num_stages):
                 if need not in finished:
                     thing = "output" if need.kind == Work.FORWARD else "input gradient"
-                    raise ValueError(f"{where}: before the {thing} of stage {need.stage} is there")
+                    why = f"before the {thing} of stage {need.stage} is there"
+                    raise _wrong(rank, tick, action, why)
         finished |= {result(action) for action in row if action is not None}
     kinds = (Work.FORWARD, Work.BACKWARD) if schedule.has_backward else (Work.FORWARD,)
     every = itertools.product(kinds, range(schedule.microbatches), range(schedule.num_stages))
@@ -142,6 +139,10 @@ def check(schedule: Timetable) -> None:
             )
     if len(covered) > len(wanted):
         raise ValueError(f"a {schedule.name!r} schedule has no backward actions")
+
+
+def _wrong(rank: int, tick: int, action: Action, why: str) -> ValueError:
+    return ValueError(f"rank {rank}, tick {tick}: {action}: {why}")
 
 
 def _parts(action: Action) -> list[Action]:
