@@ -153,13 +153,6 @@ SLOW = {
         ),
         set(),
     ),
-    "local, pipe": (
-        config_of(
-            deep(LLAMA), {"pipe": 2, "fsdp": 4}, rows=32, accumulation=2,
-            pipeline=Pipeline(microbatches=4), sharding=Sharding(accumulate="local"),
-        ),
-        {WHOLE},
-    ),
     "accumulation x pipe x fsdp, zero 1, tied": (
         config_of(
             tied(deep(LLAMA)), {"pipe": 2, "fsdp": 4}, rows=32, accumulation=2,

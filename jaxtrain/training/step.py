@@ -351,23 +351,27 @@ class Program:
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
-        layout = self.layout.of_microbatches
         weights = to_compute(state.weights, self.precision.compute)
-        weights = reshard(weights, layout.parameter, layout)
-        axes = summed_once(layout, self.passes)
-        with layout.current():
-            if axes:
-                grads, sums, statistics = local_gradients(
-                    axes, layout, self._of_rows, batch,
-                    weights, state.statistics, scales, state.step,
-                )  # fmt: skip
-                grads = sum_gradients(axes, layout, grads)
-            else:
-                grads, sums, statistics = self._of_rows(
-                    layout, batch, weights, state.statistics, scales, state.step
-                )
+        arguments = state.statistics, scales, state.step
+        layout = self.layout.of_microbatches
+        if layout is self.layout:
+            grads, sums, statistics = self._of_batch(layout, batch, weights, *arguments)
+        else:
+            whole = reshard(weights, layout.parameter, layout)
+            with layout.current():
+                grads, sums, statistics = self._of_batch(layout, batch, whole, *arguments)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
         return grads, self.objective.means(sums, counts), statistics
+
+    def _of_batch(
+        self, layout: Layout, batch: Batch, *arguments: Any
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """What `_of_rows` gives, of the rows of all devices that sum their gradients once."""
+        axes = summed_once(layout, self.passes)
+        if not axes:
+            return self._of_rows(layout, batch, *arguments)
+        grads, sums, statistics = local_gradients(axes, layout, self._of_rows, batch, *arguments)
+        return sum_gradients(axes, layout, grads), sums, statistics
 
     @property
     def passes(self) -> int:
