@@ -33,7 +33,7 @@ from jaxtrain.training.settings import load_config
 PEAK = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "7x": 2**19}
 _TEXT = ("SOURCE = 'x'", "TOKENIZER = 'x'", "TextData.separate_documents = False")
 _ROWS_A_CHIP = {"gpt2_124m": 16, "llama_1b": 4, "llama_8b": 2, "resnet50_imagenet": 256}
-_ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 @dataclasses.dataclass
@@ -100,7 +100,7 @@ class _Walk:
         ends: dict[str, int] = {}
         held: dict[str, int] = {}
         for one in self.module.computations[name].instructions.values():
-            here, estimate = f"{path}/{one.name}", _ESTIMATE.search(one.attributes)
+            here, estimate = f"{path}/{one.name}", ESTIMATE.search(one.attributes)
             if one.opcode.endswith(("-start", "-update")):
                 cycles = self._links(here) + sum(held.pop(of, 0) for of in one.operands)
                 if not one.operands:  # what is moved comes with the update

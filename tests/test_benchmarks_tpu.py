@@ -14,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.tpu_cycles import PEAK, Step, expected  # noqa: E402 - after the path
+from benchmarks.pipeline_cycles import Tick, tick_of  # noqa: E402 - after the path
+from benchmarks.tpu_cycles import PEAK, Step, expected  # noqa: E402
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
 from jaxtrain.parallel.compilation import xla_options  # noqa: E402
+from jaxtrain.training.pipeline.schedules import make_schedule  # noqa: E402
+from jaxtrain.training.pipeline.table import Work  # noqa: E402
 
 pytestmark = needs_libtpu
 WIDTH = 1024
@@ -153,3 +156,45 @@ def test_our_options_of_long_runs_keep_the_matrix_units_busier(name: str) -> Non
     )
     assert long.flops == short.flops
     assert long.products < 0.97 * short.products
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_a_pipelines_lockstep_is_the_ideal_and_what_stands_between_actions(name):
+    schedule = make_schedule(
+        name, ranks=4, microbatches=16, virtual_stages=12 if name == "interleaved" else 1
+    )
+    costs = {
+        Work.IDLE: 3, Work.FORWARD: 1000, Work.BACKWARD: 3500, Work.BACKWARD_INPUT: 2200,
+        Work.BACKWARD_WEIGHT: 900,
+    }  # fmt: skip
+    tick = Tick(costs, between=17)
+    assert tick.lockstep(schedule) == tick.ideal(schedule) + 17 * len(schedule.ticks)
+    work = {"zero_bubble": 16 * 4100 + 3 * 2300, "interleaved": (12 * 16 + 3) * 4500}
+    assert tick.ideal(schedule) == work.get(name, 19 * 4500)
+
+
+_TICK = """HloModule tick
+%idle (p: s32[]) -> s32[] {
+  ROOT %p = s32[] parameter(0)
+}
+%forward (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  ROOT %f = s32[] negate(%p), backend_config={"estimated_cycles":"100"}
+}
+%backward (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  ROOT %b = s32[] negate(%p), backend_config={"estimated_cycles":"250"}
+}
+ENTRY %main (k: s32[], p: s32[]) -> s32[] {
+  %k = s32[] parameter(0)
+  %p = s32[] parameter(1)
+  %c = s32[] conditional(%k, %p, %p, %p), branch_computations={%idle, %forward, %backward}, \
+metadata={op_name="jit(train_step)/shard_map/while/body/closed_call/stage/cond"}
+  ROOT %n = s32[] negate(%c), backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_the_actions_of_a_tick_are_found_in_a_program():
+    found = tick_of(_TICK, make_schedule("1f1b", ranks=2, microbatches=2))
+    assert found == Tick({Work.IDLE: 0, Work.FORWARD: 100, Work.BACKWARD: 250}, between=7)
