@@ -65,7 +65,9 @@ class Engine:
         kept = "residuals" if self.keep_residuals else "recompute"
         table = slots(self.schedule, backward=kept)
         columns, uniform, patterns = _columns(self.schedule, table)
-        columns = {n: jax.sharding.reshard(c, P(None, "pipe")) for n, c in columns.items()}
+        # One array of each kind: reading a number of a loop's tick costs as much as reading all.
+        own = jax.sharding.reshard(np.stack([*columns.values()], axis=-1), P(None, "pipe"))
+        everyones = np.stack([*uniform.values()], axis=-1)
         valid = None
         if not self.stages.valid.all():
             valid = jax.sharding.reshard(self.stages.valid, P("pipe"))
@@ -76,15 +78,15 @@ class Engine:
             self._parts(),
             self.stages,
             table,
+            names=(tuple(columns), tuple(uniform)),
             patterns=patterns,
             with_gradient=self.with_gradient,
             keep_residuals=self.keep_residuals,
         )
 
-        def body(columns: Any, *arguments: Any) -> Any:
-            rows = {name: column[:, 0] for name, column in columns.items()}
-            rows |= {name: jnp.asarray(column) for name, column in uniform.items()}
-            of_layers, of_outer, sums = rank.run(rows, *arguments)
+        def body(own: Any, *arguments: Any) -> Any:
+            ticks = own[:, 0], jnp.asarray(everyones)
+            of_layers, of_outer, sums = rank.run(ticks, *arguments)
             by_rank = jax.tree.map(lambda total: total[None], of_outer)
             return of_layers, by_rank, jax.lax.psum(sums, "pipe")
 
@@ -95,7 +97,7 @@ class Engine:
         grads_layers, grads_outer, sums = along(
             ("pipe",),
             body,
-            columns,
+            own,
             valid,
             layers,
             of_layers,
@@ -140,8 +142,8 @@ def _columns(schedule: Timetable, table: Slots) -> tuple[Any, dict[str, np.ndarr
         "stash_slot": np.maximum(table.stash_slot, 0),
         "receive_input_slot": table.receive_input_slot,
         "receive_gradient_slot": table.receive_gradient_slot,
-        "first": (stage == 0) & (table.kind != Work.IDLE),
-        "last": (stage == schedule.num_stages - 1) & (table.kind != Work.IDLE),
+        "first": ((stage == 0) & (table.kind != Work.IDLE)).astype(np.int32),
+        "last": ((stage == schedule.num_stages - 1) & (table.kind != Work.IDLE)).astype(np.int32),
     }
     uniform, patterns = {}, {}
     for way, edges in zip(("forward", "backward"), sends(schedule), strict=True):

@@ -33,6 +33,7 @@ class Rank:
         stages: Stages,
         table: Slots,
         *,
+        names: tuple[tuple[str, ...], tuple[str, ...]],
         patterns: dict[str, list[Edges]],
         with_gradient: Callable[..., Any],
         keep_residuals: bool,
@@ -43,11 +44,13 @@ class Rank:
           parts: the model.
           stages: which layers each stage has.
           table: the schedule as arrays.
+          names: of what a tick's row has, the rank's own and everyone's.
           patterns: for each way, the distinct sets of edges that a tick uses.
           with_gradient: as in Engine.
           keep_residuals: as in Backward.
         """
         self._parts, self._stages, self._table, self._patterns = parts, stages, table, patterns
+        self._names = names
         self._with_gradient, self._keep_residuals = with_gradient, keep_residuals
         self._kinds = sorted({Work(kind) for kind in table.kind.flat})
         self._split = Work.BACKWARD_INPUT in self._kinds
@@ -56,7 +59,7 @@ class Rank:
 
     def run(
         self,
-        rows: Row,
+        ticks: tuple[jax.Array, jax.Array],
         valid: jax.Array | None,
         layers: Variables,
         of_layers: Variables,
@@ -68,7 +71,7 @@ class Rank:
         """All ticks: gradients of the rank's layers and of what stands around them, and sums.
 
         Args:
-          rows: the rank's columns of the table, [ticks] each.
+          ticks: int32 [ticks, names] each: the table's columns of the rank, and of everyone.
           valid: which of the rank's places hold a layer; None: all do.
           layers, outer: parameters to compute with.
           of_layers, of_outer: what the gradients are taken with respect to.
@@ -101,12 +104,16 @@ class Rank:
             "outer": jax.tree.map(lambda v: jnp.zeros_like(v, jnp.float32), of_outer),
             "sums": self._no_sums(y),
         }
-        carry, _ = jax.lax.scan(self._tick, carry, rows)
+        carry, _ = jax.lax.scan(self._tick, carry, ticks)
         return jax.tree.unflatten(tree, carry["layers"]), carry["outer"], carry["sums"]
 
     # -- one tick --------------------------------------------------------------------------------
 
-    def _tick(self, carry: Carry, row: Row) -> tuple[Carry, None]:
+    def _tick(self, carry: Carry, tick: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
+        row: Row = {}
+        for names, numbers in zip(self._names, tick, strict=True):
+            row |= {name: numbers[place] for place, name in enumerate(names)}
+        row |= {name: row[name] > 0 for name in ("first", "last")}
         own = {name: carry[name] for name in carry if name not in ("inputs", "gradients")}
         nothing = jnp.zeros_like(carry["inputs"][0])
         actions: dict[Work, Callable[[Carry], tuple[Carry, jax.Array]]] = {
@@ -289,24 +296,24 @@ class Rank:
     def _move(self, message: jax.Array, way: str, buffer: jax.Array, row: Row) -> jax.Array:
         """The buffer with what arrived in it: every pattern of edges is a permute of its own."""
 
-        def along(number: int, edges: Edges) -> Callable[[jax.Array], jax.Array]:
-            def send(message: jax.Array) -> jax.Array:
-                if not edges:
-                    return jnp.zeros_like(message)
-                with jax.named_scope(f"send_{way}_{number}"):
-                    return jax.lax.ppermute(message, "pipe", edges)
+        slot = row["receive_input_slot" if way == "forward" else "receive_gradient_slot"]
 
-            return send
+        def along(number: int, edges: Edges) -> Callable[[jax.Array], jax.Array]:
+            def send(buffer: jax.Array) -> jax.Array:
+                with jax.named_scope(f"send_{way}_{number}"):
+                    arrived = jax.lax.ppermute(message, "pipe", edges)
+                return jax.lax.cond(
+                    slot >= 0,
+                    lambda buffer: _put([buffer], slot, [arrived])[0],
+                    lambda buffer: buffer,
+                    buffer,
+                )
+
+            # In a tick without this way nothing is written either.
+            return send if edges else lambda buffer: buffer
 
         senders = [along(number, edges) for number, edges in enumerate(self._patterns[way])]
-        arrived = jax.lax.switch(row[f"{way}_pattern"], senders, message)
-        slot = row["receive_input_slot" if way == "forward" else "receive_gradient_slot"]
-        return jax.lax.cond(
-            slot >= 0,
-            lambda buffer: _put([buffer], slot, [arrived])[0],
-            lambda buffer: buffer,
-            buffer,
-        )
+        return jax.lax.switch(row[f"{way}_pattern"], senders, buffer)
 
     def _rows_of(self, tree: Any, row: Row) -> Any:
         """The places of this tick's stage among a rank's places."""
