@@ -26,6 +26,18 @@ def test_the_newest_and_the_multiples_stay(steps, keep, keep_every):
         assert (step not in expired) == stays
 
 
+@hypothesis.given(
+    steps=strategies.sets(strategies.integers(0, 30)),
+    best=strategies.lists(strategies.integers(0, 30), unique=True).map(sorted),
+    keep=strategies.integers(1, 5),
+)
+def test_the_last_of_the_best_that_is_whole_stays_beside_the_newest(steps, best, keep):
+    without = retention.expired(steps, keep=keep, keep_every=None)
+    whole = [step for step in best if step in steps]
+    expected = [step for step in without if step != (whole or [None])[-1]]
+    assert retention.expired(steps, keep=keep, keep_every=None, best=best) == expected
+
+
 @pytest.fixture
 def root(tmp_path):
     """Two finished checkpoints, what kills leave of four others, and things of other people."""

@@ -116,7 +116,7 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
         return trainer.train(profile=profile) or trainer.evaluate()
     if first:
         console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
-    return trainer.train(profile=profile)
+    return trainer.train(profile=profile) or trainer.evaluate()
 
 
 def sayer(console: Console) -> Callable[[str], None]:

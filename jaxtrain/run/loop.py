@@ -12,6 +12,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
+from jaxtrain.run.best import Record
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.garbage import Garbage
@@ -20,7 +21,7 @@ from jaxtrain.run.recorder import Recorder
 from jaxtrain.run.saved import SavedRun
 from jaxtrain.training.guard import Guard, Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.settings import Train
+from jaxtrain.training.settings import Best, Train
 from jaxtrain.training.stepper import Stepper
 
 
@@ -38,6 +39,8 @@ class Loop:
       attempt: who may ask to stop, and where the time goes.
       folder: the run's folder; None keeps everything in memory.
       dataset: gives the opened data.
+      best: which evaluation is the best.
+      lines: those of the metrics so far.
       open_log: of the steps after a first one up to a last one.
       say: takes a line for people.
       next_batch: the number of the batch that the next step takes.
@@ -53,6 +56,8 @@ class Loop:
     attempt: Attempt
     folder: RunFolder | None
     dataset: Callable[[], Dataset]
+    best: Best
+    lines: Callable[[], list[dict[str, Any]]]
     open_log: Callable[[int, int], MetricsLog]
     say: Callable[[str], None]
     next_batch: int
@@ -142,6 +147,10 @@ class Loop:
                 with log.paused():
                     values = self.evaluate(log)
                 log.now(first, {**values, **self._seen()}, self._account(log))
+            record = self._record(first)
+            if record is not None and record.ends_run:
+                self.say(f"Ended at step {first}: {record}")
+                return values
             for step in range(first + 1, last + 1):
                 self._stop_if_asked(log)
                 with phases.phase("step" if self._is_compiled else "compile", step):
@@ -160,6 +169,7 @@ class Loop:
                     with log.paused():
                         jax.block_until_ready(self.stepper.state)
                         recorder.turn(log.seconds)
+                is_best = ends = False
                 if _every(train.eval_every, step) or step == last:
                     with log.paused():
                         values = self.evaluate(log)
@@ -167,12 +177,29 @@ class Loop:
                     log.now(step, {**values, **self._seen()}, self._account(log))
                     if self.folder is not None:
                         self.folder.push_soon()
-                if _every(train.save_every, step) or step == last:
+                    if record is not None:
+                        is_best = record.see(step, values)
+                        ends = record.ends_run
+                        self.saved.keep_best(record.steps)
+                if _every(train.save_every, step) or step == last or is_best or ends:
                     with log.paused():
                         self._save()
                         garbage.collect()
                     self._account(log)
+                if record is not None and (ends or step == last):
+                    early = f"Ended at step {step}, not {last}: " if ends and step < last else ""
+                    self.say(f"{early}{record}")
+                if ends:
+                    break
         return values
+
+    def _record(self, step: int) -> Record | None:
+        """What the evaluations up to a step have shown; None where nothing is compared."""
+        if self.best.metric is None:
+            return None
+        record = Record.of(self.best, self.lines(), step)
+        self.saved.keep_best(record.steps)
+        return record
 
     def _account(self, log: MetricsLog) -> dict[str, Any]:
         """Records where the time went so far."""

@@ -1,6 +1,6 @@
 """A run's states on disk: the newest to go on from, an earlier one to go back to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -139,6 +139,11 @@ class SavedRun:
         extra = resume.describe(self._config, self._program, digest, next_batch)
         with jax.transfer_guard("allow"):
             self._checkpoints.save(step, state, extra)
+
+    def keep_best(self, steps: Sequence[int]) -> None:
+        """From now on the checkpoint of the last of these steps that is saved stays."""
+        if self._checkpoints is not None:
+            self._checkpoints.keep_best(steps)
 
     def wait(self) -> None:
         """Returns when the last save is on disk and sealed; raises what went wrong with it."""

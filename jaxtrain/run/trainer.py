@@ -162,6 +162,8 @@ class Trainer:
             attempt=self._attempt,
             folder=self._folder,
             dataset=lambda: self.dataset,
+            best=config.best,
+            lines=lambda: self.history,
             open_log=self._open_log,
             say=self.say,
             next_batch=next_batch,

@@ -7,7 +7,7 @@ import pkgutil
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import jaxtrain.data
 import jaxtrain.models
@@ -75,6 +75,45 @@ class Checkpoint:
                 f"Checkpoint.max_failed_saves = {self.max_failed_saves}: a run stops after 1 "
                 "failed save in a row or more"
             )
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Best:
+    """Which evaluation is the best: its checkpoint stays beside the newest, and a run may end.
+
+    Attributes:
+      metric: a value of metrics.jsonl's evaluation lines, such as 'eval_loss' or 'eval_accuracy'; a
+        better one than all before is saved at once. None compares nothing.
+      order: which value is better: the 'lowest' or the 'highest'.
+      patience: the run ends after this many evaluations in a row that were not better; 0 never.
+    """
+
+    metric: str | None = None
+    order: Literal["lowest", "highest"] = "lowest"
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "patience")
+        if self.patience and self.metric is None:
+            raise UserError(
+                f"Best.patience={self.patience} with Best.metric=None: nothing is compared; use "
+                "Best.metric='eval_loss', or Best.patience=0"
+            )
+        if self.metric is not None and "accuracy" in self.metric and self.order == "lowest":
+            raise UserError(
+                f"Best.metric={self.metric!r} with Best.order='lowest' would keep the worst; use "
+                "Best.order='highest'"
+            )
+
+
+def refuse_best(settings: Best, train: "Train") -> Iterator[str]:
+    """A sentence where there is nothing to choose the best of."""
+    if settings.metric is not None and train.eval_every == 0:
+        yield (
+            f"Best.metric={settings.metric!r} with Train.eval_every=0: the end alone is evaluated; "
+            "set Train.eval_every, such as 100"
+        )
 
 
 # A median of fewer says little: caches are cold, the first batches are still being prefetched.
@@ -294,6 +333,7 @@ class Config:
     optimizer: Optimizer
     schedule: Schedule
     checkpoint: Checkpoint
+    best: Best
     guard: Guard
     corruption: Corruption
     deadlines: Deadlines

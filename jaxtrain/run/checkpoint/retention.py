@@ -1,7 +1,7 @@
 """The folder that holds a run's checkpoints: which are finished, which stay, what is swept out."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
@@ -32,10 +32,22 @@ def refuse_absent(root: Place, step: int) -> None:
     raise UserError(f"no checkpoint of step {step} in {root}; {there}")
 
 
-def expired(steps: Iterable[int], *, keep: int, keep_every: int | None) -> list[int]:
-    """The steps that need not stay: all but the newest `keep` and the multiples of `keep_every`."""
+def expired(
+    steps: Collection[int], *, keep: int, keep_every: int | None, best: Iterable[int] = ()
+) -> list[int]:
+    """The steps that need not stay: all but the newest `keep`, the multiples of `keep_every`, and
+    the best.
+
+    Args:
+      steps: of all finished checkpoints.
+      keep: how many of the newest stay.
+      keep_every: multiples of this stay too; None: only the newest.
+      best: steps of which each was better than those before it; the last of them that is finished
+        stays, so that the one before it goes only when that is whole.
+    """
     old = sorted(steps)[:-keep]
-    return [step for step in old if keep_every is None or step % keep_every]
+    stays = max((step for step in best if step in steps), default=None)
+    return [s for s in old if s != stays and (keep_every is None or s % keep_every)]
 
 
 def delete(root: Place, step: int) -> None:

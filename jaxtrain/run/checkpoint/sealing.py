@@ -109,6 +109,7 @@ class Sealer:
         """
         pass_over_late_complaints()
         self._folder, self._keep, self._keep_every = folder, keep, keep_every
+        self.best: tuple[int, ...] = ()
         self._max_failures, self._all_come_to = max_failures, barrier
         self._report, self._may_write, self._before_seal = report, may_write, before_seal
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -241,7 +242,9 @@ class Sealer:
             raise
         manifest.seal(self._folder / str(step), step, leaves)
         steps = retention.sealed_steps(self._folder)
-        for old in retention.expired(steps, keep=self._keep, keep_every=self._keep_every):
+        for old in retention.expired(
+            steps, keep=self._keep, keep_every=self._keep_every, best=self.best
+        ):
             retention.delete(self._folder, old)
 
     def _barrier(self, name: str, seconds: int) -> None:

@@ -11,7 +11,7 @@ import concurrent.futures
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,6 +147,14 @@ class Checkpoints:
             aside = retention.put_aside(self.folder, step)
         renamed = f"it is now {aside}, to be looked at and deleted; " if aside else ""
         self._report(f"{error}; {renamed}the one before it is used")
+
+    def keep_best(self, steps: Sequence[int]) -> None:
+        """From now on the last of these steps that is saved stays, however many are newer.
+
+        Args:
+          steps: each better than those before it.
+        """
+        self._sealer.best = tuple(steps)
 
     def drop_after(self, step: int) -> None:
         """Deletes the checkpoints newer than `step`, to which a run goes back; all processes call.

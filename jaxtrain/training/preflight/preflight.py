@@ -135,6 +135,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: settings.refuse(
         c.train, seen.layout_if_any, microbatches=c.pipeline.microbatches
     ),
+    lambda seen, c: settings.refuse_best(c.best, c.train),
     lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
     lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
