@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxtrain.run.checkpoint.manifest import FORMAT
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
@@ -259,19 +260,31 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
     return checkpoints.restore(step, program.abstract_state())
 
 
-def restore_parameters(checkpoints: Checkpoints, step: int, program: Program) -> nnx.State:
-    """The parameters of `step` alone, all of them, in the layout of the program's `whole`; nothing
-    else is read."""
+def restore_parameters(
+    checkpoints: Checkpoints, step: int, program: Program, unread: Collection[str] = ()
+) -> nnx.State:
+    """The parameters of `step` alone, in the layout of the program's `whole`; nothing else is read.
+
+    Args:
+      checkpoints: another run's, or this one's.
+      step: of the checkpoint.
+      program: what they are for.
+      unread: names of those that are left out, with what stands beside them.
+    """
     said = _bindings(checkpoints.extra(step)["config"], "Finetune.")
     saved = load(_Tuned, None, said, search_path=Path())
     source = dataclasses.replace(program, tuning=tuning_of(saved.finetune, program.build))
-    found = _restore(checkpoints, step, source, _parameters)
+
+    def wanted(state: TrainState) -> dict[str, nnx.State]:
+        def reads(name: str, _: Any) -> bool:
+            return not any(name == one or name.startswith(f"{one}/") for one in unread)
+
+        params, frozen = (told_apart(part, reads)[0] for part in state.weights)
+        return {"params": params, "frozen": frozen}
+
+    found = _restore(checkpoints, step, source, wanted)
     with program.layout.active():
         return jax.jit(source.tuning.merged)((found["params"], found["frozen"]))
-
-
-def _parameters(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, "frozen": state.frozen}
 
 
 def _restore(

@@ -22,7 +22,7 @@ from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.parallel.gathering import GradientSlice
 from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shard, shardings
-from jaxtrain.training.finetune.tuning import Tuning, Weights
+from jaxtrain.training.finetune.tuning import Tuning, Weights, named, told_apart
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
@@ -113,13 +113,16 @@ class Program:
 
         Args:
           key: of what is drawn.
-          params: the parameters to start from, as `whole`'s state holds them; None draws them.
+          params: the parameters to start from, as `whole`'s state holds them; those that are
+            missing are drawn. None draws all.
         """
         _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
-        if params is None:
-            params = jax.tree.map(lambda x: x.astype(self.precision.params), drawn)
-            if self.stages is not None:
-                params = self.stages.to_stages(params)
+        given = {} if params is None else named(params)
+        missing = told_apart(drawn, lambda name, _: name not in given)[0]
+        missing = jax.tree.map(lambda x: x.astype(self.precision.params), missing)
+        if self.stages is not None:
+            missing = self.stages.to_stages(missing)
+        params = missing if params is None else nnx.merge_state(missing, params)
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
         params, frozen = self.tuning.begin(params, self._adapters(drawn, key))
@@ -185,8 +188,7 @@ class Program:
 
         Args:
           seed: of what is drawn.
-          params: the parameters to start from, as `whole`'s state holds them, which are taken
-            away; None draws them.
+          params: the parameters to start from, as of `init`, which are taken away.
         """
         out = self.state_shardings(self.shapes())
         init = jax.jit(self.init, out_shardings=out, donate_argnums=1)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,6 +176,7 @@ def match(
     stored: Mapping[str, StoredTensor],
     *,
     where: str,
+    unread: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
     """The stored tensors by the names of the family's map.
 
@@ -185,11 +186,14 @@ def match(
       shapes: of our parameters, by name.
       stored: what the folder holds.
       where: the folder, for the message.
+      unread: names of our parameters whose tensors are passed over, be they there or not.
 
     Raises:
       UserError: tensors that are missing, left over, of another shape or no floating numbers.
     """
-    wanted = their_shapes(family.names(model), shapes)
+    lines = family.names(model)
+    wanted = their_shapes((line for line in lines if line.ours not in unread), shapes)
+    passed_over = set(their_shapes((line for line in lines if line.ours in unread), shapes))
     bare = not any(name.startswith(family.prefix) for name in stored)
     found, problems = {}, []
     for name, shape in wanted.items():
@@ -205,6 +209,9 @@ def match(
             problems.append(f"{there} is {tensor.dtype}; here it is {', '.join(DTYPES)}")
     taken = set(found.values())
     for name, tensor in stored.items():
+        whole = name if not bare else family.prefix + name
+        if {name, whole} & passed_over:
+            continue
         if tensor not in taken and not re.fullmatch(family.buffers, name):
             problems += _left_over(name, tensor, family.copies.get(name), found)
     if problems:

@@ -6,7 +6,7 @@ one tensor.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxtrain.models.weights.folder import StoredTensor, match
 from jaxtrain.models.weights.names import Name
 from jaxtrain.models.weights.published import Published
 from jaxtrain.run.checkpoint.leaves import flatten
+from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.step import Program, parameter_shapes
 
 MOST_AT_ONCE = 1 << 28  # bytes
@@ -31,13 +32,16 @@ def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
 
 
-def read_parameters(folder: Published, program: Program, model: Model) -> nnx.State:
+def read_parameters(
+    folder: Published, program: Program, model: Model, unread: Collection[str] = ()
+) -> nnx.State:
     """The parameters of a folder, all of them, in the program's layout, dtype and order of layers.
 
     Args:
       folder: of the published model.
       program: what they are for.
       model: its sizes.
+      unread: names of parameters that are left out.
 
     Raises:
       UserError: another architecture's, or tensors that do not fit.
@@ -49,9 +53,11 @@ def read_parameters(folder: Published, program: Program, model: Model) -> nnx.St
             f"@{family.model.__name__}(), not @{type(model).__name__}()"
         )
     shapes = shapes_of(program)
-    stored = match(family, model, shapes, folder.tensors(), where=str(folder.path))
+    stored = match(family, model, shapes, folder.tensors(), where=str(folder.path), unread=unread)
     of = {name.ours: name for name in family.names(model)}
-    names, leaves, treedef = flatten(program.whole.abstract_state().params)
+    params = program.whole.abstract_state().params
+    wanted = told_apart(params, lambda name, _: name not in unread)[0]
+    names, leaves, treedef = flatten(wanted)
     arrays = []
     for ours, leaf in zip(names, leaves, strict=True):
         order = program.layer_order if _is_stacked(of[ours]) else None

@@ -26,6 +26,8 @@ class Finetune:
       freeze: patterns of parameters that stay as they are, by the names that `Trainer.table` gives:
         `('layers/*', 'token_embedding')`; `*` stands for any characters, slashes too. They have no
         gradient and no optimizer state.
+      fresh: patterns of parameters that are drawn and not taken from Train.start_from, such as a
+        new head, `('output',)`; there they may be missing, or have another shape.
       lora_rank: the rank of adapters, which alone are trained (LoRA, arXiv 2106.09685); None: there
         are none.
       lora_alpha: what an adapter adds is multiplied by this over what `lora_scale` says.
@@ -39,6 +41,7 @@ class Finetune:
     """
 
     freeze: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
     lora_rank: int | None = None
     lora_alpha: float = 16.0
     lora_scale: Literal["rank", "sqrt_rank"] = "rank"
@@ -72,6 +75,7 @@ def refuse(
     *,
     exchange: str,
     layout: Layout | None = None,
+    starts_from: str | None = None,
 ) -> Iterator[str]:
     """A sentence for each reason why a run cannot train so.
 
@@ -80,7 +84,15 @@ def refuse(
       shapes: of the model's parameters; only asked for where something is not trained.
       exchange: the method by which replicas agree.
       layout: where parameters go; None: that is not known.
+      starts_from: `Train.start_from`.
     """
+    if settings.fresh:
+        if starts_from is None:
+            yield (
+                f"Finetune.fresh={settings.fresh!r} with Train.start_from=None: all parameters are "
+                "drawn; use Finetune.fresh=(), or name what the others come from"
+            )
+        yield from _refuse_unmatched("fresh", settings.fresh, list(named(shapes())))
     if settings.lora_rank is None and not settings.freeze:
         return
     if exchange != "synchronous":
@@ -93,16 +105,23 @@ def refuse(
         yield from _refuse_adapters(settings, shapes(), layout)
         return
     known = list(named(shapes()))
-    for pattern in settings.freeze:
-        if not matching([pattern], known):
-            yield (
-                f"Finetune.freeze: {pattern!r} matches no parameter{did_you_mean(pattern, known)}"
-            )
+    yield from _refuse_unmatched("freeze", settings.freeze, known)
     if len(matching(settings.freeze, known)) == len(known):
         yield (
             f"Finetune.freeze={settings.freeze!r} matches all {len(known)} parameters, and nothing "
             "is left to train; leave some of them out"
         )
+
+
+def _refuse_unmatched(
+    setting: str, patterns: Iterable[str], known: Collection[str]
+) -> Iterator[str]:
+    for pattern in patterns:
+        if not matching([pattern], known):
+            yield (
+                f"Finetune.{setting}: {pattern!r} matches no parameter"
+                f"{did_you_mean(pattern, known)}"
+            )
 
 
 def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
@@ -144,7 +163,8 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
     if settings.lora_rank is None and not settings.freeze:
         return Tuning()
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
-    found = list(refuse(settings, lambda: shapes, exchange="synchronous"))
+    own = dataclasses.replace(settings, fresh=())  # which no part of a model depends on
+    found = list(refuse(own, lambda: shapes, exchange="synchronous"))
     if found:
         raise UserError("\n".join(found))
     names, rank = named(shapes), settings.lora_rank

@@ -144,6 +144,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         lambda: seen.shapes,
         exchange=c.exchange.method,
         layout=seen.layout_if_any,
+        starts_from=c.train.start_from,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),
