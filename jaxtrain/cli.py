@@ -175,6 +175,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from jaxtrain.run.generation import command as generation
 
             return generation.generate(arguments)
+        case "evaluate-tasks":
+            from jaxtrain.run.tasks import command as tasks
+
+            return tasks.evaluate_tasks(arguments)
         case "predict":
             return run.predict(arguments)
         case "inspect":

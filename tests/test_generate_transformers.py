@@ -1,11 +1,14 @@
 """What is generated equals `transformers.generate` token for token, on random weights."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling, adjusted
+from jaxtrain.run.tasks.scoring import Pair, scores
 from jaxtrain.run.trainer import Trainer
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -55,7 +58,7 @@ def pair(request, tmp_path_factory):
     return there, Trainer.from_huggingface(folder, bindings=bindings)
 
 
-def theirs(model, prompts, *, with_scores=False, eos_token_id=END, **settings):
+def theirs(model, prompts, *, with_scores=False, ends=(END,), **settings):
     """New tokens of prompts padded on the left, up to an end, and the model's logits."""
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -63,10 +66,10 @@ def theirs(model, prompts, *, with_scores=False, eos_token_id=END, **settings):
     out = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False,
         return_dict_in_generate=True, output_logits=True, output_scores=True,
-        eos_token_id=eos_token_id, **settings,
+        eos_token_id=list(ends), **settings,
     )  # fmt: skip
     rows = [row.tolist() for row in out.sequences[:, longest:]]
-    cut = [r[: r.index(eos_token_id)] if eos_token_id in r else r for r in rows]
+    cut = [list(itertools.takewhile(lambda token: token not in ends, row)) for row in rows]
     scores = (out.sequences_scores.numpy(),) if with_scores else ()
     return cut, torch.stack(out.logits, 1), *scores
 
@@ -119,15 +122,14 @@ SEARCHES = {
 def test_beam_search(pair, search, request):
     there, trainer = pair
     settings = SEARCHES[request.node.callspec.params["pair"] if search == "own" else search]
-    # A token that ends some of what is likely.
-    end = theirs(there, PROMPTS)[0][0][5]
-    given = {**settings, "num_beams": settings["beams"], "eos_token_id": end}
+    ends = list(range(3, 15))  # so many that beams end all the time
+    given = {**settings, "num_beams": settings["beams"], "ends": ends}
     del given["beams"]
     # A penalty alone: transformers takes the tokens of the padding for tokens of the text.
     penalised = "repetition_penalty" in settings
     for prompts in [[one] for one in PROMPTS[:2]] if penalised else [PROMPTS]:
         expected, _, scores = theirs(there, prompts, with_scores=True, **given)
-        found = ours(trainer, prompts, BeamSearch(**settings), ends=[end])
+        found = ours(trainer, prompts, BeamSearch(**settings), ends=ends)
         assert [answer.tokens for answer in found] == expected
         np.testing.assert_allclose([answer.score for answer in found], scores, rtol=1e-4)
         for answer in found:
@@ -136,6 +138,33 @@ def test_beam_search(pair, search, request):
                 total = sum(answer.log_probabilities)
                 power = NEW ** settings.get("length_penalty", 1.0)
                 assert answer.score == pytest.approx(total / power, rel=1e-4)
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_log_likelihoods_of_continuations(pair):
+    """In batches of unlike lengths; one of a single token, one whose context was cut."""
+    there, trainer = pair
+    rng = np.random.default_rng(2)
+    given = []
+    for length, told in ((9, 1), (30, 7), (12, 5), (4, 3), (20, 20)):
+        tokens = rng.integers(0, 62, length + 1).tolist()
+        given.append(Pair(tokens=tokens[:-1], continuation=tokens[-told:], truncated=False))
+    # What is likeliest after a context, and another token after that.
+    [answer] = ours(trainer, [given[0].tokens], Sampling(temperature=0.0), ends=())
+    for last in (answer.tokens[3], (answer.tokens[3] + 1) % 62):
+        continuation = [*answer.tokens[:3], last]
+        tokens = [*given[0].tokens, *continuation[:-1]]
+        given.append(Pair(tokens=tokens, continuation=continuation, truncated=False))
+    found = scores(
+        trainer.program.plain, trainer.config.train.model, trainer.state, given, batch_size=4
+    )
+    for one, score in zip(given, found, strict=True):
+        with torch.no_grad():
+            logits = there(torch.tensor([one.tokens])).logits[0, -len(one.continuation) :]
+        told = torch.log_softmax(logits, -1)[range(len(one.continuation)), one.continuation]
+        assert score.log_likelihood == pytest.approx(told.sum().item(), abs=1e-3)
+        assert score.greedy == (logits.argmax(-1).tolist() == one.continuation)
+    assert [score.greedy for score in found[-2:]] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, predict, inspect, import-hf, export-hf, data, prepare, configs,
-    plot, sweep and supervise."""
+    """Adds train, eval, generate, evaluate-tasks, predict, inspect, import-hf, export-hf, data,
+    prepare, configs, plot, sweep and supervise."""
     command = add("train", "trains, or continues from the newest checkpoint")
     command.add_argument(
         "config",
@@ -80,6 +80,30 @@ def add_run_commands(add: Add) -> None:
     command = add("generate", "prints what a trained language model writes")
     _add_checkpoint_options(command)
     _add_generation_options(command)
+    add_config_options(command)
+
+    command = add("evaluate-tasks", "tells how many questions of files a language model answers")
+    _add_checkpoint_options(command)
+    command.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines with a prompt, and choices and answer, or a target",
+    )
+    command.add_argument(
+        "--delimiter",
+        default=" ",
+        metavar="TEXT",
+        help="between a prompt and a choice or target; a space",
+    )
+    command.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="continuations that are told at one time; %(default)s",
+    )
     add_config_options(command)
 
     command = add("predict", "names the likeliest classes of images")

@@ -8,6 +8,7 @@ Letters: B rows, T length, S longest sequence, N new tokens, V vocab.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,20 @@ def padded(
         padding_B[row] = longest - len(prompt)
         tokens_BT[row, padding_B[row] :] = prompt
     return tokens_BT, padding_B
+
+
+def batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[list[int]]:
+    """Numbers of prompts that go on together: of lengths that are near, or equal where they must
+    be."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
+        unlike = batch and counts_slots(sizes) and lengths[number] != lengths[batch[0]]
+        if len(batch) == batch_size or unlike:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def counts_slots(sizes: TokenModel) -> bool:

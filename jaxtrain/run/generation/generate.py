@@ -4,7 +4,7 @@ Letters: B rows, E tokens that end a text.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -19,7 +19,7 @@ from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
     Texts,
     advance,
-    counts_slots,
+    batches,
     for_texts,
     padded,
     prefill,
@@ -46,16 +46,16 @@ class Watch(Protocol):
         ...
 
 
-def writes(model: Model) -> TokenModel:
-    """The same model, one that looks back; UserError for others."""
+def writes(model: Model, *, command: str = "generate") -> TokenModel:
+    """The same model, one that looks back; UserError for others, in the name of a command."""
     if not reads_tokens(model):
         raise UserError(
-            f"generate: Train.model=@{type(model).__name__}() reads {model.inputs}; only models "
+            f"{command}: Train.model=@{type(model).__name__}() reads {model.inputs}; only models "
             "that read tokens generate"
         )
     if not model.cached:
         raise UserError(
-            f"generate: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
+            f"{command}: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
             "it reads whole texts, and only models that look back generate"
         )
     return model
@@ -109,7 +109,7 @@ def generate(
     answers: dict[int, Answer] = {}
     key = jax.random.key(seed)
     with program.layout.active(), program.precision.products():
-        for numbers in _batches([len(prompt) for prompt in given], sizes, batch_size):
+        for numbers in batches([len(prompt) for prompt in given], sizes, batch_size):
             batch = {number: given[number] for number in numbers}
             most = [limits[number] for number in numbers]
             if isinstance(sampling, BeamSearch):
@@ -172,20 +172,6 @@ def refuse_seed(seed: int) -> None:
     """Raises UserError where a seed has more than 32 bits."""
     if not 0 <= seed <= MAX_SEED:
         raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
-
-
-def _batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that go on together: of lengths that are near, or equal where they must
-    be."""
-    batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
-        unlike = batch and counts_slots(sizes) and lengths[number] != lengths[batch[0]]
-        if len(batch) == batch_size or unlike:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
 
 
 def _answered(

@@ -70,14 +70,15 @@ def write(
     return told
 
 
-def tokenizer_of(train: Train) -> Tokenizer:
-    """The tokenizer of a model that writes; UserError where it does not, or knows none."""
+def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
+    """The tokenizer of a model that writes; UserError, in the name of a command, where it does not,
+    or knows none."""
     if not isinstance(train.data, TextSource):
         raise UserError(
-            f"generate: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
+            f"{command}: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
             "trained on text generate"
         )
-    writes(train.model)
+    writes(train.model, command=command)
     return train.data.open_tokenizer()
 
 
