@@ -169,16 +169,33 @@ def test_a_file_that_holds_no_prompts_is_refused_by_its_line(run, tmp_path, caps
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
+def test_guesses_change_no_greedy_answer_and_are_counted(run, capsys, draft):
+    assert generate(run, "--prompt", "def ", "--max-new-tokens", "16") == 0
+    plain = capsys.readouterr().out
+    folder = str(run.workdir) if draft == "itself" else draft
+    words = ["--prompt", "def ", "--max-new-tokens", "16", "--draft", folder, "--guesses", "2"]
+    assert generate(run, *words) == 0
+    out, said = capsys.readouterr()
+    assert out == plain
+    if draft == "itself":  # a token of the prompt, then three of each of five passes
+        assert "10 of 10 guesses were kept (100%), 3.00 tokens a pass of the model" in said
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--guesses", "2"], "--guesses 2: nothing guesses; add --draft"),
+        (["--draft", "lookup", "--guesses", "0"], "--guesses 0: use at least 1"),
+        (["--draft", "lookup", "--stop", "x"], "--draft lookup with --stop: guesses are of one"),
+        (["--draft", "lookup", "--beams", "2"], "--draft lookup with --beams 2: guesses are of"),
         (["--beams", "2", "--top-k", "3"], "--top-k 3 with --beams 2: a beam search draws nothing"),
         (["--length-penalty", "2"], "--length-penalty is of a beam search; add --beams"),
         (["--beams", "0"], "--beams 0: use at least 1"),
         (["--beams", "2", "--stop", "x"], "--beams 2: a beam ends at the end-of-text token"),
     ],
 )
-def test_what_beams_do_not_do_is_refused(run, capsys, words, told):
+def test_what_beams_and_guesses_do_not_do_is_refused(run, capsys, words, told):
     assert main(["generate", "--workdir", str(run.workdir), "--prompt", "a", *words]) == 2
     assert told in capsys.readouterr().err
 

@@ -225,6 +225,13 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
         "false",
     )
     command.add_argument(
+        "--draft",
+        metavar="DIR",
+        help="the run of a smaller model that guesses tokens, told many at a time; or 'lookup', "
+        "which guesses from the text so far",
+    )
+    command.add_argument("--guesses", type=int, metavar="N", help="tokens guessed at a time; 4")
+    command.add_argument(
         "--stop",
         action="append",
         default=[],

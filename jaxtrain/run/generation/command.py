@@ -9,6 +9,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.drafting import drafted, refuse_guesses
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import printable
 from jaxtrain.run.json_records import read_records
@@ -25,6 +26,7 @@ _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
 def generate(arguments: argparse.Namespace) -> int:
     """Prints what a trained language model writes, to a terminal as it is drawn."""
     sampling = _sampling(arguments)
+    refuse_guesses(arguments)
     records = []
     if arguments.prompts is not None:
         records = read_records("--prompts", arguments.prompts)
@@ -36,18 +38,22 @@ def generate(arguments: argparse.Namespace) -> int:
         prompts = [arguments.prompt]
     trainer = open_run(arguments)
     in_lines = arguments.prompts is not None or arguments.log_probabilities
-    streams = sys.stdout.isatty() and not in_lines and isinstance(sampling, Sampling)
+    plain = isinstance(sampling, Sampling) and arguments.draft is None
+    streams = sys.stdout.isatty() and not in_lines and plain
     if streams:
         _show(arguments.prompt)
-    answers = trainer.answers(
-        prompts,
-        max_new_tokens=arguments.max_new_tokens,
-        sampling=sampling,
-        seed=arguments.seed,
-        stop=arguments.stop,
-        batch_size=arguments.batch_size,
-        show=_show if streams else None,
-    )
+    if arguments.draft is not None:
+        answers = drafted(arguments, trainer, prompts, sampling)
+    else:
+        answers = trainer.answers(
+            prompts,
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=sampling,
+            seed=arguments.seed,
+            stop=arguments.stop,
+            batch_size=arguments.batch_size,
+            show=_show if streams else None,
+        )
     if streams:
         print()  # noqa: T201
     elif not in_lines:

@@ -1,9 +1,11 @@
 """Answers as text while they are written: where a stop string ends them, what can be shown."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.run.generation.answer import Answer
 
 EVERY = 16  # tokens between two looks for a stop string, where nobody watches
 SHOWN_EVERY = 2  # where somebody does
@@ -58,6 +60,10 @@ class Stopping:
     def text(self, prompt: int, tokens: Sequence[int]) -> str:
         """An answer's tokens as text, up to a stop string."""
         return cut(continuation(self._tokenizer, self._prompts[prompt], tokens), self._stop)
+
+    def answer(self, prompt: int, answer: Answer) -> Answer:
+        """An answer with its text."""
+        return dataclasses.replace(answer, text=self.text(prompt, answer.tokens))
 
     def stopped_at(self, prompt: int, tokens: list[int]) -> int | None:
         """After how many tokens there is a stop string, or None."""

@@ -1,6 +1,5 @@
 """Text in, text out: what a trained language model writes after prompts."""
 
-import dataclasses
 import unicodedata
 from collections.abc import Callable, Sequence
 
@@ -61,10 +60,7 @@ def write(
         batch_size=batch_size,
         watch=watch if stop or show else None,
     )
-    told = [
-        dataclasses.replace(answer, text=watch.text(number, answer.tokens))
-        for number, answer in enumerate(answers)
-    ]
+    told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
     if told and told[0].text is not None:
         watch.show_rest(told[0].text)
     return told

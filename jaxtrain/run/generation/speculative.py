@@ -1,0 +1,367 @@
+"""Speculative decoding: a cheap guess of several tokens, told in one pass of the model.
+
+A guess is kept with the probability that leaves the model's own distribution as it is, and the
+first that is not is replaced by a draw from what is left of it; greedy answers are the plain ones.
+Source: Leviathan et al. 2022 (arXiv 2211.17192), algorithm 1; prompt lookup is Saxena 2023.
+Letters: B rows, of which the first is the text, K guesses, V vocab.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import Model, TokenModel
+from jaxtrain.nn.cache import Cache
+from jaxtrain.run.generation.answer import Answer, length_before_end
+from jaxtrain.run.generation.decoding import (
+    LEAST_LENGTH,
+    counts_slots,
+    for_texts,
+    next_logits,
+    padded,
+    prefill,
+    rounded,
+)
+from jaxtrain.run.generation.generate import checked, limit_of, refuse_seed, writes
+from jaxtrain.run.generation.sampling import Drawing, Sampling, adjusted
+from jaxtrain.training.step import Program, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How an answer came about.
+
+    Attributes:
+      answer: the answer.
+      passes: of the model over some tokens, without that over the prompt.
+      guessed: tokens that were guessed.
+      accepted: those of them that were kept.
+    """
+
+    answer: Answer
+    passes: int
+    guessed: int
+    accepted: int
+
+
+class Guesser(Protocol):
+    """What guesses the next tokens of a text.
+
+    Attributes:
+      count: how many it guesses at most, K.
+    """
+
+    count: int
+
+    def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
+        """A text of this prompt, with room for `new` tokens, drawn so."""
+        ...
+
+    def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
+        """Guesses int32 [K] of what follows a text, and what each was drawn from: [K, V], rows of
+        zeros where there is no guess.
+
+        Args:
+          text: prompt and answer so far: that of the last call, of whose guesses some were kept,
+            and one token more.
+          key: of the draws.
+        """
+        ...
+
+
+class Lookup:
+    """Guesses what followed the text's last tokens where they stood before.
+
+    Args:
+      vocab_size: of the model.
+      count: tokens that are guessed.
+      match: the most tokens that are looked for; fewer where so many are not found.
+    """
+
+    def __init__(self, vocab_size: int, count: int, *, match: int = 3) -> None:
+        self.count, self._vocab_size, self._match = count, vocab_size, match
+
+    def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
+        """Nothing is kept of a text."""
+
+    def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
+        """What stands after the latest earlier place of the longest end of the text."""
+        del key
+        tokens = np.asarray(text, np.int32)
+        guesses_K, given = np.zeros(self.count, np.int32), 0
+        for size in range(min(self._match, len(tokens) - 1), 0, -1):
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
+            places = np.flatnonzero((windows == tokens[-size:]).all(-1))
+            if places.size:
+                follows = tokens[places[-1] + size :][: self.count]
+                given = len(follows)
+                guesses_K[:given] = follows
+                break
+        sure_KV = jax.nn.one_hot(guesses_K, self._vocab_size)
+        return guesses_K, sure_KV * (np.arange(self.count) < given)[:, None]
+
+
+class Draft:
+    """Guesses by a smaller model of the same vocabulary, whose cache goes along with the text.
+
+    Args:
+      program: the draft's program.
+      model: its model's settings.
+      state: its trained state.
+      count: tokens that are guessed.
+    """
+
+    def __init__(self, program: Program, model: Model, state: TrainState, count: int) -> None:
+        self.count, self._sizes = count, rolls_back(model)
+        self._program, self._state = for_texts(program), state
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows."""
+        return self._sizes.vocab_size
+
+    def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
+        """Reads the prompt."""
+        self._drawing = drawing
+        with self._program.layout.active(), self._program.precision.products():
+            _, self._text = _read(self._program, self._sizes, self._state, prompt, new)
+
+    def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
+        """Draws from the draft as from the model itself."""
+        seen_V = _seen(text, self.vocab_size, self._drawing)
+        with self._program.layout.active(), self._program.precision.products():
+            guesses_K, from_KV, cache = _drafted(
+                self._program, self._state, self._text.before_newest(text), self._text.padding_B,
+                np.int32(text[-1]), seen_V, self._drawing, jax.random.split(key, self.count + 1),
+                room=self._text.room,
+            )  # fmt: skip
+        self._text = dataclasses.replace(self._text, cache=cache)
+        return np.asarray(guesses_K), from_KV
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """What a model keeps of one text.
+
+    Attributes:
+      cache: of its first row.
+      padding_B: places before it.
+      room: places of the cache.
+    """
+
+    cache: Cache
+    padding_B: np.ndarray
+    room: int
+
+    def before_newest(self, text: list[int]) -> Cache:
+        """The cache of all tokens but the newest: guesses that were not kept are counted out."""
+        places = np.int32(self.padding_B[0] + len(text) - 1)
+        return dataclasses.replace(self.cache, length=jnp.asarray(places))
+
+
+def speculate(
+    program: Program,
+    model: Model,
+    state: TrainState,
+    prompt: Sequence[int] | np.ndarray,
+    guesser: Guesser,
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int,
+    ends: Sequence[int] = (),
+) -> Speculation:
+    """What a trained language model lets follow after a prompt, with guesses.
+
+    The cache holds places, so a guess that is not kept is forgotten by counting fewer of them:
+    nothing is computed again.
+
+    Args:
+      program: the program whose state it is.
+      model: its model's settings.
+      state: the trained state.
+      prompt: tokens, at least one.
+      guesser: guesses tokens of the same vocabulary.
+      max_new_tokens: how many to draw at most; None: as far as 100 fit.
+      sampling: how to draw them.
+      seed: of the draws.
+      ends: tokens that end an answer.
+
+    Raises:
+      UserError: as of `generate`; or the model keeps a state that cannot be taken back.
+    """
+    sizes, program = rolls_back(model), for_texts(program)
+    text = checked(prompt, sizes)
+    limit = limit_of(len(text), max_new_tokens, sizes)
+    refuse_seed(seed)
+    K, V, key, drawing = guesser.count, sizes.vocab_size, jax.random.key(seed), sampling.drawing()
+    new = limit + K + 1  # the last pass tells guesses that nobody wants
+    guesser.begin(text, new=new, drawing=drawing)
+    drawn: list[int] = []
+    told: list[float] = []
+    passes = guessed = 0
+    with program.layout.active(), program.precision.products():
+        logits_BV, kept = _read(program, sizes, state, text, new)
+        # The first token comes of the prompt alone: nothing was guessed.
+        logits_TV = jnp.broadcast_to(logits_BV[0], (K + 1, V))
+        guesses_K, from_KV = np.zeros(K, np.int32), jnp.zeros((K, V))
+        while True:
+            key, of_guess, of_draw = jax.random.split(key, 3)
+            seen_V = _seen(text, V, drawing)
+            found = _settled(logits_TV, guesses_K, from_KV, seen_V, drawing, of_draw)
+            count, tokens_T, told_T = (np.asarray(part) for part in found)
+            drawn += tokens_T[: count + 1].tolist()
+            told += told_T[: count + 1].tolist()
+            text += tokens_T[: count + 1].tolist()
+            length = length_before_end(drawn[:limit], ends)
+            if length < len(drawn) or len(drawn) == limit:
+                break
+            guesses_K, from_KV = guesser.guess(text, of_guess)
+            guessed += int((np.asarray(from_KV).sum(-1) > 0).sum())
+            passes += 1
+            tokens_T = np.concatenate([text[-1:], guesses_K]).astype(np.int32)
+            logits_TV, cache = _told(
+                program, state, kept.before_newest(text), kept.padding_B, tokens_T, room=kept.room
+            )
+            kept = dataclasses.replace(kept, cache=cache)
+    answer = Answer(
+        tokens=drawn[:length],
+        log_probabilities=told[:length],
+        ended="length" if length == limit else "end",
+    )
+    accepted = len(drawn) - 1 - passes
+    return Speculation(answer=answer, passes=passes, guessed=guessed, accepted=accepted)
+
+
+def rolls_back(model: Model) -> TokenModel:
+    """The same model, whose cache can forget its newest tokens; UserError for others."""
+    sizes = writes(model)
+    if not all(one.every_token for one in sizes.cached):
+        raise UserError(
+            f"--draft: Train.model=@{type(model).__name__}() keeps one state of all tokens so far, "
+            "from which guesses cannot be taken back; use a model with attention, or no draft"
+        )
+    if counts_slots(sizes):
+        raise UserError(
+            f"--draft: the experts of Train.model=@{type(model).__name__}() have a capacity, and "
+            "guesses would take the slots of other tokens; use capacity_factor=None, or no draft"
+        )
+    return sizes
+
+
+def _seen(text: list[int], vocab_size: int, drawing: Drawing) -> np.ndarray | None:
+    """Which tokens stand in a text, where a setting asks."""
+    if "repetition_penalty" not in drawing:
+        return None
+    seen_V = np.zeros(vocab_size, bool)
+    seen_V[text] = True
+    return seen_V
+
+
+def _read(
+    program: Program, sizes: TokenModel, state: TrainState, prompt: list[int], new: int
+) -> tuple[jax.Array, _Text]:
+    """Logits [B, V] after a prompt, and what is kept of it, with room for `new` tokens."""
+    tokens_BT, padding_B = padded(program, sizes, [prompt])
+    room = tokens_BT.shape[1] + rounded(new, least=LEAST_LENGTH)
+    logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+    return logits_BV, _Text(cache, padding_B, room)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+def _told(
+    program: Program,
+    state: TrainState,
+    cache: Cache,
+    padding_B: jax.Array,
+    tokens_T: jax.Array,
+    *,
+    room: int,
+) -> tuple[jax.Array, Cache]:
+    """Logits [T, V] after each of these tokens, and the cache with them in it."""
+    tokens_BT = jnp.broadcast_to(tokens_T, (padding_B.shape[0], tokens_T.shape[0]))
+    logits_BTV, cache = next_logits(
+        program.model(state), tokens_BT, cache, padding_B, program.execution,
+        room=room, last=tokens_T.shape[0],
+    )  # fmt: skip
+    return logits_BTV[0], cache
+
+
+@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+def _drafted(
+    program: Program,
+    state: TrainState,
+    cache: Cache,
+    padding_B: jax.Array,
+    newest: jax.Array,
+    seen_V: jax.Array | None,
+    drawing: Drawing,
+    keys: jax.Array,
+    *,
+    room: int,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Guesses [K], what they were drawn from [K, V], and the cache with all of them in it."""
+    model = program.model(state)
+
+    def step(carry, key):  # noqa: ANN001, ANN202 - as of jax.lax.scan
+        cache, token, seen_V = carry
+        tokens_B1 = jnp.broadcast_to(token, (padding_B.shape[0], 1))
+        logits_B1V, cache = next_logits(
+            model, tokens_B1, cache, padding_B, program.execution, room=room, last=1
+        )
+        from_V = distribution(adjusted(logits_B1V[0, 0], seen_V, drawing), drawing)
+        token = jax.random.categorical(key, jnp.log(from_V)).astype(jnp.int32)
+        if seen_V is not None:
+            seen_V |= token == jnp.arange(seen_V.shape[0])
+        return (cache, token, seen_V), (token, from_V)
+
+    # One more than is guessed: the last guess has to be in the cache, too.
+    (cache, _, _), (guesses, from_V) = jax.lax.scan(step, (cache, newest, seen_V), keys)
+    return guesses[:-1], from_V[:-1], cache
+
+
+def distribution(adjusted_TV: jax.Array, drawing: Drawing) -> jax.Array:
+    """Probabilities that are drawn from: all of it on the likeliest where nothing is drawn."""
+    if "temperature" not in drawing:
+        return jax.nn.one_hot(adjusted_TV.argmax(-1), adjusted_TV.shape[-1])
+    return jax.nn.softmax(adjusted_TV, axis=-1)
+
+
+@jax.jit
+def _settled(
+    logits_TV: jax.Array,
+    guesses_K: jax.Array,
+    from_KV: jax.Array,
+    seen_V: jax.Array | None,
+    drawing: Drawing,
+    key: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How many guesses are kept; them and one token more [T]; the model's log-probabilities [T]."""
+    K, V = from_KV.shape
+    seen_TV = None
+    if seen_V is not None:
+        own_KV = jnp.cumsum(jax.nn.one_hot(guesses_K, V), axis=0) > 0
+        seen_TV = seen_V | jnp.concatenate([jnp.zeros((1, V), bool), own_KV])
+    model_TV = distribution(adjusted(logits_TV, seen_TV, drawing), drawing)
+    of_keeping, of_last = jax.random.split(key)
+    guess_K1 = guesses_K[:, None]
+    model_K = jnp.take_along_axis(model_TV[:K], guess_K1, axis=-1)[:, 0]
+    from_K = jnp.take_along_axis(from_KV, guess_K1, axis=-1)[:, 0]
+    # Kept with the probability min(1, p / q); where nothing was guessed q is 0, and so nothing is.
+    keep_K = (jax.random.uniform(of_keeping, (K,)) * from_K < model_K) & (from_K > 0)
+    count = jnp.cumprod(keep_K.astype(jnp.int32)).sum()
+    whole_V = model_TV[count]
+    left_V = jnp.maximum(whole_V - jnp.concatenate([from_KV, jnp.zeros((1, V))])[count], 0)
+    # Rounding alone may leave nothing.
+    left_V = jnp.where(left_V.sum() > 0, left_V, whole_V)
+    last = jax.random.categorical(of_last, jnp.log(left_V)).astype(jnp.int32)
+    guesses_T = jnp.concatenate([guesses_K, jnp.zeros(1, jnp.int32)])
+    tokens_T = jnp.where(jnp.arange(K + 1) < count, guesses_T, last)
+    told_TV = jax.nn.log_softmax(logits_TV, axis=-1)
+    return count, tokens_T, jnp.take_along_axis(told_TV, tokens_T[:, None], axis=-1)[:, 0]
