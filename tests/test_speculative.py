@@ -114,6 +114,19 @@ def test_draws_have_the_models_distribution():
         assert chi_square < 16.27  # 3 degrees of freedom, one time in a thousand
 
 
+def test_a_guess_is_penalised_at_the_places_after_it():
+    """Each place has 2 before 3; what was there is halved: 2, then 3, then 2 again (1 to 0.9)."""
+    logits_TV = jnp.tile(jnp.array([-1.0, -1.0, 2.0, 1.8, -1.0]), (3, 1))
+    guesses = jnp.array([2, 3], jnp.int32)
+    drawing = Sampling(temperature=0.0, repetition_penalty=2.0).drawing()
+    count, tokens, _ = _settled(
+        logits_TV, guesses, jax.nn.one_hot(guesses, 5), jnp.zeros(5, bool), drawing,
+        jax.random.key(0),
+    )  # fmt: skip
+    assert int(count) == 2
+    assert tokens.tolist() == [2, 3, 2]
+
+
 def test_what_cannot_forget_is_refused():
     with pytest.raises(UserError, match=r"@LSTM\(\) keeps one state of all tokens so far"):
         rolls_back(LSTM(vocab_size=24, num_layers=1, embed_dim=8, context_length=8))
