@@ -18,7 +18,10 @@ from jaxtrain.config import buckets
 from jaxtrain.config.buckets import BucketError, BucketRefusedError, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import existing_path
+from jaxtrain.data.text import fetching
+from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
 from jaxtrain.run.attempts import lock, records
 from jaxtrain.run.attempts.folder import RunFolder
@@ -144,6 +147,40 @@ def test_records_and_patterns_in_a_bucket_are_those_of_a_disk(gcs, tmp_path):
         there = TextData(source=f"gs://box/corpus{pattern}", sequence_length=8).open(seed=0)
         assert here.digest == there.digest
     assert here.facts["documents"] == 20
+
+
+def test_a_store_in_a_bucket_is_fetched_once_in_ranges(gcs, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "_RANGE_BYTES", 1000)
+    (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(900)))
+    text = TextData(source=str(tmp_path / "text.txt"), sequence_length=8)
+    prepare(text, tmp_path / "store", workers=1, progress=lambda characters, tokens: None)
+    for file in (tmp_path / "store").iterdir():
+        gcs.put("box", f"stores/one/{file.name}", file.read_bytes())
+    there = TextData(source="gs://box/stores/one", sequence_length=8)
+    whole = fetching.BucketPath.read_range
+    asked = []
+
+    def read_range(path, begin, end):
+        asked.append((path.name, begin))
+        if len(asked) == 4:
+            raise BucketError("gone")
+        return whole(path, begin, end)
+
+    monkeypatch.setattr(fetching.BucketPath, "read_range", read_range)
+    with pytest.raises(BucketError, match="gone"):
+        with_stores(there, lambda line: None)
+    said = []
+    stored = with_stores(there, said.append)  # goes on where it was
+    assert asked[3] == asked[4]
+    assert len(asked) == len(set(asked)) + 1
+    assert f"fetched to {tmp_path / 'cache'}" in said[0]
+    asked.clear()
+    assert with_stores(there, said.append) == stored
+    assert asked == []
+    assert len(said) == 1
+    expected = text.open(seed=0).digest
+    assert stored.open(seed=0).digest == there.open(seed=0).digest == expected
 
 
 def test_a_tokenizer_from_a_bucket_is_that_of_the_file(gcs, tmp_path):

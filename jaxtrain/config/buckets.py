@@ -148,6 +148,10 @@ class BucketPath:
         """The object's content."""
         return _ask(self, lambda files: files.cat_file(self.address))
 
+    def read_range(self, begin: int, end: int) -> bytes:
+        """The bytes `begin` to `end` of the object's content, that one excluded."""
+        return _ask(self, lambda files: files.cat_file(self.address, start=begin, end=end))
+
     def read_text(self, encoding: str = "utf-8") -> str:
         """The object's content, decoded."""
         return self.read_bytes().decode(encoding)

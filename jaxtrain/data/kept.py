@@ -1,13 +1,15 @@
-"""Large text is tokenized once: a run makes a store of it in the cache folder, and says so."""
+"""Token stores in the cache folder: made there of large text, or fetched from a bucket."""
 
 import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.config.buckets import BucketPath
 from jaxtrain.config.files import cache_folder, refused_path
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.source import part_digest
+from jaxtrain.data.text.fetching import fetched
 from jaxtrain.data.text.prepare import identity, prepare, source_bytes
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import is_store
@@ -18,7 +20,7 @@ _TELL_SECONDS, _WAIT_SECONDS = 30.0, 1.0
 
 
 def with_stores(data: Any, say: Callable[[str], None]) -> Any:
-    """A run's data, with a store in place of each text source of theirs that is large.
+    """A run's data, with a store on this machine for each large text and for each store elsewhere.
 
     Batches and digest are those of the text. A store is made where there is none yet of this text,
     this tokenizer and these settings; of several processes of a machine one makes it.
@@ -41,7 +43,11 @@ def with_stores(data: Any, say: Callable[[str], None]) -> Any:
 
 def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
     path = data.path()
-    if data.is_tokens() or (path is not None and is_store(path)):
+    if path is not None and is_store(path):
+        if isinstance(path, BucketPath):
+            return dataclasses.replace(data, source=str(fetched(path, say)))
+        return data
+    if data.is_tokens():
         return data
     size = source_bytes(data)
     if size is None or size < LARGE_BYTES:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError, counted, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -24,6 +24,7 @@ from jaxtrain.data.source import (
     is_heldout,
 )
 from jaxtrain.data.text import documents, packing, saved_datasets, token_files
+from jaxtrain.data.text.fetching import fetched
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
@@ -49,7 +50,8 @@ class TextData:
         random tokens for benchmarks. Of JSON lines (`.jsonl`, `.ndjson`), `.csv`, `.tsv`,
         `.parquet`, `.arrow` and `.array_record`, alone or in a folder, each record is a document,
         as in a folder that `datasets` saved. Text, JSON lines and CSV may be packed (`.gz`,
-        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these; or
+        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these, which is
+        fetched from a bucket; or
         `.bin` files of tokens by nanoGPT, llm.c, or Megatron with their `.idx`.
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
@@ -140,7 +142,8 @@ class TextData:
         tokenizer = self.open_tokenizer()
         path = self.path()
         if path is not None and is_store(path):
-            return self._open_store(path, tokenizer)
+            own = fetched(path, lambda line: None) if isinstance(path, BucketPath) else path
+            return self._open_store(own, tokenizer)
         files, records = self.files(), Records(self.text_field, self.bad_records)
         if files is not None and self.is_tokens():
             return self._open_token_files(files["train"].paths, tokenizer)
@@ -162,9 +165,8 @@ class TextData:
         made = digest(self._header(tokenizer), parts)
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
-    def _open_store(self, path: Place, tokenizer: Tokenizer) -> Dataset:
+    def _open_store(self, path: Path, tokenizer: Tokenizer) -> Dataset:
         """What `open` gives of the text that the store was made of, without reading it."""
-        assert isinstance(path, Path), "stores are on disks"
         store = open_store(path)
         store.refuse_tokenizer(tokenizer, self.tokenizer)
         store.refuse_fraction(self.heldout_fraction)

@@ -118,8 +118,8 @@ class Store:
 
 
 def is_store(path: Place) -> bool:
-    """Whether a folder is a finished store."""
-    return isinstance(path, Path) and (path / STORE_FILE).is_file()
+    """Whether a folder, on a disk or in a bucket, is a finished store."""
+    return (path / STORE_FILE).is_file()
 
 
 def open_store(folder: Path) -> Store:

@@ -123,7 +123,7 @@ def tokenize(
         "end_of_text": own.end_of_text,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with alone(folder):
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
@@ -183,8 +183,12 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the system frees when this process ends."""
+def alone(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which the system frees when this process ends.
+
+    Raises:
+      BusyStoreError: another process has it.
+    """
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
