@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -23,8 +23,10 @@ from jaxtrain.data.source import (
     existing_path,
     is_heldout,
 )
-from jaxtrain.data.text import documents, packing, saved_datasets, token_files
+from jaxtrain.data.text import documents, saved_datasets, token_files
+from jaxtrain.data.text.best_fit import BestFit
 from jaxtrain.data.text.fetching import fetched
+from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
@@ -56,6 +58,8 @@ class TextData:
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
+      packing: 'stream' lays documents end to end and cuts them into rows, with no padding;
+        'best_fit' keeps those whole that fit a row (arXiv 2404.10830), and tells its padding.
       tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
         tokenizer.json.
       end_of_text: the token of tokenizer.json that ends a document; None takes the usual names.
@@ -75,6 +79,7 @@ class TextData:
     source: Annotated[str, SOURCE] = "embedded"
     sequence_length: int = 256
     separate_documents: bool = True
+    packing: Literal["stream", "best_fit"] = "stream"
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
     heldout_fraction: float = 0.05
@@ -98,6 +103,11 @@ class TextData:
             )
         check_heldout_fraction("TextData.heldout_fraction", self.heldout_fraction)
         refuse_below(0, self, "bad_records")
+        if self.packing == "best_fit" and not self.separate_documents:
+            raise UserError(
+                "TextData.packing = 'best_fit' keeps documents whole, which TextData."
+                "separate_documents = False does not tell apart; use 'stream', or True"
+            )
         # Whether a path has splits with names is seen where it is opened.
         named = self.source not in ("embedded", "synthetic")
         check_heldout_split("TextData", self.train_split, self.heldout_split, named=named)
@@ -149,7 +159,7 @@ class TextData:
             return self._open_token_files(files["train"].paths, tokenizer)
         train_texts, heldout_texts = self._split_texts(files, records)
         train, heldout = (
-            packing.pack(
+            pack(
                 _ended(texts, tokenizer),
                 self.sequence_length,
                 tokenizer.dtype,
@@ -159,7 +169,7 @@ class TextData:
         )
         texts = len(train_texts), len(heldout_texts)
         self._refuse_short((train, heldout), texts)
-        entropy = packing.unigram_entropy(train, heldout, tokenizer.vocab_size)
+        entropy = unigram_entropy(train, heldout, tokenizer.vocab_size)
         parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
         more = {} if files is None else {**files["train"].facts(), **records.facts()}
         made = digest(self._header(tokenizer), parts)
@@ -211,11 +221,13 @@ class TextData:
             "end_of_text": tokenizer.end_of_text,
             "sequence_length": self.sequence_length,
             "separate_documents": self.separate_documents,
+            # Not of the stream, which had no name at first: its digests stay what they were.
+            **({} if self.packing == "stream" else {"packing": self.packing}),
         }
 
     def _dataset(
         self,
-        packed: tuple[packing.PackedText, packing.PackedText],
+        packed: tuple[PackedText, PackedText],
         texts: tuple[int, int],
         made: str,
         tokenizer: Tokenizer,
@@ -234,7 +246,17 @@ class TextData:
             "unigram_entropy": entropy,
             **more,
         }
-        return Dataset(train, heldout, made, facts, tokenizer, "tokens")
+        if self.packing == "stream":
+            return Dataset(train, heldout, made, facts, tokenizer, "tokens")
+        fitted = BestFit(train.tokens, train.offsets, self.sequence_length)
+        held = BestFit(heldout.tokens, heldout.offsets, self.sequence_length)
+        if not (len(fitted) and len(held)):
+            raise UserError(
+                f"TextData.source = {self.source!r}: a split has no document of 2 tokens, so "
+                "nothing follows anything; use TextData.packing = 'stream'"
+            )
+        facts["train_padding"] = fitted.padding
+        return Dataset(fitted, held, made, facts, tokenizer, "tokens")
 
     def path(self) -> Place | None:
         """Where a source is that is the path of a file or a folder; None of another.
@@ -315,9 +337,7 @@ class TextData:
         builder = open_builder(name, self.data_dir, "TextData.source")
         return read_text(builder, split, setting, feature=self.text_feature)
 
-    def _refuse_short(
-        self, packed: tuple[packing.PackedText, packing.PackedText], texts: tuple[int, int]
-    ) -> None:
+    def _refuse_short(self, packed: tuple[PackedText, PackedText], texts: tuple[int, int]) -> None:
         """Raises UserError where a split has too few tokens for a row."""
         needed = self.sequence_length + 1
         for split, rows, count in zip(("training", "held-out"), packed, texts, strict=True):
