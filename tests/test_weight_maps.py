@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.models.transformers.gemma import Gemma
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
@@ -42,6 +43,7 @@ MODELS = {
         rope_original_context_length=5,
     ),
     "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
+    "gemma": Gemma(**GROUPED, head_dim=4),
     "mamba": Mamba(
         vocab_size=13,
         num_layers=3,

@@ -53,6 +53,7 @@ class Decoder(nnx.Module):
         norm: Norm | None = None,
         output: nnx.Param | None = None,
         stream: tuple[str, ...] = RESIDUAL,
+        embedding_scale: float = 1.0,
     ) -> None:
         """Draws the layers; what stands before and after them is handed in.
 
@@ -65,8 +66,10 @@ class Decoder(nnx.Module):
           norm: of what comes out of the last layer; None: there is none.
           output: the output matrix [V, D]; None: the token embedding.
           stream: logical axes of the activations between layers.
+          embedding_scale: what embedded tokens are multiplied by.
         """
         self.layer, self.norm, self.stream = layer, norm, stream
+        self.embedding_scale = embedding_scale
         self.token_embedding, self.position_embedding = token_embedding, position_embedding
         self.layers = nnx.data(stack(layer.weights, num_layers, key))
         self.output = output
@@ -77,6 +80,8 @@ class Decoder(nnx.Module):
         """What goes into the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
             x_BTD = embed(tokens_BT, self.token_embedding)
+            if self.embedding_scale != 1:
+                x_BTD *= self.embedding_scale
             if self.position_embedding is not None:
                 x_BTD += embed(positions_BT, self.position_embedding)
             return shard(x_BTD, self.stream)

@@ -115,11 +115,15 @@ def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: floa
 
 
 @jax.named_scope("norm")
-def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float) -> jax.Array:
-    """Root-mean-square normalisation (arXiv 1910.07467) over the last dimension, in float32."""
+def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float, offset: float = 0.0) -> jax.Array:
+    """Root-mean-square normalisation (arXiv 1910.07467) over the last dimension, in float32.
+
+    What is normed is multiplied by offset + scale.
+    """
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
-    return (x32 * inverse * gather(scale)).astype(x.dtype)
+    factor = gather(scale) + offset if offset else gather(scale)
+    return (x32 * inverse * factor).astype(x.dtype)
 
 
 def rotate(

@@ -27,11 +27,13 @@ class SwiGLU:
       embed_dim: width of the residual stream.
       mlp_dim: width inside.
       residual_stddev: spread of the weight that makes the result.
+      function: the gate's: with `gelu` this is GeGLU of the same paper.
     """
 
     embed_dim: int
     mlp_dim: int
     residual_stddev: float
+    function: Callable[[jax.Array], jax.Array] = jax.nn.silu
 
     num_keys: ClassVar[int] = 3
     scope: ClassVar[str] = "mlp"
@@ -61,7 +63,7 @@ class SwiGLU:
     ) -> tuple[jax.Array, Auxiliary]:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
-        gate_BTF = jax.nn.silu(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]))
+        gate_BTF = self.function(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]))
         h_BTF = gate_BTF * execution.contract("BTD,DF->BTF", h_BTD, own["up"])
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
 

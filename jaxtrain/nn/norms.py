@@ -23,18 +23,26 @@ class Norm(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNorm:
-    """Root-mean-square normalisation with a scale."""
+    """Root-mean-square normalisation with a scale.
+
+    Attributes:
+      dim: numbers that are normed.
+      epsilon: what their mean square is added to.
+      offset: what is added to the scale: with 1, a parameter of 0 leaves what is normed (Gemma).
+    """
 
     dim: int
     epsilon: float
+    offset: float = 0.0
 
     def weights(self, key: jax.Array) -> Weights:
-        """Scales of 1."""
-        return {"scale": param(key, (self.dim,), ("vector",), constant(1.0), role="norm")}
+        """Scales of 1, the offset with them."""
+        one = constant(1.0 - self.offset)
+        return {"scale": param(key, (self.dim,), ("vector",), one, role="norm")}
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
         """The normed x."""
-        return rms_norm(x, own["scale"], epsilon=self.epsilon)
+        return rms_norm(x, own["scale"], epsilon=self.epsilon, offset=self.offset)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,11 @@ class GroupedQuerySizes(Protocol):
         return False
 
     @property
+    def embedding_scale(self) -> float:
+        """What embedded tokens are multiplied by."""
+        return 1.0
+
+    @property
     def block(self) -> Block:
         """What every layer computes."""
         ...
@@ -202,6 +207,7 @@ class GroupedQuerySizes(Protocol):
             output=None
             if self.tie_embeddings
             else param(key_output, shape, axes, normal(0.02), role="output"),
+            embedding_scale=self.embedding_scale,
         )
 
     def matmul_parameters(self) -> int:

@@ -47,7 +47,14 @@ def dense_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
 
 
 def read_sizes(
-    asked: Asked, *, norm_eps: float, context_length: int, rope_theta: float, kv_heads: int | None
+    asked: Asked,
+    *,
+    norm_eps: float,
+    context_length: int,
+    rope_theta: float,
+    kv_heads: int | None,
+    activations: tuple[str, ...] = ("silu", "swish"),
+    tied: bool = False,
 ) -> dict[str, Any]:
     """The settings of all of them, but for a window; defaults as the family has them.
 
@@ -55,9 +62,11 @@ def read_sizes(
       asked: the config.json.
       norm_eps, context_length, rope_theta: what holds where it does not say.
       kv_heads: likewise; None: as many as query heads.
+      activations: names of the gate's; the first is the default.
+      tied: whether the embedding is the output matrix, likewise.
     """
     heads, width = asked.whole("num_attention_heads"), asked.whole("hidden_size")
-    asked.only("hidden_act", ["silu", "swish"], default="silu")
+    asked.only("hidden_act", activations, default=activations[0])
     return {
         "vocab_size": asked.whole("vocab_size"),
         "num_layers": asked.whole("num_hidden_layers"),
@@ -67,7 +76,7 @@ def read_sizes(
         "mlp_dim": asked.whole("intermediate_size"),
         "context_length": asked.whole("max_position_embeddings", context_length),
         "norm_eps": asked.number("rms_norm_eps", norm_eps),
-        "tie_embeddings": asked.flag("tie_word_embeddings", False),
+        "tie_embeddings": asked.flag("tie_word_embeddings", tied),
         **_read_rope(asked, rope_theta),
     }
 
