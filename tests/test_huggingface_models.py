@@ -32,6 +32,9 @@ BERT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 24, "type_vocab_size": 3, **ENDS,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6,
+}  # fmt: skip
 MAMBA = {
     "vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **ENDS,
 }  # fmt: skip
@@ -78,6 +81,10 @@ CASES = {
                     ["Mesh.expert=2", "Mesh.data=2"], "bfloat16"),
     "mixtral-window": ("Mixtral", {**SIZES, "num_local_experts": 2, "sliding_window": 4,
                                    "tie_word_embeddings": True}, ["Mesh.pipe=2"], "float32"),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 16, "vocab_size": 64},
+              ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "qwen3-yarn": ("Qwen3", {**SIZES, "head_dim": 8, "rope_parameters": YARN}, ["Mesh.pipe=2"],
+                   "float32"),
     "mamba": ("Mamba", MAMBA, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
     "bert": ("Bert", BERT, ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
 }  # fmt: skip
