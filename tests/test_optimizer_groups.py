@@ -226,3 +226,17 @@ def test_refusals(binding, sentence):
     with pytest.raises(UserError) as refusal:
         checked()
     assert sentence in str(refusal.value)
+
+
+def test_what_is_frozen_is_in_no_group_and_adapters_are():
+    def checked(*bindings):
+        config = load_config("gpt_quickstart", list(bindings))
+        preflight.check(config, device_count=8, platform="cpu", reads_data=False)
+
+    freeze = "Finetune.freeze = ('token_embedding',)"
+    checked(freeze, "Optimizer.learning_rates = {'position': 0.5}")
+    with pytest.raises(UserError, match="no parameter is called 'embedding'"):
+        checked(freeze, "Optimizer.learning_rates = {'embedding': 0.5}")
+    checked("Finetune.lora_rank = 2", "Optimizer.learning_rates = {'*/up/*': 16.0}")
+    with pytest.raises(UserError, match="no parameter is called 'position'"):
+        checked("Finetune.lora_rank = 2", "Optimizer.learning_rates = {'position': 0.5}")

@@ -20,6 +20,7 @@ from jaxtrain.training.curvature import (
     hutchinson,
     signs,
 )
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sophia import SophiaG, SophiaH
 from jaxtrain.training.preflight import preflight
@@ -188,6 +189,23 @@ def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
             pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
             changed.append(any((a != b).any() for a, b in pairs))
     assert changed == [True, False, True, False]
+
+
+@pytest.mark.parametrize("rule", [SophiaH(), SophiaG()], ids=lambda rule: rule.name)
+def test_only_what_is_trained_has_a_curvature(rule):
+    """Of the others nothing is kept, and the estimate is the model's in which they stand still."""
+    tuning = Tuning(frozen=frozenset({"token_embedding", "layers/up"}))
+    program = dataclasses.replace(program_on(rule, fsdp=2), tuning=tuning)
+    step, state = CompiledStep(program), program.create(seed=0)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    frozen = jax.device_get(state.frozen)
+    with program.layout.active():
+        state, _ = step(state, batch)
+    kept = state.opt_state[1].nu
+    assert jax.tree.structure(kept) == jax.tree.structure(state.params)
+    assert "token_embedding" not in kept
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(jax.device_get(kept)))
+    jax.tree.map(np.testing.assert_array_equal, frozen, jax.device_get(state.frozen))
 
 
 @pytest.mark.parametrize(

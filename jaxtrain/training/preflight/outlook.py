@@ -13,6 +13,7 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.finetune.finetune import tuning_of
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
@@ -82,6 +83,13 @@ class Outlook:
     def shapes(self) -> nnx.State:
         """The model's parameters, of which no array is made."""
         return parameter_shapes(self.model.build)
+
+    @functools.cached_property
+    def trained(self) -> nnx.State:
+        """Those that are trained, adapters among them."""
+        tuning = tuning_of(self.config.finetune, self.model.build)
+        adapters = jax.eval_shape(lambda: tuning.draw(self.shapes, jax.random.key(0)))
+        return tuning.begin(self.shapes, adapters)[0]
 
     @functools.cached_property
     def logical(self) -> set[str]:

@@ -147,8 +147,8 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         starts_from=c.train.start_from,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
-    lambda seen, c: c.optimizer.rule.refuse_layout(seen.shapes, seen.layout),
-    lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.shapes),
+    lambda seen, c: c.optimizer.rule.refuse_layout(seen.trained, seen.layout),
+    lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.trained),
     lambda seen, c: curvature.refuse(
         c.optimizer.rule,
         objective_named(c.train.model.objective),
