@@ -10,14 +10,15 @@ import numpy as np
 
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 
-STEPS, WARMUP, DECAY = 100, 10, 30
-COLUMNS, WIDTH, HEIGHT, GAP, TOP, COLOUR = 4, 140, 70, 24, 22, "#1b3a57"
+STEPS, WARMUP, DECAY, FACTORS = 100, 10, 30, {50: 0.5, 75: 0.2}
+COLUMNS, WIDTH, HEIGHT, GAP, TOP, COLOUR = 3, 190, 70, 24, 22, "#1b3a57"
 
 
 def rates(name: str) -> np.ndarray:
     """The fraction of the peak in each step."""
     decay = DECAY if name in ("wsd", "warm_restarts") else 0
-    settings = Schedule(name=name, warmup_steps=WARMUP, decay_steps=decay)
+    factors = FACTORS if name == "piecewise" else {}
+    settings = Schedule(name=name, warmup_steps=WARMUP, decay_steps=decay, factors=factors)
     return np.asarray(make_schedule(settings, 1.0, STEPS)(np.arange(STEPS)))
 
 

@@ -384,6 +384,14 @@ def test_polynomial_equals_torch():
     np.testing.assert_allclose(rates, followed(optimizer, scheduler), rtol=2e-6, atol=1e-8)
 
 
+def test_piecewise_equals_torch():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9], gamma=0.1)
+    rates = rates_of(name="piecewise", factors={5: 0.1, 9: 0.1})
+    np.testing.assert_allclose(rates, followed(optimizer, scheduler), rtol=2e-6)
+
+
 def test_inverse_sqrt_is_its_formula():
     """lr = peak min(s / w, sqrt(w / s)) (arXiv 1706.03762, section 5.3), not below the last."""
     step = np.arange(1, 401)
@@ -482,6 +490,15 @@ def test_a_warm_up_longer_than_the_run_grows_as_far_as_it_goes():
             lambda: Schedule(name="constant", decay_steps=5),
             "Schedule.decay_steps=5 does nothing for Schedule.name='constant', which does not "
             "end; use 0",
+        ),
+        (
+            lambda: Schedule(factors={60: 0.1}),
+            "Schedule.factors={60: 0.1} with Schedule.name='cosine': these belong to 'piecewise', "
+            "such as {60: 0.1, 80: 0.1}; set both or neither",
+        ),
+        (
+            lambda: Schedule(name="piecewise", factors={0: 0.1}),
+            "Schedule.factors: 0 has 0.1; use steps from 1 on and factors above 0",
         ),
         (
             lambda: Schedule(power=1.0),

@@ -28,6 +28,7 @@ AFTER = {
     "inverse_sqrt": lambda s, t: max(math.sqrt(WARMUP / s), FINAL),
     "one_cycle": lambda s, t: wave(t),
     "warm_restarts": lambda s, t: wave((s - WARMUP) % (DECAY + 1) / DECAY),
+    "piecewise": lambda s, t: 1.0 if s <= 50 else 0.5 if s <= 75 else 0.1,
 }
 
 

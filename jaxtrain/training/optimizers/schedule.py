@@ -35,23 +35,27 @@ class Schedule:
         (arXiv 2404.06395); 'inverse_sqrt': sqrt(warmup_steps / s), at least final_fraction
         (arXiv 1706.03762); 'one_cycle': as 'cosine', the warm-up too half a wave, from 1/25
         (arXiv 1708.07120, its momentum left alone); 'warm_restarts': 'cosine' again and again,
-        decay_steps each, the next step at the peak (arXiv 1608.03983).
+        decay_steps each, the next step at the peak (arXiv 1608.03983); 'piecewise': times a factor
+        from some steps on.
       warmup_steps: steps of linear growth. A shorter run grows as far as it goes.
       final_fraction: the fraction that decay ends at.
       decay_steps: the length of a decay. Of linear, cosine, polynomial and one_cycle: counted from
         the peak, later steps stay at final_fraction; 0 is to the run's last step. With it a run
         that is made longer keeps its learning rates.
       power: of polynomial: (1 - progress)^power.
+      factors: of piecewise: after step -> what the learning rate is then multiplied by, such as
+        {60: 0.1, 80: 0.1}; earlier factors stay.
     """
 
     name: Literal[
         "constant", "linear", "cosine", "polynomial", "wsd", "inverse_sqrt", "one_cycle",
-        "warm_restarts",
+        "warm_restarts", "piecewise",
     ] = "cosine"  # fmt: skip
     warmup_steps: int = 0
     final_fraction: float = 0.1
     decay_steps: int = 0
     power: float = 2.0
+    factors: dict[int, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         refuse_below(0, self, "warmup_steps", "decay_steps")
@@ -64,6 +68,17 @@ class Schedule:
                 f"Schedule.power={self.power} does nothing for Schedule.name={self.name!r}; leave "
                 f"it at {type(self).power} or set Schedule.name='polynomial'"
             )
+        if (self.name == "piecewise") != bool(self.factors):
+            raise UserError(
+                f"Schedule.factors={self.factors} with Schedule.name={self.name!r}: these belong "
+                "to 'piecewise', such as {60: 0.1, 80: 0.1}; set both or neither"
+            )
+        for step, factor in self.factors.items():
+            if step < 1 or not factor > 0:
+                raise UserError(
+                    f"Schedule.factors: {step} has {factor}; use steps from 1 on and factors above "
+                    "0"
+                )
         needs = self.name in (*_TO_THE_END, *_IN_CYCLES)
         if needs and not self.decay_steps:
             raise UserError(
@@ -140,6 +155,11 @@ def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> j
         return jnp.ones(())
     if settings.name == "inverse_sqrt":
         return jnp.maximum(jnp.sqrt(start / jnp.maximum(step, start)), final)
+    if settings.name == "piecewise":
+        left = jnp.ones(())
+        for after, factor in settings.factors.items():
+            left = left * jnp.where(step > after, factor, 1.0)
+        return left
     if settings.name in _IN_CYCLES:
         since = jnp.maximum(step - start, 0) % (length + 1)
     else:
