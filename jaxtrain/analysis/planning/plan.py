@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.compiled.placement import paddings
 from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target, with_memory
 from jaxtrain.analysis.planning.result import Plan, moved_by
-from jaxtrain.analysis.planning.search import COMPILED, Candidate, Found, with_reasons
+from jaxtrain.analysis.planning.search import COMPILED, Candidate, Found, numbered, with_reasons
 from jaxtrain.analysis.planning.search import search as search_layouts
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
@@ -98,8 +98,10 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     plans.sort(key=lambda pair: (not pair[1].fits, pair[1].time.seconds or 0.0))
     fitting = [one for one, made in plans if made.fits]
     large = [one for one, made in plans if not made.fits]
-    ranked = with_reasons([*fitting, *rest, *large], machine)
-    return dataclasses.replace(plans[0][1], found=dataclasses.replace(found, candidates=ranked))
+    # What was compiled stands first: of the others an estimate alone is known.
+    order = numbered([*fitting, *rest, *large])
+    candidates = with_reasons(order, machine)
+    return dataclasses.replace(plans[0][1], found=dataclasses.replace(found, candidates=candidates))
 
 
 def _plan(

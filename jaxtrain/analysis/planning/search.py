@@ -2,22 +2,26 @@
 
 import bisect
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.space import counts, meshes_and_schedules, stages_and_policies
 from jaxtrain.analysis.planning.textbook.memory import Memory, memory
 from jaxtrain.analysis.planning.textbook.traffic import expected
-from jaxtrain.analysis.planning.timing import StepTime, least_seconds, step_time
-from jaxtrain.analysis.planning.variants import bindings_of, changed, essential, refusal, slices_of
-from jaxtrain.config.errors import UserError, nearest_divisor
-from jaxtrain.data.batch import kind_of
-from jaxtrain.nn.attention.kernels import KERNELS
-from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.analysis.planning.timing import StepTime, bubble_fraction, busy_seconds, step_time
+from jaxtrain.analysis.planning.variants import (
+    bindings_of,
+    changed,
+    essential,
+    pipeline_of,
+    refusal,
+    slices_of,
+)
+from jaxtrain.config.errors import UserError
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import Config
 
 
@@ -29,11 +33,13 @@ class Price:
       memory: of one device.
       time: of a step.
       hbm_bytes: what a device has; None: as much as it takes.
+      devices: over which the configuration goes.
     """
 
     memory: Memory
     time: StepTime
     hbm_bytes: int | None
+    devices: int
 
     @property
     def fits(self) -> bool:
@@ -48,22 +54,18 @@ class Price:
 
 def price(config: Config, target: Target) -> Price:
     """The price of a configuration that `variants.refusal` has nothing against."""
-    layout = layouts.abstract_layout(config, target.devices * slices_of(config, target))
+    devices = target.devices * slices_of(config, target)
+    layout = layouts.abstract_layout(config, devices)
     needed = memory(config, layout, target.chip.kind)
     moved = expected(config, layout)
     time = step_time(config, layout, target, moved, update_bytes=needed.update_bytes)
-    return Price(needed, time, target.chip.hbm_bytes)
+    return Price(needed, time, target.chip.hbm_bytes, devices)
 
 
-# What is tried of each axis: wider ones lose everywhere on today's chips, or need a model that has
-# the heads and layers for it, in which case they are wider than a host's or torus's fast links.
-MOST = {"pipe": 16, "context": 8, "tensor": 16, "expert": 64}
-# Sequences below this are not split over context.
-LONG = 4096
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
-# From the fastest step to the smallest; offload is left to the advice.
-POLICIES = ("none", "dots", "full")
 SHOWN, COMPILED = 10, 3
+# Predictions closer than this are one: the layouts of one model share most of their error.
+TIE = 0.01
+AS_FAST = f"as fast as any that fits within {TIE:.0%}, and the smallest of those"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Candidate:
       reason: a sentence: why it stands where it does.
       compiled_bytes: memory of a device as the compiler says; None where it was not compiled.
       fits: by the compiler where it was compiled, else by the estimate.
+      rank: from 1; those that share it are as fast as the prediction can tell.
     """
 
     changes: Mapping[str, Any]
@@ -85,6 +88,7 @@ class Candidate:
     reason: str = ""
     compiled_bytes: int | None = None
     fits: bool = True
+    rank: int = 0
 
     @property
     def bindings(self) -> list[str]:
@@ -94,6 +98,7 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """For `plan --json`."""
         return {
+            "rank": self.rank,
             "bindings": self.bindings,
             "step_seconds": self.price.time.seconds,
             "mfu": self.price.time.mfu,
@@ -155,37 +160,81 @@ def search(config: Config, target: Target) -> Found:
     fitting: list[Candidate] = []
     refused: dict[str, int] = {}
     priced = too_large = slower = 0
+    smallest: Candidate | None = None
     layouts = list(_allowed(config, target, slices, refused))
     layouts.sort(key=lambda layout: (layout.least_seconds, str(layout.changes)))
     for layout in layouts:
         # Nothing that is left can be among those that are shown.
-        if len(fitting) >= SHOWN:
-            fitting.sort(key=_order)
-            if layout.least_seconds > fitting[SHOWN - 1].price.seconds:
-                slower += 1
-                continue
+        if len(fitting) >= SHOWN and layout.least_seconds > fitting[SHOWN - 1].price.seconds:
+            slower += 1
+            continue
         found, fit, large = _fewest(config, layout, target)
         priced, too_large = priced + fit + large, too_large + large
-        fitting += [] if found is None else [found]
-    if not fitting:
-        raise UserError(_nothing(config, target, priced, refused))
-    ranked = sorted(fitting, key=_order)
-    return Found(with_reasons(ranked, target), priced, too_large, slower, refused)
-
-
-def _nothing(config: Config, target: Target, priced: int, refused: Mapping[str, int]) -> str:
-    if not priced:
+        if found.price.fits:
+            bisect.insort(fitting, found, key=_order)
+        elif smallest is None or found.price.memory.total < smallest.price.memory.total:
+            smallest = found
+    if smallest is None and not fitting:
         most = max(refused, key=lambda reason: refused[reason])
-        return f"target {target.name!r}: no layout of this configuration may run there: {most}"
+        raise UserError(
+            f"target {target.name!r}: no layout of this configuration may run there: {most}"
+        )
+    if not fitting:
+        assert smallest is not None
+        raise UserError(_nothing(target, priced, smallest))
+    return Found(with_reasons(ranked(fitting), target), priced, too_large, slower, refused)
+
+
+def _nothing(target: Target, priced: int, smallest: Candidate) -> str:
+    """Why nothing fits, and the ways out: other settings, or so many devices."""
+    size, room = smallest.price.memory.total, target.chip.hbm_bytes or 0
+    ways = []
+    for changes in LIGHTER:
+        if any(essential(smallest.config, changes)):
+            variant = changed(smallest.config, changes)
+            if refusal(variant, target, slices=slices_of(variant, target)) is None:
+                saved = size - price(variant, target).memory.total
+                ways.append((saved, " and ".join(bindings_of(changes))))
+    enough = [words for saved, words in sorted(ways) if size - saved <= room]
+    devices = smallest.price.devices
+    settings = f"with {enough[0]} it fits" if enough else "no setting alone is enough"
     return (
-        f"target {target.name!r}: none of {priced} layouts fits into {target.devices} x "
-        f"{human_bytes(target.chip.hbm_bytes or 0)}; the nearest is more devices, a smaller "
-        f"Train.global_batch_size than {config.train.global_batch_size}, or Remat.policy='offload'"
+        f"target {target.name!r}: none of {priced} layouts fits into {devices} x "
+        f"{human_bytes(room)}; the smallest takes {human_bytes(size)} a device "
+        f"({' '.join(smallest.bindings) or 'as it is'}): {settings}, and so it does on about "
+        f"{math.ceil(size * devices / room / devices) * devices} devices"
     )
+
+
+# What makes any layout smaller, and is no layout.
+LIGHTER: tuple[dict[str, Any], ...] = (
+    {"Optimizer.moments": "bfloat16"},
+    {"Precision.params": "bfloat16"},
+    {"Optimizer.moments": "bfloat16", "Precision.params": "bfloat16"},
+    {"Remat.policy": "offload"},
+)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, list[str]]:
     return candidate.price.seconds, candidate.price.memory.total, candidate.bindings
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest first; of those within TIE of the fastest of them the
+    smallest first: what the prediction cannot tell apart, room in memory does."""
+    found = numbered(sorted(candidates, key=_order))
+    return sorted(found, key=lambda one: (one.rank, one.price.memory.total, *_order(one)))
+
+
+def numbered(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """With their ranks in this order: 1, or 1, 1, 3 where the second is within TIE of the first."""
+    found: list[Candidate] = []
+    rank, first = 1, candidates[0].price.seconds
+    for place, one in enumerate(candidates):
+        if abs(one.price.seconds / (first or 1.0) - 1) > TIE:
+            rank, first = place + 1, one.price.seconds
+        found.append(dataclasses.replace(one, rank=rank))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,17 +256,23 @@ def _allowed(
     config: Config, target: Target, slices: int, refused: dict[str, int]
 ) -> Iterator[_Layout]:
     """All layouts that the checks let pass; the others are counted by reason."""
-    for mesh in _meshes_and_schedules(config, target, target.devices * slices):
-        counts = list(_counts(config, mesh))
-        said = _refusal(config, {**mesh, **counts[0]}, target, slices)
+    devices, busy = target.devices * slices, dict[tuple[Any, ...], float]()
+    for mesh in meshes_and_schedules(config, target, devices):
+        counted = list(counts(config, mesh))
+        said = _refusal(config, {**mesh, **counted[0]}, target, slices)
         if said is not None:
             refused[said] = refused.get(said, 0) + 1
             continue
-        for rest in _stages_and_policies(config, mesh):
+        for rest in stages_and_policies(config, mesh):
             changes = {**mesh, **rest}
-            last = changed(config, {**changes, **counts[-1]})
-            devices = target.devices * slices
-            yield _Layout(changes, counts, least_seconds(last, devices, target))
+            pipeline = pipeline_of(config, {**changes, **counted[-1]})
+            ranks = mesh["Mesh.pipe"]
+            key = rest["Remat.policy"], pipeline.backward, ranks > 1
+            if key not in busy:
+                variant = changed(config, changes)
+                busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
+            least = busy[key] / (1 - bubble_fraction(pipeline, ranks))
+            yield _Layout(changes, counted, least)
 
 
 def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
@@ -229,9 +284,9 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
     return None if said is None else said.splitlines()[0]
 
 
-def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate | None, int, int]:
-    """The fewest microbatches that fit, by halves, since more of them never take more memory; and
-    how many of those that were priced fit and do not."""
+def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate, int, int]:
+    """The fewest microbatches that fit, by halves, since more of them never take more memory, else
+    the most there are; and how many of those that were priced fit and do not."""
     tried: dict[int, Candidate] = {}
 
     def fits(number: int) -> bool:
@@ -243,104 +298,25 @@ def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate 
 
     last = len(layout.counts) - 1
     if not fits(last):
-        return None, 0, 1
+        return tried[last], 0, 1
     number = bisect.bisect_left(range(last), True, key=fits)
     fit = sum(one.price.fits for one in tried.values())
     return tried[number], fit, len(tried) - fit
 
 
-# -- the space ------------------------------------------------------------------------------------
-
-
-def _meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
-    whole = changed(config, {"Attention.context_parallel": "ulysses"})
-    in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
-    for sizes in _meshes(config, devices):
-        mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
-        if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
-            mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
-        if sizes["context"] > 1 and not in_ring:
-            mesh["Attention.context_parallel"] = "ulysses"
-        if sizes["pipe"] == 1:
-            yield mesh
-            continue
-        for name, chunks in SCHEDULES:
-            yield {**mesh, "Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
-
-
-def _stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    stacked = config.train.model.layers is not None
-    policies = POLICIES if stacked else (config.remat.policy,)
-    stages = (0,)
-    if mesh["Mesh.fsdp"] > 1:
-        # Beside replicas only stage 3 is worth a name of its own (HSDP).
-        stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
-    for stage, policy in itertools.product(stages, policies):
-        yield {"Sharding.zero": stage, "Remat.policy": policy}
-
-
-def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
-    """Every way to give the devices to the axes that this model and data can use."""
-    model = config.train.model
-    batch = config.train.data.abstract_batch(1)
-    length = batch.inputs.shape[1] if kind_of(batch) == "tokens" else 1
-    most = dict.fromkeys(MESH_AXES, devices)
-    most |= {axis: min(limit, devices) for axis, limit in MOST.items()}
-    if model.layers is None:
-        most["pipe"] = 1
-    if model.attention is None:
-        most |= {"context": 1, "tensor": 1}
-    if length < LONG:
-        most["context"] = 1
-    if model.experts is None:
-        most["expert"] = 1
-
-    def ways(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
-        axis, *rest = axes
-        if not rest:
-            if left <= most[axis]:
-                yield {axis: left}
-            return
-        for size in range(1, min(left, most[axis]) + 1):
-            if left % size == 0:
-                for others in ways(tuple(rest), left // size):
-                    yield {axis: size, **others}
-
-    yield from ways(MESH_AXES, devices)
-
-
-def _counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """Microbatches, the fewest first: in a pipeline its own, elsewhere accumulation."""
-    split = layout["Mesh.data"] * layout["Mesh.fsdp"] * layout["Mesh.expert"]
-    rows = config.train.global_batch_size // split
-    ranks = layout["Mesh.pipe"]
-    if rows == 0:
-        # The check says why in its own words.
-        yield {"Train.accumulation": 1}
-        return
-    counts = [count for count in range(1, rows + 1) if rows % count == 0]
-    if ranks == 1:
-        for count in counts:
-            yield {"Train.accumulation": count}
-        return
-    # A bubble of at most a third, where there are rows enough for that.
-    enough = [count for count in counts if count >= 2 * ranks and count % ranks == 0]
-    for count in enough or [nearest_divisor(rows, 2 * ranks)]:
-        yield {"Train.accumulation": 1, "Pipeline.microbatches": count}
-
-
 # -- the reasons ----------------------------------------------------------------------------------
 
 
-def with_reasons(ranked: list[Candidate], target: Target) -> list[Candidate]:
+def with_reasons(ranked: Sequence[Candidate], target: Target) -> list[Candidate]:
     """The candidates, best first, each with the sentence why it stands there."""
-    best = ranked[0]
+    best, fastest = ranked[0], min(one.price.seconds for one in ranked)
     return [
-        dataclasses.replace(one, reason=_reason(one, best, target.chip.hbm_bytes)) for one in ranked
+        dataclasses.replace(one, reason=_reason(one, best, fastest, target.chip.hbm_bytes))
+        for one in ranked
     ]
 
 
-def _reason(one: Candidate, best: Candidate, hbm_bytes: int | None) -> str:
+def _reason(one: Candidate, best: Candidate, fastest: float, hbm_bytes: int | None) -> str:
     time = one.price.time
     if not one.fits:
         return "the compiler cannot fit it, though the estimate could"
@@ -350,8 +326,9 @@ def _reason(one: Candidate, best: Candidate, hbm_bytes: int | None) -> str:
     if time.seconds is None or best.price.time.seconds is None:
         return f"takes {room}; the chip's speed is not known, so memory alone decides"
     if one is best:
+        which = "the fastest that fits" if one.price.seconds <= fastest else AS_FAST
         return (
-            f"the fastest that fits ({room}): {time.compute:.3g} s of computation, "
+            f"{which} ({room}): {time.compute:.3g} s of computation, "
             f"{time.exposed:.2g} s of communication that nothing hides, {time.bubble:.2g} s of "
             "pipeline bubble"
         )
@@ -363,6 +340,6 @@ def _reason(one: Candidate, best: Candidate, hbm_bytes: int | None) -> str:
     }
     name, more = max(pieces.items(), key=lambda piece: piece[1])
     slower = time.seconds / best.price.time.seconds - 1
-    if more <= 0 or slower < 0.0005:
-        return f"as fast as the best, with {room}"
+    if one.rank == best.rank or more <= 0 or slower < 0.0005:
+        return f"as fast as the best within {TIE:.0%} ({slower:+.1%}), with {room}"
     return f"{slower:.1%} slower than the best: {more:.2g} s more {name} ({room})"

@@ -172,6 +172,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
     if found is None:
         return
     table = Table(title="Search: best layouts first", title_justify="left")
+    table.add_column("", justify="right")
     table.add_column("mesh", overflow="fold")
     table.add_column("also", overflow="fold")
     table.add_column("step", justify="right")
@@ -184,6 +185,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
         size = one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes
         how = "" if one.compiled_bytes is None else " compiled"
         table.add_row(
+            str(one.rank),
             written_mesh(mesh),
             " ".join(others),
             "-" if seconds is None else f"{seconds:.4g} s",

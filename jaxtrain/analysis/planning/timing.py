@@ -31,7 +31,7 @@ from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.pipeline.schedules import make_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import flops_per_step, make_program, resolved
 from jaxtrain.training.settings import Config
@@ -57,7 +57,7 @@ class Fitted:
     scores: float
     shown: float
     activations: float
-    passes: float = 3.1
+    passes: float = 3.0
     memory: float = 0.85
     slices: float = 0.022
 
@@ -65,15 +65,15 @@ class Fitted:
 # Fitted on the 121 rows of benchmarks/published_runs.csv that are fit for it. MaxText's TPU runs
 # hide next to nothing of what fsdp moves, and a third of what tensor does.
 _TPU = functools.partial(Fitted, scores=0.45, shown=0.92, activations=0.65)
-_AMPERE = functools.partial(Fitted, scores=0.34, shown=0.71, activations=0.64)
-_HOPPER = functools.partial(Fitted, scores=0.26, shown=0.71, activations=0.64)
+_AMPERE = functools.partial(Fitted, scores=0.34, shown=0.57, activations=0.65)
+_HOPPER = functools.partial(Fitted, scores=0.27, shown=0.57, activations=0.65)
 FITTED = {
-    "v4": _TPU(0.85), "v5e": _TPU(1.0), "v5p": _TPU(0.87), "v6e": _TPU(0.85), "7x": _TPU(0.9),
-    "a100": _AMPERE(0.73), "a100-40": _AMPERE(0.73),
-    "h100": _HOPPER(0.71), "h200": _HOPPER(0.68), "b200": _HOPPER(0.72),
+    "v4": _TPU(0.84), "v5e": _TPU(1.0), "v5p": _TPU(0.87), "v6e": _TPU(0.84), "7x": _TPU(0.91),
+    "a100": _AMPERE(0.72), "a100-40": _AMPERE(0.72),
+    "h100": _HOPPER(0.69), "h200": _HOPPER(0.65), "b200": _HOPPER(0.73),
 }  # fmt: skip
 # Of a chip without published runs: the least of its kind.
-_UNKNOWN = {"tpu": _TPU(0.85), "gpu": _HOPPER(0.68)}
+_UNKNOWN = {"tpu": _TPU(0.84), "gpu": _HOPPER(0.65)}
 
 # The half width of an interval that holds two of three published runs of a stack that the fit has
 # not seen (the same command prints it).
@@ -292,22 +292,23 @@ def _product_seconds(config: Config, target: Target, flops: float, peak: float) 
     return (flops - narrow) / peak + narrow / fast
 
 
-def least_seconds(config: Config, devices: int, target: Target) -> float:
-    """What a step cannot be predicted below: its products and its bubble; 0 without a peak."""
-    peak, ranks = peak_flops(config, target), config.mesh.pipe
+def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: bool) -> float:
+    """What a step cannot be predicted below but for its bubble: its products; 0 without a peak.
+
+    Of the layout it depends on how many devices there are, and whether they are a pipeline.
+    """
+    peak = peak_flops(config, target)
     if peak is None:
         return 0.0
     config = resolved(config, target.chip.kind)
-    products, scores = _work(config, pipelined=ranks > 1, devices=devices)
+    products, scores = _work(config, pipelined=pipelined, devices=devices)
     shares = fitted(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
-    seconds += scores / peak / shares.scores
-    return seconds / (1 - bubble_fraction(config, ranks))
+    return seconds + scores / peak / shares.scores
 
 
-def bubble_fraction(config: Config, ranks: int) -> float:
+def bubble_fraction(pipeline: Pipeline, ranks: int) -> float:
     """The idle share of the pipeline's schedule on this many ranks; 0 without one."""
-    pipeline = config.pipeline
     if ranks == 1:
         return 0.0
     return _bubble(
@@ -424,7 +425,7 @@ def pieces(
         tensor=tensor,
         others=others,
         between=between,
-        bubble=bubble_fraction(config, sizes["pipe"]),
+        bubble=bubble_fraction(config.pipeline, sizes["pipe"]),
         slices=math.prod(config.mesh.dcn.values()),
         by_axis=by_axis,
     )

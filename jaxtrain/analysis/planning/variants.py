@@ -9,6 +9,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.program import resolve_kernel
 from jaxtrain.training.settings import Config
@@ -36,6 +37,12 @@ def changed(config: Config, changes: Changes) -> Config:
             for name, fields in sections.items()
         },
     )
+
+
+def pipeline_of(config: Config, changes: Changes) -> Pipeline:
+    """The pipeline's settings with some bindings set."""
+    own = {name.split(".")[1]: value for name, value in changes.items() if name[:9] == "Pipeline."}
+    return dataclasses.replace(config.pipeline, **own)
 
 
 def bindings_of(changes: Changes) -> list[str]:

@@ -82,7 +82,7 @@ class Outlook:
     @functools.cached_property
     def shapes(self) -> nnx.State:
         """The model's parameters, of which no array is made."""
-        return parameter_shapes(self.model.build)
+        return _shapes(self.model)
 
     @functools.cached_property
     def trained(self) -> nnx.State:
@@ -117,3 +117,9 @@ class Outlook:
         if kind_of(batch) != "tokens":
             raise NotRead
         return batch.inputs.shape[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(model: Model) -> nnx.State:
+    """Made once of a model: a search asks for thousands of layouts of one."""
+    return parameter_shapes(model.build)

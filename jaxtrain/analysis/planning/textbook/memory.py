@@ -14,8 +14,8 @@ from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.pipeline.schedules import make_schedule
-from jaxtrain.training.pipeline.slots import slots
+from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.pipeline.slots import Slots, slots
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
@@ -253,15 +253,7 @@ class _Step:
         if self._ranks == 1:
             return {name: size * layers for name, size in kept.items()}
         pipeline = self.config.pipeline
-        table = slots(
-            make_schedule(
-                pipeline.schedule,
-                ranks=self._ranks,
-                microbatches=pipeline.microbatches,
-                virtual_stages=pipeline.virtual_stages,
-            ),
-            backward=pipeline.backward,
-        )
+        table = _slots(pipeline, self._ranks)
         of_stage = math.ceil(layers / self._ranks / pipeline.virtual_stages)
         waiting = table.num_input_slots + table.num_gradient_slots
         stream = round(self._profile.stream * self._rows)
@@ -372,3 +364,14 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         for v in jax.tree.leaves(state.params, is_leaf=is_variable)
     )
     return Memory(arguments, gradients, {"activations": sum(map(shard_bytes, kept))})
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(pipeline: Pipeline, ranks: int) -> Slots:
+    schedule = make_schedule(
+        pipeline.schedule,
+        ranks=ranks,
+        microbatches=pipeline.microbatches,
+        virtual_stages=pipeline.virtual_stages,
+    )
+    return slots(schedule, backward=pipeline.backward)

@@ -1,0 +1,117 @@
+"""The layouts that a search tries: meshes, ZeRO stages, remat policies, schedules, microbatches."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.variants import changed
+from jaxtrain.config.errors import nearest_divisor
+from jaxtrain.data.batch import kind_of
+from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.training.program.program import resolved
+from jaxtrain.training.settings import Config
+
+# What is tried of each axis: wider ones lose everywhere on today's chips, or need a model that has
+# the heads and layers for it, in which case they are wider than a host's or torus's fast links.
+MOST = {"pipe": 32, "context": 16, "tensor": 16, "expert": 64}
+# Sequences below this are not split over context.
+LONG = 4096
+# Stages on a rank that published runs have; more send more for a bubble that is small already.
+CHUNKS = (2, 3, 4, 6, 8, 12)
+# From the fastest step to the smallest; offload is left to the advice.
+POLICIES = ("none", "elementwise", "dots", "full")
+
+
+def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
+    """Bindings of every mesh for these devices, and of the schedules of its pipeline."""
+    whole = changed(config, {"Attention.context_parallel": "ulysses"})
+    in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
+    for sizes in _meshes(config, devices):
+        mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
+        if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
+            mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
+        if sizes["context"] > 1 and not in_ring:
+            mesh["Attention.context_parallel"] = "ulysses"
+        if sizes["pipe"] == 1:
+            yield mesh
+            continue
+        for name, chunks in _schedules(config, sizes["pipe"]):
+            yield {**mesh, "Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
+
+
+def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
+    """Schedules and stages on a rank; stages of as many layers each, where there is a choice."""
+    yield "1f1b", 1
+    yield "zero_bubble", 1
+    layers = config.train.model.layers or 0
+    fitting = [chunks for chunks in CHUNKS if layers >= ranks * chunks]
+    even = [chunks for chunks in fitting if layers % (ranks * chunks) == 0]
+    for chunks in even or fitting[:1]:
+        yield "interleaved", chunks
+
+
+def stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Bindings of ZeRO stages and remat policies on a mesh, and of what its stages keep."""
+    stacked = config.train.model.layers is not None
+    policies = POLICIES if stacked else (config.remat.policy,)
+    stages = (0,)
+    if mesh["Mesh.fsdp"] > 1:
+        # Beside replicas only stage 3 is worth a name of its own (HSDP).
+        stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
+    for stage, policy in itertools.product(stages, policies):
+        yield {"Sharding.zero": stage, "Remat.policy": policy}
+        if mesh["Mesh.pipe"] > 1:
+            more = {"Pipeline.backward": "residuals"}
+            yield {"Sharding.zero": stage, "Remat.policy": policy, **more}
+
+
+def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
+    """Every way to give the devices to the axes that this model and data can use."""
+    model = config.train.model
+    batch = config.train.data.abstract_batch(1)
+    length = batch.inputs.shape[1] if kind_of(batch) == "tokens" else 1
+    most = dict.fromkeys(MESH_AXES, devices)
+    most |= {axis: min(limit, devices) for axis, limit in MOST.items()}
+    if model.layers is None:
+        most["pipe"] = 1
+    if model.attention is None:
+        most |= {"context": 1, "tensor": 1}
+    if length < LONG:
+        most["context"] = 1
+    if model.experts is None:
+        most["expert"] = 1
+
+    def ways(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
+        axis, *rest = axes
+        if not rest:
+            if left <= most[axis]:
+                yield {axis: left}
+            return
+        for size in range(1, min(left, most[axis]) + 1):
+            if left % size == 0:
+                for others in ways(tuple(rest), left // size):
+                    yield {axis: size, **others}
+
+    yield from ways(MESH_AXES, devices)
+
+
+def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Bindings of microbatches, the fewest first: in a pipeline its own, elsewhere accumulation."""
+    split = layout["Mesh.data"] * layout["Mesh.fsdp"] * layout["Mesh.expert"]
+    rows = config.train.global_batch_size // split
+    ranks = layout["Mesh.pipe"]
+    if rows == 0:
+        # The check says why in its own words.
+        yield {"Train.accumulation": 1}
+        return
+    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+    if ranks == 1:
+        for count in divisors:
+            yield {"Train.accumulation": count}
+        return
+    # A bubble of at most a third, where there are rows enough for that.
+    enough = [count for count in divisors if count >= 2 * ranks and count % ranks == 0]
+    for count in enough or [nearest_divisor(rows, 2 * ranks)]:
+        yield {"Train.accumulation": 1, "Pipeline.microbatches": count}
