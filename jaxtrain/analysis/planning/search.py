@@ -52,11 +52,12 @@ class Price:
         return self.time.seconds or 0.0
 
 
-def price(config: Config, target: Target) -> Price:
-    """The price of a configuration that `variants.refusal` has nothing against."""
+def price(config: Config, target: Target, needed: Memory | None = None) -> Price:
+    """The price of a configuration that `variants.refusal` has nothing against; its memory, where
+    that is known already, is not counted again."""
     devices = target.devices * slices_of(config, target)
     layout = layouts.abstract_layout(config, devices)
-    needed = memory(config, layout, target.chip.kind)
+    needed = memory(config, layout, target.chip.kind) if needed is None else needed
     moved = expected(config, layout)
     time = step_time(config, layout, target, moved, update_bytes=needed.update_bytes)
     return Price(needed, time, target.chip.hbm_bytes, devices)
@@ -286,22 +287,24 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
 
 def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate, int, int]:
     """The fewest microbatches that fit, by halves, since more of them never take more memory, else
-    the most there are; and how many of those that were priced fit and do not."""
-    tried: dict[int, Candidate] = {}
+    the most there are; and how many of those that were tried fit and do not."""
+    tried: dict[int, Memory] = {}
+    room, devices = target.chip.hbm_bytes, target.devices * slices_of(config, target)
 
     def fits(number: int) -> bool:
-        everything = {**layout.changes, **layout.counts[number]}
-        variant = changed(config, everything)
-        needed = essential(config, everything)
-        tried[number] = Candidate(needed, variant, price(variant, target))
-        return tried[number].price.fits
+        variant = changed(config, {**layout.changes, **layout.counts[number]})
+        needed = memory(variant, layouts.abstract_layout(variant, devices), target.chip.kind)
+        tried[number] = needed
+        return room is None or needed.total <= room
 
-    last = len(layout.counts) - 1
-    if not fits(last):
-        return tried[last], 0, 1
-    number = bisect.bisect_left(range(last), True, key=fits)
-    fit = sum(one.price.fits for one in tried.values())
-    return tried[number], fit, len(tried) - fit
+    last = number = len(layout.counts) - 1
+    if fits(last):
+        number = bisect.bisect_left(range(last), True, key=fits)
+    everything = {**layout.changes, **layout.counts[number]}
+    variant = changed(config, everything)
+    found = price(variant, target, tried[number])
+    fit = sum(room is None or needed.total <= room for needed in tried.values())
+    return Candidate(essential(config, everything), variant, found), fit, len(tried) - fit
 
 
 # -- the reasons ----------------------------------------------------------------------------------

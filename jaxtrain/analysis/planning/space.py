@@ -19,7 +19,7 @@ MOST = {"pipe": 32, "context": 16, "tensor": 16, "expert": 64}
 # Sequences below this are not split over context.
 LONG = 4096
 # Stages on a rank that published runs have; more send more for a bubble that is small already.
-CHUNKS = (2, 3, 4, 6, 8, 12)
+CHUNKS = tuple(range(2, 13))
 # From the fastest step to the smallest; offload is left to the advice.
 POLICIES = ("none", "elementwise", "dots", "full")
 
