@@ -137,12 +137,8 @@ def test_a_run_of_20000_steps_ends_with_what_it_held_at_step_1000(tmp_path, caps
     words = ["train", "soak.gin", "--simulate-devices", "2", "--workdir", "run"]
     log = (tmp_path / "log").open("w")
     # The first run of a configuration: where the program is kept, docs/reliability.md has figures.
-<<<<<<< HEAD
-    first = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
-=======
     first = os.environ | {"JAXTRAIN_CACHE": str(tmp_path / "cache")}
     first.pop("JAX_COMPILATION_CACHE_DIR", None)
->>>>>>> 2149302 (The soak is a first run; reliability says what one with kept programs grows by (2 %))
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxtrain", *words], cwd=tmp_path, stdout=log, stderr=log, env=first
     )
