@@ -3,6 +3,7 @@
 import io
 import json
 import time
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run import metrics, metrics_file
+from jaxtrain.run.show.plot import loss_png
 from jaxtrain.training.guard import BadStepError
 
 RATES = {"tokens_per_second", "step_seconds", "mfu"}
@@ -264,6 +266,37 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path):
     found, purges = events(parted)
     assert ("loss", 9, 2.75) in found
     assert purges == [0, 6]
+
+
+def test_a_drawing_holds_no_more_of_a_run_than_its_points(tmp_path):
+    """Else a run's memory grows with its length: what is freed again stays with the process."""
+    file, steps = tmp_path / "metrics.jsonl", 4000
+    rest = {f"number_{index}": 0.1 * index for index in range(20)}
+    file.write_text(
+        "".join(
+            json.dumps({"step": step, "loss": None if step == 7 else 1.5, **rest}) + "\n"
+            for step in range(steps)
+        )
+    )
+    loss_png([{"step": 1, "loss": 1.0}], {})  # fonts
+    tracemalloc.start()
+    seen = sum(1 for _ in metrics_file.each_line(file))
+    of_reading = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    loss_png(metrics_file.each_line(file), {})
+    of_drawing = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seen == steps
+    assert of_reading < 0.05 * file.stat().st_size
+    # The picture, and two numbers of each line: far less than the text, let alone its objects.
+    loss_free = tmp_path / "short.jsonl"
+    loss_free.write_text('{"step": 1, "loss": 1.5}\n')
+    tracemalloc.start()
+    loss_png(metrics_file.each_line(loss_free), {})
+    of_picture = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert of_drawing - of_picture < file.stat().st_size
+    assert metrics_file.read_lines(file)[7]["loss"] is None
 
 
 def test_a_torn_last_line_is_dropped(tmp_path):

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.disks import FullDiskError
@@ -50,8 +51,8 @@ class MetricsFiles:
             self._drawing = _drawer().submit(self._draw)
 
     def _draw(self) -> None:
-        lines = read_lines(self._metrics)
-        write_atomically(self._image, loss_png(lines, self._references))
+        # One line at a time: a run's memory would grow with its length by what all of them take.
+        write_atomically(self._image, loss_png(each_line(self._metrics), self._references))
 
     def close(self) -> None:
         """Draws the last loss.png and closes the files; more calls do nothing.
@@ -86,21 +87,33 @@ def strict(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_lines(file: Place) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl; a last line that a killed writer left torn is passed over.
+    """All of `each_line`."""
+    return list(each_line(file))
+
+
+def each_line(file: Place) -> Iterator[dict[str, Any]]:
+    """The objects of a metrics.jsonl, read as they are asked for; a last line that a killed writer
+    left torn is passed over.
 
     Raises:
       UserError: another line is not JSON.
     """
-    lines = []
-    # What stands behind the last newline is empty or torn.
-    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{file}:{number}: not a line of JSON ({error}); remove that line, or the file"
-            ) from error
-    return lines
+    with _opened(file) as lines:
+        for number, text in enumerate(lines, 1):
+            if not text.endswith("\n"):
+                return
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{file}:{number}: not a line of JSON ({error}); remove that line, or the file"
+                ) from error
+
+
+def _opened(file: Place) -> TextIO:
+    if isinstance(file, Path):
+        return file.open(encoding="utf-8", newline="\n")
+    return io.StringIO(file.read_text(encoding="utf-8"), newline="\n")
 
 
 def drop_lines_past(file: Path, step: int) -> None:

@@ -22,19 +22,16 @@ def loss_figure(lines: Iterable[Mapping[str, Any]], references: Mapping[str, flo
     """
     from jaxtrain.run.show.picture import Picture
 
-    lines = list(lines)
+    curves = {"loss": ("training loss", _TRAIN), "eval_loss": ("evaluation loss", _EVAL)}
+    points: dict[str, list[tuple[int, float]]] = {key: [] for key in curves}
+    for line in lines:
+        for key in points.keys() & line.keys():
+            points[key].append((line["step"], float("nan") if line[key] is None else line[key]))
     figure = Picture(8, 4.5)
     axes = figure.add_subplot()
-    for key, label, style in (
-        ("loss", "training loss", _TRAIN),
-        ("eval_loss", "evaluation loss", _EVAL),
-    ):
-        points = [(line["step"], line[key]) for line in lines if key in line]
-        if points:
-            steps, losses = zip(*points, strict=True)
-            axes.plot(
-                steps, [float("nan") if y is None else y for y in losses], label=label, **style
-            )
+    for key, (label, style) in curves.items():
+        if points[key]:
+            axes.plot(*zip(*points[key], strict=True), label=label, **style)
     for index, (label, loss) in enumerate(references.items()):
         line_style = _REFERENCE_STYLES[index % len(_REFERENCE_STYLES)]
         axes.axhline(loss, color="dimgrey", linestyle=line_style, label=f"{label} {loss:.2f}")
