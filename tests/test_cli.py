@@ -210,7 +210,7 @@ def test_a_step_s_checkpoint_is_evaluated_sampled_and_inspected(tiny_config, tmp
     assert "Checkpoint of step 2 in" in capsys.readouterr().out
     samples = set()
     for step in ("2", "4"):
-        words = ["--prompt", "def", "--max-new-tokens", "9", "--temperature", "2", "--step", step]
+        words = ["--prompt", "def", "--max-new-tokens", "9", "--step", step, "--log-probabilities"]
         assert main(["generate", *run, *words]) == 0
         samples.add(capsys.readouterr().out)
     assert len(samples) == 2

@@ -12,8 +12,9 @@ def test_timeline_prints_the_figures_and_draws_the_schedule(tmp_path, capsys):
     bindings = ["-b", "Mesh.pipe=4", "-b", "Pipeline.microbatches=8"]
     assert main(["timeline", "gpt2_124m", *bindings, "--png", str(picture)]) == 0
     out = capsys.readouterr().out
-    # 2 (m + p - 1) ticks; (p - 1) / (m + p - 1) of them idle; three layers on each stage.
-    assert all(word in out for word in ("22", "27.3%", "4 3 2 1", "3, 3, 3, 3"))
+    # 2 (m + p - 1) ticks; (p - 1) / (m + p - 1) of them idle; 2 (p - rank) - 1 alive; three layers
+    # on each stage.
+    assert all(word in out for word in ("22", "27.3%", "7 5 3 1", "3, 3, 3, 3"))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -177,7 +177,8 @@ def test_without_a_guard_the_state_and_the_step_have_nothing_of_it():
     assert "is_finite" not in lower_step(program, FIRST).as_text()
     assert "is_finite" in lower_step(program_on("one", Guard(policy="rewind")), FIRST).as_text()
     assert program_on("one", Guard(policy="skip")).abstract_state().guard == ()
-    names = ["step", "params", "opt_state", "statistics", "loss_scale", "exchange", "guard"]
+    names = ["step", "params", "opt_state", "statistics", "loss_scale", "exchange", "guard",
+             "frozen"]  # fmt: skip
     assert [field.name for field in dataclasses.fields(state)] == names
 
 

@@ -236,7 +236,8 @@ def test_every_axis_that_may_be_sharded_has_a_setting(name: str) -> None:
         (
             lambda: Llama(rope_low_frequency_factor=4.0),
             "Llama.rope_low_frequency_factor=4.0 is not below "
-            "Llama.rope_high_frequency_factor=4.0; Llama 3.1 has 1.0 and 4.0",
+            "Llama.rope_high_frequency_factor=4.0 and above 0; Llama 3.1 has 1.0 and 4.0, YaRN "
+            "1.0 and 32.0",
         ),
     ],
 )

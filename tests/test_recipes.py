@@ -158,9 +158,10 @@ def test_the_recipes_of_an_objective_optimizer_kernel_and_remat_policy(copy, tog
     out, lines = train(copy, together, "--allow-imports", "--simulate-devices", "8")
     assert "Attention.kernel = 'by_query'" in out
     assert "Optimizer.name = 'yogi'" in out
-    # A fifth of the inputs is noise where it trains, and none where it evaluates.
+    # A fifth of the inputs is noise where it trains, and none where it evaluates: some 0.1 nats, of
+    # which a batch's loss hides half at most.
     assert lines[-2]["loss"] < lines[0]["loss"] - 1
-    assert lines[-1]["eval_loss"] < lines[-2]["loss"] - 0.1
+    assert lines[-1]["eval_loss"] < lines[-2]["loss"] - 0.05
 
 
 def test_the_recipe_of_a_target_is_planned_for_with_them(copy, together):

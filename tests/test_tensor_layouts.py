@@ -107,9 +107,9 @@ def test_arguments_of_the_compiled_step_are_those_bytes():
     assert compiled.memory_analysis().argument_size_in_bytes == 4 * held + scalars + batch
 
 
-@pytest.mark.parametrize(("model", "activation"), [("gpt", "gelu"), ("llama", "silu")])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("name", ["2d", "2.5d", "3d"])
-def test_activations_take_what_the_papers_say(model, activation, name, monkeypatch):
+def test_activations_take_what_the_papers_say(model, name, monkeypatch):
     """Residual stream, queries and the MLP's inside: /q^2, /(d q^2) and /q^3 of each replica."""
     held = {}
 
@@ -117,11 +117,12 @@ def test_activations_take_what_the_papers_say(model, activation, name, monkeypat
         shard = jax.typeof(x).sharding.shard_shape(x.shape)
         held[what] = math.prod(x.shape) // math.prod(shard)
 
-    def spy(owner, attribute, what, number):
+    def spy(owner, attribute, what, number, equation=None):
         original = getattr(owner, attribute)
 
         def noted(*args, **kwargs):
-            note(what, args[number])
+            if equation in (None, args[1]):
+                note(what, args[number])
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, attribute, noted)
@@ -129,7 +130,7 @@ def test_activations_take_what_the_papers_say(model, activation, name, monkeypat
     spy(Decoder, "run_layer", "residual", 2)
     spy(Decoder, "finish", "last", 1)
     spy(Execution, "attention", "queries", 1)
-    spy(jax.nn, activation, "mlp", 0)
+    spy(Execution, "contract", "mlp", 2, "BTF,FD->BTD")
     program = make_program(MODELS[model], grid(name, model))
     program.no_sums(program.abstract_state(), BATCH)
     replicas = 2 if name == "2d" else 1

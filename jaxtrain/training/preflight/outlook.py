@@ -88,8 +88,11 @@ class Outlook:
     def trained(self) -> nnx.State:
         """Those that are trained, adapters among them."""
         tuning = tuning_of(self.config.finetune, self.model.build)
-        adapters = jax.eval_shape(lambda: tuning.draw(self.shapes, jax.random.key(0)))
-        return tuning.begin(self.shapes, adapters)[0]
+
+        def begin(shapes: nnx.State) -> nnx.State:
+            return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
+
+        return jax.eval_shape(begin, self.shapes)
 
     @functools.cached_property
     def logical(self) -> set[str]:
