@@ -12,12 +12,12 @@ from jaxtrain.analysis.planning.variants import changed, refusal
 from jaxtrain.config.errors import UserError
 
 KERNEL = ["Attention.kernel = 'tpu'"]
-TARGET = "v5e:4x4"
+TARGET = "v5e:2x4"
 
 
 @functools.cache
 def found():
-    """Llama 1B on 16 small chips, where memory is short."""
+    """Llama 1B on 8 small chips, where memory is short."""
     return search(load_config("llama_1b", KERNEL), parse_target(TARGET))
 
 
@@ -45,12 +45,12 @@ def test_the_ranking_is_by_time_and_everything_fits():
 @pytest.mark.parametrize(
     "recipe",
     [
-        {"Mesh.fsdp": 16},
-        {"Mesh.fsdp": 2, "Mesh.tensor": 8, "Sharding.sequence_parallel": True},
-        {"Mesh.data": 2, "Mesh.fsdp": 4, "Mesh.tensor": 2, "Sharding.sequence_parallel": True},
-        {"Mesh.data": 16, "Mesh.fsdp": 1, "Sharding.zero": 0},
+        {"Mesh.fsdp": 8},
+        {"Mesh.fsdp": 2, "Mesh.tensor": 4, "Sharding.sequence_parallel": True},
+        {"Mesh.data": 2, "Mesh.fsdp": 2, "Mesh.tensor": 2, "Sharding.sequence_parallel": True},
+        {"Mesh.data": 8, "Mesh.fsdp": 1, "Sharding.zero": 0},
     ],
-    ids=["fsdp", "fsdp x tensor 8", "3d", "data"],
+    ids=["fsdp", "fsdp x tensor 4", "3d", "data"],
 )
 @pytest.mark.parametrize("policy", ["none", "elementwise", "dots", "full"])
 def test_no_hand_written_recipe_is_faster(recipe, policy):
@@ -84,13 +84,14 @@ def test_the_same_question_has_the_same_answer():
 
 def test_what_was_not_taken_is_counted():
     assert found().priced > found().too_large > 0
-    assert found().slower > 0
     counted = found().to_json()["search"]
-    assert counted["priced"] == found().priced
+    assert (counted["priced"], counted["slower"]) == (found().priced, found().slower)
     refused = {}
-    config = load_config("llama_1b", [*KERNEL, "Llama.num_heads=24", "Llama.head_dim=64"])
+    config = load_config(
+        "llama_1b", [*KERNEL, "Llama.num_heads=12", "Llama.num_kv_heads=4", "Llama.head_dim=64"]
+    )
     assert list(_allowed(config, parse_target(TARGET), 1, refused))
-    assert any("Llama.num_heads=24 does not divide" in reason for reason in refused), refused
+    assert any("Llama.num_heads=12 does not divide" in reason for reason in refused), refused
 
 
 def test_nothing_fits():
