@@ -131,6 +131,10 @@ def held(process: int) -> tuple[float, int, int]:
 
 
 @pytest.mark.chaos
+@pytest.mark.xfail(
+    strict=True,
+    reason="some 10 MB are lost; docs/reliability.md says whose they are, as far as known",
+)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says it in /proc")
 def test_a_run_of_20000_steps_ends_with_what_it_held_at_step_1000(tmp_path, capsys):
     (tmp_path / "soak.gin").write_text(CONFIG)
