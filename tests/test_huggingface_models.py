@@ -38,6 +38,9 @@ YARN = {
 MAMBA = {
     "vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **ENDS,
 }  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "vocab_size": 64,
+}  # fmt: skip
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 12,
@@ -83,6 +86,13 @@ CASES = {
                                    "tie_word_embeddings": True}, ["Mesh.pipe=2"], "float32"),
     "gemma": ("Gemma", {**SIZES, "head_dim": 16, "vocab_size": 64},
               ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "gemma3": ("Gemma3", {**SIZES, "head_dim": 16, "vocab_size": 64, "sliding_window": 3,
+                          "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+               ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "qwen3-moe": ("Qwen3Moe", {**SIZES, **EXPERTS, "norm_topk_prob": True},
+                  ["Mesh.expert=2", "Mesh.fsdp=4"], "bfloat16"),
+    "qwen3-moe-plain": ("Qwen3Moe", {**SIZES, **EXPERTS, "head_dim": 4, "num_key_value_heads": 1},
+                        ["Mesh.pipe=2"], "float32"),
     "qwen3-yarn": ("Qwen3", {**SIZES, "head_dim": 8, "rope_parameters": YARN}, ["Mesh.pipe=2"],
                    "float32"),
     "mamba": ("Mamba", MAMBA, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
@@ -90,6 +100,7 @@ CASES = {
 }  # fmt: skip
 ALWAYS = (
     "bert",
+    "gemma3",
     "mamba",
     "gpt2",
     "llama",
@@ -98,6 +109,7 @@ ALWAYS = (
     "mixtral",
     "qwen2",
     "qwen3",
+    "qwen3-moe",
 )
 
 
@@ -105,7 +117,8 @@ def random_model(kind: str, settings: dict) -> torch.nn.Module:
     """With every parameter drawn, norms and biases too, wide enough that none is lost."""
     torch.manual_seed(0)
     head = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
-    made = getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**settings))
+    config = {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config")
+    made = getattr(transformers, kind + head)(getattr(transformers, config)(**settings))
     with torch.no_grad():
         for name, value in made.named_parameters():
             is_scale = "norm" in name.lower() or "ln_" in name

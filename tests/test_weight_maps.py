@@ -15,6 +15,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gemma import Gemma
+from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
@@ -44,6 +45,18 @@ MODELS = {
     ),
     "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
     "gemma": Gemma(**GROUPED, head_dim=4),
+    "gemma3_text": Gemma3(
+        **GROUPED, head_dim=4, global_every=2, sliding_window=3, rope_scaling=8.0, query_width=6
+    ),
+    "qwen3_moe": Mixtral(
+        **GROUPED,
+        num_experts=5,
+        experts_per_token=3,
+        balance_weight=0.01,
+        normalize_gates=False,
+        qk_norm=True,
+        head_dim=4,
+    ),
     "mamba": Mamba(
         vocab_size=13,
         num_layers=3,
@@ -135,8 +148,8 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         "quantization_config = {'bits': 4}; here it is None",
         "attention_bias = True; here it is False",
         "hidden_size = '12'; here it is a whole number",
-        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "vocab_size is missing; here it is a whole number",
+        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "rope_type = 'dynamic'; here it is 'default', 'llama3' or 'yarn'",
         "Llama.head_dim=7 is no even number above 0; the nearest is 8",
     ]

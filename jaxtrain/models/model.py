@@ -28,7 +28,8 @@ class AttentionFacts:
       num_kv_heads: key-value heads.
       key_dim: width of one head of the queries and keys.
       value_dim: width of one head of the values.
-      window: tokens that a query sees back, itself included; None is all of them.
+      window: tokens that a query sees back, itself included, in all layers or in some; None is all
+        of them.
       causal: whether a query sees no later token.
     """
 

@@ -135,22 +135,27 @@ class Block:
       attention, mlp: the parts.
       norm: which norm each of them has.
       placement: where it stands.
+      after: the norm of what each part gives, before the stream has it; None: there is none.
     """
 
     attention: Attends
     mlp: Feeds
     norm: Norm
     placement: Placement = pre_norm
+    after: Norm | None = None
 
     def weights(self, key: jax.Array) -> Weights:
         """Freshly drawn parameters of all parts, for `parameters.stack`."""
         first = self.attention.num_keys
         keys = jax.random.split(key, first + self.mlp.num_keys)
+        after = {} if self.after is None else self.after.weights(key)
         return together(
             prefixed("attention_norm", self.norm.weights(key)),
             self.attention.weights(keys[:first]),
+            prefixed("after_attention_norm", after),
             prefixed("mlp_norm", self.norm.weights(key)),
             self.mlp.weights(keys[first:]),
+            prefixed("after_mlp_norm", after),
         )
 
     def matmul_parameters(self) -> int:
@@ -170,15 +175,20 @@ class Block:
         """One layer; arguments and results as in `Transformer.run_layer`."""
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
-            return self.attention(
+            y_BTD, extended = self.attention(
                 own, h_BTD, positions_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
+            return finished("after_attention_norm", y_BTD), extended
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, Auxiliary]:
-            return self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
+            y_BTD, auxiliary = self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
+            return finished("after_mlp_norm", y_BTD), auxiliary
 
         def normed(name: str) -> Callable[[jax.Array], jax.Array]:
             return lambda x_BTD: self.norm(under(name, own), x_BTD)
+
+        def finished(name: str, y_BTD: jax.Array) -> jax.Array:
+            return y_BTD if self.after is None else self.after(under(name, own), y_BTD)
 
         with jax.named_scope("attention"):
             x_BTD, cache = self.placement(normed("attention_norm"), x_BTD, attend)

@@ -66,6 +66,7 @@ class Execution:
       layers_per_iteration: `Scan.layers_per_iteration`.
       einsum: what the layers' products with weights are multiplied with.
       draws: what dropout draws from; None is evaluation, which drops nothing.
+      layer: the number of the layer that is run, int32 scalar; None outside of layers.
     """
 
     kernel: str = "xla"
@@ -74,6 +75,11 @@ class Execution:
     layers_per_iteration: int = 1
     einsum: Einsum = einsum
     draws: Draws | None = None
+    layer: jax.Array | int | None = None
+
+    def of_layer(self, number: jax.Array | int) -> "Execution":
+        """How one layer's is run: those that differ by their place ask for its number."""
+        return dataclasses.replace(self, layer=number)
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         """Attention with this run's kernel; shapes as in `attention.attention`."""

@@ -34,7 +34,8 @@ class Experts:
     """E SwiGLU networks, of which each token goes through the k that its router scores highest.
 
     A part of a block. Mixtral's (arXiv 2401.04088): the outputs are weighted by the softmax over
-    the k highest logits. Router logits and softmax are float32 whatever the compute dtype.
+    the k highest logits, or by theirs in the softmax over all. Router logits and softmax are
+    float32 whatever the compute dtype.
 
     Attributes:
       embed_dim: width of the residual stream.
@@ -44,6 +45,7 @@ class Experts:
       residual_stddev: spread of the weights that make the result.
       balance_weight, router_z_weight: what these losses are multiplied by.
       num_layers: layers that the router's losses and metrics are means over.
+      normalized: whether the weights of a token's experts sum to 1: a softmax over the k.
     """
 
     embed_dim: int
@@ -55,6 +57,7 @@ class Experts:
     balance_weight: float
     router_z_weight: float
     num_layers: int
+    normalized: bool = True
 
     num_keys: ClassVar[int] = 1
     scope: ClassVar[str] = "experts"
@@ -98,6 +101,9 @@ class Experts:
         logits_BTE = contract("BTD,DE->BTE", h_BTD.astype(jnp.float32), own["router"])
         top_BTk, experts_BTk = jax.lax.top_k(logits_BTE, self.experts_per_token)
         gates_BTk = jax.nn.softmax(top_BTk, axis=-1)
+        if not self.normalized:
+            all_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
+            gates_BTk = jnp.exp(top_BTk - all_BT1)
         if self.capacity_factor is None:
             kept_BTk = jnp.ones_like(experts_BTk, dtype=bool)
             run, routes = _dropless, (experts_BTk, gates_BTk)

@@ -62,6 +62,29 @@ class Rotary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): all pairs are slowed alike.
+
+    Attributes:
+      theta: base of the frequencies.
+      scaling: by how much they are slowed.
+    """
+
+    theta: float
+    scaling: float
+
+    @property
+    def scale(self) -> float:
+        """Turned, and nothing else."""
+        return 1.0
+
+    def frequencies(self, head_dim: int) -> jax.Array:
+        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        half = head_dim // 2
+        return self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half) / self.scaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
     """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3): slow pairs are slowed, quick ones not.
 

@@ -6,6 +6,7 @@ Letters: B batch, T length, D embed, V vocab.
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
@@ -45,7 +46,10 @@ class Transformer(Protocol):
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer: the new residual stream, the extended cache, the auxiliary sums."""
+        """One layer: the new residual stream, the extended cache, the auxiliary sums.
+
+        Which one it is says `execution.layer`, for models whose layers differ by their place.
+        """
         ...
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
@@ -83,14 +87,16 @@ def hidden(
     x_BTD = model.embed(tokens_BT, positions_BT)
     start = 0 if cache is None else cache.length
 
-    def run_layer(layer: Any, x_BTD: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
+    def run_layer(layer: Any, x_BTD: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+        number, layer_cache = own
         x_BTD, layer_cache, auxiliary = model.run_layer(
-            layer, x_BTD, positions_BT, mask, execution, layer_cache, start
+            layer, x_BTD, positions_BT, mask, execution.of_layer(number), layer_cache, start
         )
         return x_BTD, (layer_cache, auxiliary)
 
-    layer_caches = None if cache is None else cache.layers
-    x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, layer_caches)
+    numbers = jnp.arange(jax.tree.leaves(model.layers)[0].shape[0])
+    own = numbers, None if cache is None else cache.layers
+    x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, own)
     if cache is not None:
         cache = Cache(caches, cache.length + tokens_BT.shape[1])
     return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)

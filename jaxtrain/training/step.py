@@ -477,7 +477,8 @@ class Program:
             )
         else:
             schedule = forward_only(ranks, count, chunks)
-        parts = Parts(self._graphdef(), objective, self.execution, self.loss, train=train)
+        padded = not self.stages.valid.all()
+        parts = Parts(self._graphdef(), objective, self.execution, self.loss, train, padded)
         engine = Engine(
             parts,
             schedule,

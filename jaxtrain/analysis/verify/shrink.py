@@ -207,6 +207,8 @@ def _text(
     for name in ("sliding_window", "rope_original_context_length"):
         if fields.get(name) is not None:
             small[name] = max(round(fields[name] * shorter), 2)
+    if "global_every" in fields:  # layers of both kinds are left
+        small["global_every"] = min(fields["global_every"], layers)
     small = {name: value for name, value in small.items() if name in fields}
     separate = data.abstract_batch(1).segment_ids is not None
     tokens = VOCABULARY - reserved_tokens(model)

@@ -3,6 +3,7 @@
 Letters: V vocab, D embed, N of 6N.
 """
 
+import dataclasses
 from typing import Literal, Protocol
 
 import jax
@@ -15,13 +16,13 @@ from jaxtrain.config.errors import (
     refuse_not_positive,
 )
 from jaxtrain.models.model import AttentionFacts
-from jaxtrain.nn.attention.grouped_query import GroupedQuery
+from jaxtrain.nn.attention.grouped_query import GroupedQuery, Local
 from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.rotary import Rotary, Yarn
+from jaxtrain.nn.rotary import Rotary, Rotations, Yarn
 
 RopeType = Literal["llama3", "yarn"]
 _ROTATIONS = {"llama3": Rotary, "yarn": Yarn}
@@ -51,15 +52,7 @@ class GroupedQuerySizes(Protocol):
     @property
     def rope_theta(self) -> float: ...
     @property
-    def rope_type(self) -> RopeType: ...
-    @property
     def rope_scaling(self) -> float: ...
-    @property
-    def rope_low_frequency_factor(self) -> float: ...
-    @property
-    def rope_high_frequency_factor(self) -> float: ...
-    @property
-    def rope_original_context_length(self) -> int: ...
     @property
     def sliding_window(self) -> int | None: ...
     @property
@@ -68,6 +61,22 @@ class GroupedQuerySizes(Protocol):
     def tie_embeddings(self) -> bool: ...
 
     # What most have not: a model that has it has the setting.
+
+    @property
+    def rope_type(self) -> RopeType:
+        return "llama3"
+
+    @property
+    def rope_low_frequency_factor(self) -> float:
+        return 1.0
+
+    @property
+    def rope_high_frequency_factor(self) -> float:
+        return 4.0
+
+    @property
+    def rope_original_context_length(self) -> int:
+        return 8192
 
     @property
     def head_dim(self) -> int | None:
@@ -81,6 +90,16 @@ class GroupedQuerySizes(Protocol):
     @property
     def qk_norm(self) -> bool:
         return False
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by besides."""
+        return 1.0
+
+    @property
+    def local(self) -> Local | None:
+        """Which layers have another window and other rotations; `sliding_window` is theirs then."""
+        return None
 
     @property
     def embedding_scale(self) -> float:
@@ -169,6 +188,17 @@ class GroupedQuerySizes(Protocol):
         return residual_stddev(self.num_layers)
 
     @property
+    def rotary(self) -> Rotations:
+        """How positions turn queries and keys."""
+        return _ROTATIONS[self.rope_type](
+            theta=self.rope_theta,
+            scaling=self.rope_scaling,
+            low_frequency_factor=self.rope_low_frequency_factor,
+            high_frequency_factor=self.rope_high_frequency_factor,
+            original_context_length=self.rope_original_context_length,
+        )
+
+    @property
     def grouped_query(self) -> GroupedQuery:
         """The block's attention."""
         return GroupedQuery(
@@ -176,17 +206,13 @@ class GroupedQuerySizes(Protocol):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.key_dim,
-            rotary=_ROTATIONS[self.rope_type](
-                theta=self.rope_theta,
-                scaling=self.rope_scaling,
-                low_frequency_factor=self.rope_low_frequency_factor,
-                high_frequency_factor=self.rope_high_frequency_factor,
-                original_context_length=self.rope_original_context_length,
-            ),
-            window=self.sliding_window,
+            rotary=self.rotary,
+            window=self.sliding_window if self.local is None else None,
             residual_stddev=self.residual_stddev,
             biases=self.qkv_bias,
-            norm=RMSNorm(dim=self.key_dim, epsilon=self.norm_eps) if self.qk_norm else None,
+            norm=dataclasses.replace(self.norm, dim=self.key_dim) if self.qk_norm else None,
+            query_scale=self.query_scale,
+            local=self.local,
         )
 
     @property

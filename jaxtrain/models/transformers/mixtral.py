@@ -1,6 +1,7 @@
 """Mixtral: Llama's attention, and a mixture of SwiGLU experts in place of the MLP.
 
-Sources: Jiang et al. 2024 (arXiv 2401.04088); attention as in Llama (arXiv 2302.13971).
+Sources: Jiang et al. 2024 (arXiv 2401.04088); attention as in Llama (arXiv 2302.13971). With
+qk_norm it is the mixture of Qwen 3 (arXiv 2505.09388).
 """
 
 import dataclasses
@@ -23,12 +24,15 @@ class Mixtral(GroupedQuerySizes):
       vocab_size: rows of the embedding table.
       num_layers: blocks.
       embed_dim: width of the residual stream.
-      num_heads: query heads; embed_dim / num_heads is the head_dim.
+      num_heads: query heads.
+      head_dim: width of each head; None is embed_dim / num_heads.
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
         (grouped-query attention, arXiv 2305.13245).
       mlp_dim: width inside each expert's SwiGLU (arXiv 2002.05202).
       num_experts: experts in each layer.
       experts_per_token: how many of them a token goes through.
+      normalize_gates: a token's experts are weighted by the softmax over them; else by theirs in
+        the softmax over all experts, so that the weights sum to less than 1.
       capacity_factor: None lets every expert take all tokens that choose it (dropless); a number
         gives it ceil(capacity_factor T experts_per_token / num_experts) slots a row of T tokens,
         and what comes later in the row is dropped: the token goes on without that expert.
@@ -45,6 +49,8 @@ class Mixtral(GroupedQuerySizes):
         rope_original_context_length / low are slowed in full, shorter than / high not at all.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       sliding_window: tokens a query sees back, itself included; None is all of them.
+      qk_norm: each head of queries and keys is normed before it is turned (Qwen 3, arXiv
+        2505.09388).
       norm_eps: epsilon of the RMS norms.
       tie_embeddings: the token embedding is the output matrix too.
     """
@@ -53,10 +59,12 @@ class Mixtral(GroupedQuerySizes):
     num_layers: int = 32
     embed_dim: int = 4096
     num_heads: int = 32
+    head_dim: int | None = None
     num_kv_heads: int = 8
     mlp_dim: int = 14336
     num_experts: int = 8
     experts_per_token: int = 2
+    normalize_gates: bool = True
     capacity_factor: float | None = None
     balance_weight: float = 0.02
     router_z_weight: float = 0.0
@@ -68,6 +76,7 @@ class Mixtral(GroupedQuerySizes):
     rope_high_frequency_factor: float = 4.0
     rope_original_context_length: int = 32768
     sliding_window: int | None = None
+    qk_norm: bool = False
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
@@ -121,6 +130,7 @@ class Mixtral(GroupedQuerySizes):
                 balance_weight=self.balance_weight,
                 router_z_weight=self.router_z_weight,
                 num_layers=self.num_layers,
+                normalized=self.normalize_gates,
             ),
             norm=self.norm,
         )

@@ -13,13 +13,20 @@ _FACTORS = {
     "yarn": ("beta_slow", "beta_fast"),
 }
 # Of the layers of all of them.
-ATTENTION = (
-    Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
+PROJECTIONS = (
     Name("model.layers.{L}.self_attn.q_proj.weight", "layers/query", "LDNH->(NH)D"),
     Name("model.layers.{L}.self_attn.k_proj.weight", "layers/key", "LDKH->(KH)D"),
     Name("model.layers.{L}.self_attn.v_proj.weight", "layers/value", "LDKH->(KH)D"),
     Name("model.layers.{L}.self_attn.o_proj.weight", "layers/out", "LNHD->D(NH)"),
+)
+ATTENTION = (
+    *PROJECTIONS,
+    Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
     Name("model.layers.{L}.post_attention_layernorm.weight", "layers/mlp_norm_scale", "LD->D"),
+)
+HEAD_NORMS = (
+    Name("model.layers.{L}.self_attn.q_norm.weight", "layers/query_norm_scale", "LH->H"),
+    Name("model.layers.{L}.self_attn.k_norm.weight", "layers/key_norm_scale", "LH->H"),
 )
 MLP = (
     Name("model.layers.{L}.mlp.gate_proj.weight", "layers/gate", "LDF->FD"),
@@ -65,19 +72,27 @@ def read_sizes(
       activations: names of the gate's; the first is the default.
       tied: whether the embedding is the output matrix, likewise.
     """
-    heads, width = asked.whole("num_attention_heads"), asked.whole("hidden_size")
+    widths = read_widths(asked, kv_heads=kv_heads)
     asked.only("hidden_act", activations, default=activations[0])
     return {
-        "vocab_size": asked.whole("vocab_size"),
-        "num_layers": asked.whole("num_hidden_layers"),
-        "embed_dim": width,
-        "num_heads": heads,
-        "num_kv_heads": asked.whole("num_key_value_heads", kv_heads or heads),
-        "mlp_dim": asked.whole("intermediate_size"),
+        **widths,
         "context_length": asked.whole("max_position_embeddings", context_length),
         "norm_eps": asked.number("rms_norm_eps", norm_eps),
         "tie_embeddings": asked.flag("tie_word_embeddings", tied),
         **_read_rope(asked, rope_theta),
+    }
+
+
+def read_widths(asked: Asked, *, kv_heads: int | None) -> dict[str, Any]:
+    """How much there is of everything; `kv_heads` as above."""
+    heads = asked.whole("num_attention_heads")
+    return {
+        "embed_dim": asked.whole("hidden_size"),
+        "num_heads": heads,
+        "vocab_size": asked.whole("vocab_size"),
+        "num_layers": asked.whole("num_hidden_layers"),
+        "num_kv_heads": asked.whole("num_key_value_heads", kv_heads or heads),
+        "mlp_dim": asked.whole("intermediate_size"),
     }
 
 
@@ -144,6 +159,16 @@ def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
             "original_max_position_embeddings": model.rope_original_context_length,
         }
     return {
+        **write_widths(model),
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "hidden_act": "silu",
+    }
+
+
+def write_widths(model: GroupedQuerySizes) -> dict[str, Any]:
+    """What config.json says of all of them, but for rotations and the gate."""
+    return {
         "vocab_size": model.vocab_size,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.embed_dim,
@@ -154,7 +179,4 @@ def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
         "max_position_embeddings": model.context_length,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
-        "hidden_act": "silu",
     }

@@ -38,7 +38,10 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     }
 
 
-def _write(model: Mixtral) -> Mapping[str, Any]:
+def _write(model: Mixtral) -> Mapping[str, Any] | None:
+    wide = model.key_dim * model.num_heads != model.embed_dim
+    if wide or model.qk_norm or not model.normalize_gates:
+        return None
     return {
         **grouped_query.write_sizes(model),
         "num_local_experts": model.num_experts,

@@ -9,15 +9,9 @@ from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
-_LAYER = "model.layers.{L}.self_attn"
-_NORMS = (
-    Name(f"{_LAYER}.q_norm.weight", "layers/query_norm_scale", "LH->H"),
-    Name(f"{_LAYER}.k_norm.weight", "layers/key_norm_scale", "LH->H"),
-)
-
 
 def _names(model: Llama) -> tuple[Name, ...]:
-    return (*grouped_query.dense_names(model), *_NORMS)
+    return (*grouped_query.dense_names(model), *grouped_query.HEAD_NORMS)
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:

@@ -4,9 +4,11 @@ Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
@@ -16,6 +18,21 @@ from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Local:
+    """Layers that see only what is near (arXiv 2004.05150), among others that see everything.
+
+    Attributes:
+      layers: which of a model's layers those are.
+      window: tokens that their queries see back, itself included.
+      rotary: how positions turn their queries and keys, with the scale of the others.
+    """
+
+    layers: tuple[bool, ...]
+    window: int
+    rotary: Rotations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +49,8 @@ class GroupedQuery:
       biases: whether the projections to queries, keys and values have biases (Qwen 2).
       norm: of each head of the queries and of the keys before they are turned, each with
         parameters of its own (QK-norm, arXiv 2302.05442); None: there is none.
+      query_scale: what queries are multiplied by, beside the 1 / sqrt(head_dim) of all attention.
+      local: which layers have another window and other rotations than these; None: all are alike.
     """
 
     embed_dim: int
@@ -43,6 +62,8 @@ class GroupedQuery:
     residual_stddev: float
     biases: bool = False
     norm: Norm | None = None
+    query_scale: float = 1.0
+    local: Local | None = None
 
     num_keys: ClassVar[int] = 4
 
@@ -78,11 +99,19 @@ class GroupedQuery:
 
         Source: arXiv 2204.02311, appendix B, halved for causal attention. Grouped-query attention
         does the products of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
-        all of them are T / 2.
+        all of them are T / 2. The mean over layers, where some of them have a window.
         """
         T = sequence_length
-        seen = T if self.window is None else min(self.window, T)
-        return 12 * self.num_heads * self.head_dim * seen * (1 - seen / (2 * T))
+
+        def keys(window: int | None) -> float:
+            seen = T if window is None else min(window, T)
+            return seen * (1 - seen / (2 * T))
+
+        mean = keys(self.window)
+        if self.local is not None:
+            near = sum(self.local.layers) / len(self.local.layers)
+            mean = near * keys(self.local.window) + (1 - near) * mean
+        return 12 * self.num_heads * self.head_dim * mean
 
     def __call__(
         self,
@@ -97,8 +126,6 @@ class GroupedQuery:
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attention among the normed tokens; arguments and results as in `block.Attends`."""
-        mask = dataclasses.replace(mask, window=self.window)
-        radians = self.rotary.frequencies(self.head_dim)
         q_BTNH = execution.contract("BTD,DNH->BTNH", h_BTD, own["query"])
         k_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["key"])
         v_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["value"])
@@ -109,9 +136,30 @@ class GroupedQuery:
         if self.norm is not None:
             q_BTNH = self.norm(under("query_norm", own), q_BTNH)
             k_BTKH = self.norm(under("key_norm", own), k_BTKH)
-        q_BTNH = rotate(q_BTNH, positions_BT, radians, scale=self.rotary.scale)
-        k_BTKH = rotate(k_BTKH, positions_BT, radians, scale=self.rotary.scale)
+        is_local, radians = self._of_layer(execution)
+        scale = self.rotary.scale
+        q_BTNH = rotate(q_BTNH, positions_BT, radians, scale=scale * self.query_scale)
+        k_BTKH = rotate(k_BTKH, positions_BT, radians, scale=scale)
         if cache is not None:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
-        a_BTNH = execution.attention(q_BTNH, k_BTKH, v_BTKH, mask)
+
+        def attend(window: int | None) -> Callable[[], jax.Array]:
+            own_mask = dataclasses.replace(mask, window=window)
+            return lambda: execution.attention(q_BTNH, k_BTKH, v_BTKH, own_mask)
+
+        if self.local is None:
+            a_BTNH = attend(self.window)()
+        else:
+            # Two programs and no window that is a number of the program's: kernels that skip what
+            # is not seen know what that is when they are compiled.
+            a_BTNH = jax.lax.cond(is_local, attend(self.local.window), attend(self.window))
         return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
+
+    def _of_layer(self, execution: Execution) -> tuple[jax.Array | bool, jax.Array]:
+        """Whether a layer is local, and its frequencies."""
+        radians = self.rotary.frequencies(self.head_dim)
+        if self.local is None:
+            return False, radians
+        assert execution.layer is not None, "layers that differ are told their number"
+        is_local = jnp.asarray(self.local.layers)[execution.layer]
+        return is_local, jnp.where(is_local, self.local.rotary.frequencies(self.head_dim), radians)

@@ -68,9 +68,7 @@ class Engine:
         # One array of each kind: reading a number of a loop's tick costs as much as reading all.
         own = jax.sharding.reshard(np.stack([*columns.values()], axis=-1), P(None, "pipe"))
         everyones = np.stack([*uniform.values()], axis=-1)
-        valid = None
-        if not self.stages.valid.all():
-            valid = jax.sharding.reshard(self.stages.valid, P("pipe"))
+        numbers = jax.sharding.reshard(self.stages.order, P("pipe"))
         layers, outer = self.parts.split(weights)
         of_layers, of_outer = self.parts.split(of)
 
@@ -98,7 +96,7 @@ class Engine:
             ("pipe",),
             body,
             own,
-            valid,
+            numbers,
             layers,
             of_layers,
             outer,

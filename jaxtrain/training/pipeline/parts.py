@@ -31,6 +31,7 @@ class Parts:
       execution: how its mathematics is run.
       loss: the loss's settings.
       train: whether losses carry their training terms.
+      padded: whether places of a stage hold no layer.
     """
 
     graphdef: Any
@@ -38,6 +39,7 @@ class Parts:
     execution: Execution
     loss: Loss
     train: bool
+    padded: bool
 
     def split(self, params: Any) -> tuple[Variables, Variables]:
         """The parameters of the layers, and those around them.
@@ -59,7 +61,12 @@ class Parts:
         return self._model(layers, outer).embed(micro.inputs, micro.positions)
 
     def run_layers(
-        self, layers: Variables, outer: Variables, x_BTD: jax.Array, micro: Batch, valid: Any
+        self,
+        layers: Variables,
+        outer: Variables,
+        x_BTD: jax.Array,
+        micro: Batch,
+        numbers: jax.Array,
     ) -> tuple[jax.Array, Sums]:
         """One stage's layers: what comes out of the last, and their auxiliary sums.
 
@@ -68,20 +75,21 @@ class Parts:
           outer: the parameters around the layers.
           x_BTD: what goes into the stage.
           micro: the microbatch.
-          valid: which of the stage's places hold a layer, bool [places]; None: all do.
+          numbers: the layer at each of the stage's places, -1 where there is none; int32 [places].
         """
         model, mask = self._model(layers, outer), self.objective.mask(micro)
 
-        def run_layer(layer: Any, x_BTD: jax.Array, valid: Any) -> tuple[jax.Array, Sums]:
+        def run_layer(layer: Any, x_BTD: jax.Array, number: jax.Array) -> tuple[jax.Array, Sums]:
             y_BTD, _, auxiliary = model.run_layer(
-                layer, x_BTD, micro.positions, mask, self.execution
+                layer, x_BTD, micro.positions, mask, self.execution.of_layer(number)
             )
-            if valid is None:
+            if not self.padded:
                 return y_BTD, auxiliary
+            valid = number >= 0
             # Computed and dropped, not skipped: a tick lasts as long as the longest stage anyway.
             return jnp.where(valid, y_BTD, x_BTD), jax.tree.map(lambda a: a * valid, auxiliary)
 
-        x_BTD, auxiliary = self.execution.over_layers(run_layer, x_BTD, model.layers, valid)
+        x_BTD, auxiliary = self.execution.over_layers(run_layer, x_BTD, model.layers, numbers)
         return x_BTD, jax.tree.map(lambda x: x.sum(0), auxiliary)
 
     def head(self, layers: Variables, outer: Variables, x_BTD: jax.Array, micro: Batch) -> Sums:

@@ -60,7 +60,7 @@ class Rank:
     def run(
         self,
         ticks: tuple[jax.Array, jax.Array],
-        valid: jax.Array | None,
+        numbers: jax.Array,
         layers: Variables,
         of_layers: Variables,
         outer: Variables,
@@ -72,7 +72,7 @@ class Rank:
 
         Args:
           ticks: int32 [ticks, names] each: the table's columns of the rank, and of everyone.
-          valid: which of the rank's places hold a layer; None: all do.
+          numbers: the layer at each of the rank's places, -1 where there is none.
           layers, outer: parameters to compute with.
           of_layers, of_outer: what the gradients are taken with respect to.
           micros: the microbatches.
@@ -81,7 +81,7 @@ class Rank:
         self._layers, self._of_layers, self._outer, self._of_outer = (
             layers, of_layers, outer, of_outer
         )  # fmt: skip
-        self._valid, self._micros, self._scales = valid, micros, scales
+        self._numbers, self._micros, self._scales = numbers, micros, scales
         first: Any = {"chunk": 0, "microbatch": 0}
         params, context = self._arguments(first)
         x = jax.eval_shape(lambda: self._embed(of_outer, context))
@@ -215,10 +215,10 @@ class Rank:
     # -- the model's parts -----------------------------------------------------------------------
 
     def _stage(self, of_layers: Variables, x: jax.Array, context: Any) -> tuple[jax.Array, Sums]:
-        layers, micro, valid = context
+        layers, micro, numbers = context
         params = self._with_gradient(layers, of_layers)
         outer = self._with_gradient(self._outer)
-        return self._parts.run_layers(params, outer, x, micro, valid)
+        return self._parts.run_layers(params, outer, x, micro, numbers)
 
     def _embed(self, of_outer: Variables, context: Any) -> jax.Array:
         layers, micro, _ = context
@@ -283,7 +283,7 @@ class Rank:
             lambda x: jax.lax.dynamic_index_in_dim(x, row["microbatch"], keepdims=False),
             self._micros,
         )
-        context = self._rows_of(self._layers, row), micro, self._rows_of(self._valid, row)
+        context = self._rows_of(self._layers, row), micro, self._rows_of(self._numbers, row)
         return self._rows_of(self._of_layers, row), context
 
     def _stage_input(self, carry: Carry, row: Row, context: Any) -> jax.Array:

@@ -161,10 +161,12 @@ def _residuals(
         layer, x, positions, mask, finished = jax.eval_shape(into_layer, weights, batch)
         model = parameter_model(program)
 
+        of_first = execution.of_layer(0)
+
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
                 named = checkpoint_name(x, RESIDUAL)
-                y, _, auxiliary = model.run_layer(layer, named, positions, mask, execution)
+                y, _, auxiliary = model.run_layer(layer, named, positions, mask, of_first)
                 return y, auxiliary
 
             return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
