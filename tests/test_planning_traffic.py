@@ -19,6 +19,7 @@ from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.analysis.planning.textbook import facts, formulas
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts, expected
+from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision
@@ -35,6 +36,10 @@ from jaxtrain.training.settings import Config, load_config
 MIXTRAL = Mixtral(
     vocab_size=VOCAB, num_layers=LAYERS, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512,
     num_experts=4, context_length=LENGTH,
+)  # fmt: skip
+GEMMA3 = Gemma3(
+    vocab_size=VOCAB, num_layers=4, embed_dim=256, num_heads=2, num_kv_heads=2, head_dim=128,
+    mlp_dim=512, context_length=LENGTH, global_every=4, sliding_window=100,
 )  # fmt: skip
 # Everything of the gradient is float32 or bfloat16; numbers alone are 4 bytes.
 NUMBER = 4
@@ -109,6 +114,7 @@ OWN = {
     ),
     "fsdp, tied, chunks": (config_of(tied(LLAMA), {"fsdp": 8}, loss=Loss(chunk_size=32)), set()),
     "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
+    "ring, layers of two kinds": (config_of(GEMMA3, {"context": 4, "data": 2}, length=256), set()),
     "ulysses, full": (
         config_of(
             LLAMA8, {"context": 4, "data": 2}, length=256, remat=FULL, attention=ULYSSES

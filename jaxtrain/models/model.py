@@ -28,9 +28,9 @@ class AttentionFacts:
       num_kv_heads: key-value heads.
       key_dim: width of one head of the queries and keys.
       value_dim: width of one head of the values.
-      window: tokens that a query sees back, itself included, in all layers or in some; None is all
-        of them.
+      window: tokens that a query sees back, itself included; None is all of them.
       causal: whether a query sees no later token.
+      layers_differ: whether only some layers have the window.
     """
 
     num_heads: int
@@ -39,6 +39,7 @@ class AttentionFacts:
     value_dim: int
     window: int | None = None
     causal: bool = True
+    layers_differ: bool = False
 
     @property
     def keys_and_values(self) -> tuple[Cached, Cached]:

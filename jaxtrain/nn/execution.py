@@ -154,6 +154,11 @@ class Execution:
         return x, outs
 
 
+def taken(times: int, of: int) -> str:
+    """A name for the scope of a branch that so many of the layers take, for counts of what runs."""
+    return f"taken_{times}_of_{of}"
+
+
 def _rows_inside(x_BT: jax.Array | None) -> jax.Array | None:
     """Per-token numbers where the rows of queries and keys are."""
     return None if x_BT is None else shard(x_BT, ("inner_batch", "length"))

@@ -175,6 +175,7 @@ class GroupedQuerySizes(Protocol):
             key_dim=self.key_dim,
             value_dim=self.key_dim,
             window=self.sliding_window,
+            layers_differ=self.local is not None,
         )
 
     @property

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import Execution, taken
 from jaxtrain.nn.layers import add_bias, rotate
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
@@ -143,16 +143,24 @@ class GroupedQuery:
         if cache is not None:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
 
-        def attend(window: int | None) -> Callable[[], jax.Array]:
+        def attend(window: int | None) -> jax.Array:
             own_mask = dataclasses.replace(mask, window=window)
-            return lambda: execution.attention(q_BTNH, k_BTKH, v_BTKH, own_mask)
+            return execution.attention(q_BTNH, k_BTKH, v_BTKH, own_mask)
+
+        def branch(scope: str, window: int | None) -> Callable[[], jax.Array]:
+            return jax.named_scope(scope)(lambda: attend(window))
 
         if self.local is None:
-            a_BTNH = attend(self.window)()
+            a_BTNH = attend(self.window)
         else:
             # Two programs and no window that is a number of the program's: kernels that skip what
             # is not seen know what that is when they are compiled.
-            a_BTNH = jax.lax.cond(is_local, attend(self.local.window), attend(self.window))
+            layers, near = len(self.local.layers), sum(self.local.layers)
+            a_BTNH = jax.lax.cond(
+                is_local,
+                branch(taken(near, layers), self.local.window),
+                branch(taken(layers - near, layers), self.window),
+            )
         return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
 
     def _of_layer(self, execution: Execution) -> tuple[jax.Array | bool, jax.Array]:

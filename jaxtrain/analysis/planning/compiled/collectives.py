@@ -31,6 +31,8 @@ _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 # each of them with the same chain and channel.
 _CHAIN = re.compile(r'chain_id="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+# How many of the layers take a branch: the scope that `nn.execution.taken` names.
+_TAKEN = re.compile(r"(?<!\w)taken_(\d+)_of_(\d+)(?!\w)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,7 @@ def collectives(
       mesh: the mesh of the program, or its axes' sizes, outermost first.
       branch_counts: runs a step of a named scope, in place of what the loops around it say; loops
         inside of it multiply. A branch of a conditional otherwise counts as if it were taken every
-        time.
+        time, or as often as its scope says (`nn.execution.taken`).
 
     Raises:
       ValueError: a loop around a collective does not say how often it runs.
@@ -146,6 +148,9 @@ class _Walk:
                     kind = "reduce-scatter"
                 given = self.given_count(name)
                 runs = count if given is None else _times(given, scoped)
+                taken = _TAKEN.search(name)
+                if taken and runs is not None:
+                    runs = round(runs * int(taken.group(1)) / int(taken.group(2)))
                 yield from self.collective(kind, inside, one, runs, name, f"{path}/{one.name}")
                 continue
             runs, within = count, scoped
