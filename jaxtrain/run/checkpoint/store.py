@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.buckets import BucketError, Place, place
 from jaxtrain.run.checkpoint import manifest, retention
 from jaxtrain.run.checkpoint.fingerprint import dispatch, fingerprints, numbers
+from jaxtrain.run.checkpoint.forgotten import go_around
 from jaxtrain.run.checkpoint.leaves import (
     StoredLeaf,
     flatten,
@@ -74,6 +75,7 @@ class Checkpoints:
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        go_around()
         root = place(workdir)
         self.folder = (root.absolute() if isinstance(root, Path) else root) / retention.FOLDER
         self._settings, self._read_only = settings, read_only
