@@ -21,6 +21,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = {
     "jaxtrain verify gpt_quickstart": "tests/test_verify.py runs it and reads its table",
     "jaxtrain sweep gpt_quickstart": "tests/test_sweep.py trains one of three runs",
+    'jaxtrain train gpt_quickstart --simulate-devices 8 -b "Train.data=@ChatData()"': (
+        "tests/test_chat_mode.py trains so, on conversations of its own"
+    ),
+    "jaxtrain generate --workdir runs/talks --chat": "tests/test_chat_mode.py talks so",
     "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
 # What makes a command of the docs short; everything else runs as it is written.

@@ -17,6 +17,7 @@ EXTRAS = {
     "tpu": ("libtpu",),
     "gcs": ("gcsfs",),
     "formats": ("pyarrow",),
+    "chat": ("jinja2",),
     "demo": ("scikit-learn", "mlxtend"),
     "dev": ("pytest", "ruff", "torch", "transformers"),
 }

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids, and of each the place of its first character in the text."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -60,6 +64,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        sizes = [len(character.encode("utf-8")) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), sizes).tolist()
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 and ids over 255 come out as U+FFFD."""
         # 0xFF appears nowhere in UTF-8, so it stands for every id that is no byte.
@@ -77,22 +85,27 @@ class FileTokenizer:
       path: the file.
       end_of_text: the token that ends a document; None takes the first of END_OF_TEXT_NAMES that
         the vocabulary has, and does without where it has none.
+      section: whose settings these are, for messages.
 
     Raises:
       UserError: the file cannot be read, is no tokenizer.json, or has no such end-of-text token.
     """
 
-    def __init__(self, path: Place, *, end_of_text: str | None = None) -> None:
+    def __init__(
+        self, path: Place, *, end_of_text: str | None = None, section: str = "TextData"
+    ) -> None:
         import tokenizers
 
-        named = f"TextData.tokenizer = {str(path)!r}"
+        named = f"{section}.tokenizer = {str(path)!r}"
         with refused_path(named, needs="use a tokenizer.json that can be read"):
             content = path.read_bytes() if path.is_file() else b""
-        _check_content(path, content)
+        _check_content(named, path, content)
         self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         # A file may ask for cutting and padding, which would lose or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # It adds special tokens, which are not asked for, and may leave spaces out of the places.
+        self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         # The largest id and not the count: files with holes in their ids exist.
         self.vocab_size = max(vocab.values()) + 1
@@ -102,13 +115,17 @@ class FileTokenizer:
             end_of_text = next((name for name in END_OF_TEXT_NAMES if name in vocab), None)
         elif end_of_text not in vocab:
             raise UserError(
-                f"TextData.end_of_text = {end_of_text!r}: {path} has no such token"
+                f"{section}.end_of_text = {end_of_text!r}: {path} has no such token"
                 f"{did_you_mean(end_of_text, _special_tokens(self._tokenizer))}"
             )
         self.end_of_text = None if end_of_text is None else vocab[end_of_text]
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, [begin for begin, _ in encoded.offsets]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -143,17 +160,19 @@ def split_at_lines(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
     return [*pieces, text[begin:]]
 
 
-def open_tokenizer(path_or_byte: str, *, end_of_text: str | None, path: Place | None) -> Tokenizer:
-    """The tokenizer a `TextData.tokenizer` setting names; `path` is where its file was found."""
+def open_tokenizer(
+    path_or_byte: str, *, end_of_text: str | None, path: Place | None, section: str = "TextData"
+) -> Tokenizer:
+    """The tokenizer that a setting names; `path` is where its file was found."""
     if path is None:
         assert path_or_byte == "byte", path_or_byte
         if end_of_text is not None:
             raise UserError(
-                f"TextData.end_of_text = {end_of_text!r}: the byte tokenizer ends documents with "
-                "byte 0; leave it None, or set TextData.tokenizer to a tokenizer.json file"
+                f"{section}.end_of_text = {end_of_text!r}: the byte tokenizer ends documents with "
+                f"byte 0; leave it None, or set {section}.tokenizer to a tokenizer.json file"
             )
         return ByteTokenizer()
-    return FileTokenizer(path, end_of_text=end_of_text)
+    return FileTokenizer(path, end_of_text=end_of_text, section=section)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -169,11 +188,11 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _check_content(path: Place, content: bytes) -> None:
+def _check_content(named: str, path: Place, content: bytes) -> None:
     if path.is_dir():
         inside = path / "tokenizer.json"
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""
-        raise UserError(f"TextData.tokenizer = {str(path)!r} is a folder, not a file{hint}")
+        raise UserError(f"{named} is a folder, not a file{hint}")
     try:
         tree = json.loads(content)
     except ValueError:  # covers text that is not UTF-8 and text that is not JSON
@@ -181,7 +200,7 @@ def _check_content(path: Place, content: bytes) -> None:
     model = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(model, dict) or not {"type", "vocab"} <= model.keys():
         raise UserError(
-            f"TextData.tokenizer = {str(path)!r} is not a Hugging Face tokenizer.json "
+            f"{named} is not a Hugging Face tokenizer.json "
             "(JSON with a model and its vocab); it takes 'byte' or the path of such a file"
         )
 

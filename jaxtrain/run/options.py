@@ -192,8 +192,14 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--prompts", metavar="FILE", help='JSON lines {"prompt": TEXT}, answered by JSON lines'
     )
+    asked.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the lines of standard input in turn, by the model's chat template",
+    )
+    command.add_argument("--system", metavar="TEXT", help="of a chat: the system's message")
     command.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="100, or fewer where the context is shorter"
+        "--max-new-tokens", type=int, metavar="N", help="100, in a chat 512, or what fits"
     )
     command.add_argument("--temperature", type=float, metavar="T", help="0.8; 0 is greedy")
     command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")

@@ -1,13 +1,15 @@
-"""JSON lines as documents: each record's text; lines that are no such record, by their place."""
+"""JSON lines: what is taken of each record; lines that are no such record, by their place."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
 from jaxtrain.data.text.records import BadRecord
+
+T = TypeVar("T")
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
@@ -20,6 +22,12 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     Raises:
       UserError: the file cannot be read, or not unpacked.
     """
+    return read_taken(path, lambda record: _text(record, text_field))
+
+
+def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
+    """What `take` makes of every record of a file; where it raises `BadLineError`, the record is
+    bad."""
     # A binary file's lines end at a line feed alone: U+2028 may stand inside a JSON string.
     with reading(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -27,39 +35,47 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
             if not line.strip():
                 continue
             try:
-                yield _text(line, text_field)
-            except _BadLineError as error:
+                yield take(_record(line))
+            except BadLineError as error:
                 yield BadRecord(f"{path}:{number}: {error}")
 
 
-class _BadLineError(ValueError):
+class BadLineError(ValueError):
     """What is wrong with a line."""
 
 
-def _text(line: bytes, text_field: str) -> str:
+def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _BadLineError(f"no UTF-8 text (byte {error.start})") from error
+        raise BadLineError(f"no UTF-8 text (byte {error.start})") from error
     except json.JSONDecodeError as error:
-        raise _BadLineError(f"no JSON ({error.msg}, column {error.colno})") from error
+        raise BadLineError(f"no JSON ({error.msg}, column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # numbers and depths past Python's limits
-        raise _BadLineError(f"no JSON that can be read ({error})") from error
+        raise BadLineError(f"no JSON that can be read ({error})") from error
     if not isinstance(record, dict):
-        raise _BadLineError(f"{_kind(record)}, where a record in braces is wanted")
+        raise BadLineError(f"{kind(record)}, where a record in braces is wanted")
+    return record
+
+
+def _text(record: dict[str, Any], text_field: str) -> str:
     if text_field not in record:
-        raise _BadLineError(f"no field {text_field!r}{did_you_mean(text_field, record)}")
-    value = record[text_field]
+        raise BadLineError(f"no field {text_field!r}{did_you_mean(text_field, record)}")
+    return string(text_field, record[text_field])
+
+
+def string(name: str, value: Any) -> str:
+    """The value if it is text; BadLineError, in this name, if it is not."""
     if not isinstance(value, str):
-        raise _BadLineError(f"{text_field!r} is {_kind(value)}, where a string is wanted")
+        raise BadLineError(f"{name!r} is {kind(value)}, where a string is wanted")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _BadLineError(f"{text_field!r} holds half of a surrogate pair") from error
+        raise BadLineError(f"{name!r} holds half of a surrogate pair") from error
     return value
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     """What JSON calls a value of this kind."""
     match value:
         case bool():

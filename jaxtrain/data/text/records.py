@@ -3,9 +3,11 @@
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtrain.config.errors import UserError, did_you_mean
+
+T = TypeVar("T")
 
 SHOWN = 3  # bad records that the refusal names
 
@@ -23,15 +25,25 @@ class Records:
     Args:
       text_field: the field that holds the text.
       allowed: how many bad ones may be left out.
+      refused: the setting and its value that a refusal begins with; None: TextData.text_field.
+      ways: what besides mending them it offers.
     """
 
-    def __init__(self, text_field: str, allowed: int = 0) -> None:
+    def __init__(
+        self,
+        text_field: str,
+        allowed: int = 0,
+        *,
+        refused: str | None = None,
+        ways: str = "name another field, or set TextData.bad_records",
+    ) -> None:
         self.text_field = text_field
-        self._allowed = allowed
+        self._allowed, self._ways = allowed, ways
+        self._refused = refused or f"TextData.text_field = {text_field!r}"
         self._good, self._bad, self._first = 0, 0, list[str]()
 
-    def texts(self, records: Iterable[str | BadRecord]) -> Iterator[str]:
-        """The texts among these records; the others are counted."""
+    def texts(self, records: Iterable[T | BadRecord]) -> Iterator[T]:
+        """The texts, or whatever else is wanted, among these records; the others are counted."""
         for record in records:
             if isinstance(record, BadRecord):
                 self._bad += 1
@@ -46,9 +58,8 @@ class Records:
         if self._bad <= self._allowed:
             return
         raise UserError(
-            f"TextData.text_field = {self.text_field!r}: {self._bad:,} of "
-            f"{self._good + self._bad:,} records cannot be used: {self._named()}; mend or remove "
-            f"them, name another field, or set TextData.bad_records = {self._bad} to leave them out"
+            f"{self._refused}: {self._bad:,} of {self._good + self._bad:,} records cannot be used: "
+            f"{self._named()}; mend or remove them, {self._ways} = {self._bad} to leave them out"
         )
 
     def facts(self) -> dict[str, int | str]:

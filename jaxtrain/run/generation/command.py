@@ -9,9 +9,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.chat import converse
 from jaxtrain.run.generation.drafting import drafted, refuse_guesses
 from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.write import printable
+from jaxtrain.run.generation.write import printable, show
 from jaxtrain.run.json_records import read_records
 from jaxtrain.run.status import DONE
 
@@ -27,6 +28,10 @@ def generate(arguments: argparse.Namespace) -> int:
     """Prints what a trained language model writes, to a terminal as it is drawn."""
     sampling = _sampling(arguments)
     refuse_guesses(arguments)
+    if arguments.chat:
+        return converse(arguments, sampling)
+    if arguments.system is not None:
+        raise UserError("--system is of a conversation; add --chat, or leave it out")
     records = []
     if arguments.prompts is not None:
         records = read_records("--prompts", arguments.prompts)
@@ -41,7 +46,7 @@ def generate(arguments: argparse.Namespace) -> int:
     plain = isinstance(sampling, Sampling) and arguments.draft is None
     streams = sys.stdout.isatty() and not in_lines and plain
     if streams:
-        _show(arguments.prompt)
+        show(arguments.prompt)
     if arguments.draft is not None:
         answers = drafted(arguments, trainer, prompts, sampling)
     else:
@@ -52,7 +57,7 @@ def generate(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             stop=arguments.stop,
             batch_size=arguments.batch_size,
-            show=_show if streams else None,
+            show=show if streams else None,
         )
     if streams:
         print()  # noqa: T201
@@ -108,8 +113,3 @@ def _line(answer: Answer, *, log_probabilities: bool) -> dict[str, object]:
     if log_probabilities:
         line |= {"tokens": answer.tokens, "log_probabilities": answer.log_probabilities}
     return line
-
-
-def _show(piece: str) -> None:
-    sys.stdout.write(printable(piece))
-    sys.stdout.flush()

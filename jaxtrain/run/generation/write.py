@@ -1,5 +1,6 @@
 """Text in, text out: what a trained language model writes after prompts."""
 
+import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 
@@ -98,3 +99,9 @@ def printable(text: str) -> str:
         repr(one)[1:-1] if unicodedata.category(one) == "Cc" and one not in "\n\t" else one
         for one in text
     )
+
+
+def show(piece: str) -> None:
+    """Puts a piece of an answer on the terminal at once."""
+    sys.stdout.write(printable(piece))
+    sys.stdout.flush()

@@ -16,6 +16,7 @@ from jaxtrain.config.buckets import Place, on_disk, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, remove_tree, write_atomically
 from jaxtrain.data.mixture import text_of
+from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
@@ -29,6 +30,8 @@ from jaxtrain.training.step import Program
 
 FILE_BYTES = 5 * 10**9  # of the largest file, as transformers has it
 Dtype = Literal["float32", "bfloat16"]
+_TEMPLATE = "chat_template.jinja"
+_TOKENIZER = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", _TEMPLATE)
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
 
@@ -113,10 +116,23 @@ def _carried(config: Config, workdir: Place | None) -> dict[str, bytes]:
                     return Folder(folder.absolute()).carried()
                 files = {name: folder / name for name in CARRIED}
                 return {name: f.read_bytes() for name, f in files.items() if f.is_file()}
-    data = text_of(config.train.data)
+    return _of_tokenizer(config)
+
+
+def _of_tokenizer(config: Config) -> dict[str, bytes]:
+    """The files of the tokenizer's folder, and the chat template that the data name."""
+    data = config.train.data
+    data = data if isinstance(data, Templated) else text_of(data)
+    found: dict[str, bytes] = {}
     if data is not None and data.tokenizer != "byte":
-        return {TOKENIZER: place(data.tokenizer).read_bytes()}
-    return {}
+        folder = place(data.tokenizer).parent
+        found = {
+            name: (folder / name).read_bytes() for name in _TOKENIZER if (folder / name).is_file()
+        }
+        found[TOKENIZER] = place(data.tokenizer).read_bytes()
+    if isinstance(data, Templated) and data.chat_template is not None:
+        found[_TEMPLATE] = data.open_template().source.encode()
+    return found
 
 
 def _settings(
@@ -142,9 +158,12 @@ def _settings(
 
 
 def _end_of_text(config: Config) -> int | None:
-    data = text_of(config.train.data)
-    if data is not None and data.source != "synthetic":
+    data = config.train.data
+    if isinstance(data, Templated):
         return data.open_tokenizer().end_of_text
+    text = text_of(data)
+    if text is not None and text.source != "synthetic":
+        return text.open_tokenizer().end_of_text
     return None
 
 

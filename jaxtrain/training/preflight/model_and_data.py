@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.data.batch import Batch, kind_of
+from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import (
     ImageModel,
     Model,
@@ -48,7 +49,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
             f"gives {_KINDS[kind_of(batch)][0]}; use @{source}()"
         )
     elif reads_tokens(model):
-        yield from _text(config, model, inputs.shape[1])
+        yield from _text(config, model, inputs.shape[1], _section(data))
         if reads_data:
             yield from _vocabulary(model, data)
     else:
@@ -61,10 +62,15 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
             yield from _vectors(model, data, batch)
 
 
-def _text(config: Config, model: TokenModel, length: int) -> Iterator[str]:
+def _section(data: Any) -> str:
+    """Whose settings are said of text; a mixture has TextData's."""
+    return type(data).__name__ if isinstance(data, Templated) else "TextData"
+
+
+def _text(config: Config, model: TokenModel, length: int, section: str) -> Iterator[str]:
     if length > model.context_length:
         yield (
-            f"TextData.sequence_length={length} is longer than {type(model).__name__}."
+            f"{section}.sequence_length={length} is longer than {type(model).__name__}."
             f"context_length={model.context_length}; use at most {model.context_length}"
         )
     if model.attention is None:
@@ -78,7 +84,7 @@ def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:
     if vocab_size > model.vocab_size:
         yield (
             f"{name}.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
-            f"tokens (TextData.tokenizer={data.tokenizer!r}); use at least {vocab_size}"
+            f"tokens ({_section(data)}.tokenizer={data.tokenizer!r}); use at least {vocab_size}"
         )
 
 

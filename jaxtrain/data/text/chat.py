@@ -1,0 +1,138 @@
+"""ChatData: conversations in rows, of which a model learns what it is to answer.
+
+Letter: T row length.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset, digest
+from jaxtrain.data.text.best_fit import BestFit
+from jaxtrain.data.text.conversations import written
+from jaxtrain.data.text.packing import token_counts
+from jaxtrain.data.text.templated import Templated
+from jaxtrain.data.tokenizer import Tokenizer
+
+# Tokens of a text, and which of them are told.
+Encoded = tuple[np.ndarray, np.ndarray]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatData(Templated):
+    """Conversations for supervised fine-tuning: the loss is that of answers alone. Records have
+    `messages` of a role and its content, or a `prompt` and a `completion`. Whole conversations
+    stand in rows side by side and do not see each other; a longer one than a row ends with it."""
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+        shape = (global_batch_size, self.sequence_length)
+        tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
+        mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
+        return Batch(tokens, tokens, mask, tokens, tokens)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Reads, writes out, tokenizes and packs the conversations; nothing depends on `seed`.
+
+        Raises:
+          UserError: as of `Templated.split`; or no answer of a split begins within a row.
+        """
+        del seed
+        tokenizer, template = self.open_tokenizer(), functools.cache(self.open_template)
+        *splits, records = self.split(lambda record: written(record, template).encoded(tokenizer))
+        train, heldout = (self._packed(split, tokenizer) for split in splits)
+        header = {
+            "kind": "chat",
+            "tokenizer": tokenizer.digest,
+            "sequence_length": self.sequence_length,
+        }
+        parts = [part for one in (train, heldout) for part in one.parts]
+        facts = {
+            "source": self.source,
+            "documents": sum(map(len, splits)),
+            "train_documents": len(splits[0]),
+            "heldout_documents": len(splits[1]),
+            "train_tokens": len(train.rows.tokens),
+            "heldout_tokens": len(heldout.rows.tokens),
+            "answer_tokens": int(np.asarray(train.told.tokens).sum()),
+            "cut_documents": train.cut + heldout.cut,
+            "vocab_size": tokenizer.vocab_size,
+            "unigram_entropy": _unigram_entropy(train, heldout, tokenizer.vocab_size),
+            "train_padding": train.rows.padding,
+            **records.facts(),
+        }
+        return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
+
+    def _packed(self, texts: Sequence[Encoded], tokenizer: Tokenizer) -> "Answers":
+        most = self.sequence_length + 1
+        kept = [(ids[:most], told[:most]) for ids, told in texts]
+        kept = [(ids, told) for ids, told in kept if told[1:].any()]
+        if not kept:
+            raise UserError(
+                f"ChatData.source = {self.source!r}: no answer of a split begins within "
+                f"ChatData.sequence_length = {self.sequence_length} tokens; use a longer one"
+            )
+        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in kept])]).astype(np.int64)
+        tokens = np.concatenate([ids for ids, _ in kept]).astype(tokenizer.dtype)
+        told = np.concatenate([told for _, told in kept]).astype(np.uint8)
+        cut = sum(len(ids) > most for ids, _ in texts)
+        length = self.sequence_length
+        return Answers(BestFit(tokens, offsets, length), BestFit(told, offsets, length), cut)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Rows of conversations whose answers alone count; implements WholeBatches.
+
+    Attributes:
+      rows: the tokens, packed.
+      told: 1 where a token is of an answer, 0 elsewhere, packed alike.
+      cut: conversations that were longer than a row.
+    """
+
+    rows: BestFit
+    told: BestFit
+    cut: int
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """What defines the rows."""
+        return [np.asarray(self.rows.tokens), self.rows.offsets, np.asarray(self.told.tokens)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each conversation, int64 [conversations]."""
+        return self.rows.document_lengths()
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
+        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The rows `indices`, one under the other: tokens [len(indices), T]."""
+        batch = self.rows.examples(indices)
+        # Of the marks the targets say whether a place's target is of an answer.
+        counts = self.told.examples(indices).targets
+        return dataclasses.replace(batch, loss_mask=batch.loss_mask * counts.astype(np.float32))
+
+
+def _unigram_entropy(train: Answers, heldout: Answers, vocab_size: int) -> float:
+    """Nats per held-out target for a model that knows the tokens' frequencies and no more."""
+    corpus = token_counts(train.rows.tokens, vocab_size)
+    corpus += token_counts(heldout.rows.tokens, vocab_size)
+    told = np.asarray(heldout.told.tokens) > 0
+    told[heldout.rows.offsets[:-1]] = False
+    targets = token_counts(np.asarray(heldout.rows.tokens)[told], vocab_size)
+    seen = targets > 0
+    log_p = np.log(corpus[seen] / corpus.sum())
+    return float(-(targets[seen] * log_p).sum() / targets.sum())

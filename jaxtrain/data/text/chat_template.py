@@ -1,0 +1,367 @@
+"""Chat templates: a conversation as the text that a model was trained on.
+
+A template is Jinja, of a tokenizer's own folder, and is rendered as transformers renders it: in a
+sandbox that calls nothing but what is named here, with the tokenizer's special tokens. A template
+may mark what the model is to write by `{% generation %}` ... `{% endgeneration %}`.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+from jaxtrain.data.source import existing_path
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' ~ message.role ~ '\\n' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content ~ '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content ~ '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+WORDS: Mapping[str, str] = {"chatml": CHATML}  # templates that need no file
+
+_FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+_SPECIAL = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+)  # fmt: skip
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same, by age
+_LEAST_JINJA = (3, 1, 6)  # sandboxes of older ones are known to have holes
+# Characters that no text has: what marks stand for while a template is rendered.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_PROBE = "\ue000answer\ue001", "\ue000question\ue001"  # texts that no template writes
+
+
+class TemplateError(ValueError):
+    """What a template says against a conversation, or fails at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A template, what it may be told, and its date.
+
+    Attributes:
+      source: Jinja.
+      named: where it stands, for messages.
+      special: the tokenizer's special tokens by name, such as `eos_token`.
+      today: what `strftime_now` writes the date of; None refuses a template that asks.
+    """
+
+    source: str
+    named: str
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    today: datetime.date | None = None
+
+    @property
+    def marks(self) -> bool:
+        """Whether the template itself says what the model is to write."""
+        return "generation" in self._tags
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        reply: bool = False,
+    ) -> str:
+        """The conversation as text.
+
+        Args:
+          messages: each with a `role` and what else the template reads, plain values of JSON.
+          tools: JSON schemas of functions, for templates that list them.
+          reply: whether the beginning of the model's next message follows.
+
+        Raises:
+          TemplateError: the template refuses these messages, or fails.
+        """
+        return self.marked(messages, tools=tools, reply=reply)[0]
+
+    def marked(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        reply: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """As `text`, and the places that the template marks, in characters."""
+        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
+            raise TemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
+        jinja2 = _jinja()
+        try:
+            rendered = self._compiled.render(
+                messages=[_with_reasoning(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=reply,
+                **self.special,
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError,
+                ValueError, AttributeError) as error:  # fmt: skip
+            raise TemplateError(str(error) or type(error).__name__) from error
+        return _without_marks(rendered)
+
+    @functools.cached_property
+    def end_of_turn(self) -> str:
+        """The text that ends what the model writes; what comes before the next question, where
+        nothing else does.
+
+        Raises:
+          UserError: the template does not write plain questions and answers.
+        """
+        answer, question = _PROBE
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+        try:
+            tail = self.text(messages).partition(answer)[2].strip()
+            if tail:
+                return tail
+            longer = self.text([*messages, {"role": "user", "content": question}])
+        except TemplateError as error:
+            raise UserError(
+                f"{self.named} does not write a question and its answer ({error}); name another"
+            ) from error
+        between = longer.partition(answer)[2].partition(question)[0].strip()
+        if not between:
+            raise UserError(
+                f"{self.named} writes nothing between an answer and the next question, so that no "
+                "answer would end; name another"
+            )
+        return between
+
+    def checked(self) -> "ChatTemplate":
+        """The same; UserError where it is no template."""
+        _ = self._compiled
+        return self
+
+    @functools.cached_property
+    def _environment(self) -> Any:
+        return _environment(self._strftime_now)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        jinja2 = _jinja()
+        try:
+            return self._environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{self.named} is no template of Jinja ({error})") from error
+
+    @functools.cached_property
+    def _tags(self) -> set[str]:
+        tokens = list(self._environment.lex(self.source))
+        named = [(kind, value) for _, kind, value in tokens if kind != "whitespace"]
+        return {
+            value
+            for (before, _), (kind, value) in zip(named, named[1:], strict=False)
+            if before == "block_begin" and kind == "name"
+        }
+
+    def _strftime_now(self, form: str) -> str:
+        if self.today is None:
+            raise _jinja().TemplateError(
+                "it writes today's date, which would make other tokens tomorrow: set the data's "
+                "`date`, such as '2026-07-26'"
+            )
+        return self.today.strftime(form)
+
+
+def open_template(
+    section: str, word_or_path: str | None, tokenizer: Place | None, today: datetime.date | None
+) -> ChatTemplate:
+    """The template that settings name, or that of the tokenizer's folder.
+
+    Args:
+      section: whose settings, for messages.
+      word_or_path: one of `WORDS` or a file of Jinja; None: what lies beside the tokenizer.
+      tokenizer: the tokenizer.json; None: it has no folder.
+      today: as of ChatTemplate.
+
+    Raises:
+      UserError: there is none, or it is no template.
+    """
+    named = f"{section}.chat_template = {word_or_path!r}"
+    if word_or_path is None:
+        found = None if tokenizer is None else template_beside(tokenizer, today)
+        if found is None:
+            where = "the byte tokenizer has" if tokenizer is None else f"{tokenizer.parent} holds"
+            raise UserError(
+                f"{named}: {where} no chat template ({_FILE}, or chat_template in {_CONFIG}); name "
+                f"a file of Jinja or one of {', '.join(map(repr, WORDS))}"
+            )
+        return found
+    if word_or_path in WORDS:
+        source = WORDS[word_or_path]
+    else:
+        path = existing_path(f"{section}.chat_template", word_or_path, words=WORDS)
+        source = _read(path, named)
+    special = {} if tokenizer is None else _special_tokens(tokenizer.parent)
+    return ChatTemplate(source, named, special, today).checked()
+
+
+def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTemplate | None:
+    """The template in the folder of a tokenizer.json; None: there is none.
+
+    Raises:
+      UserError: it is no template, or a file beside it is no JSON.
+    """
+    folder = tokenizer.parent
+    if (folder / _FILE).is_file():
+        named = f"the chat template {folder / _FILE}"
+        source: Any = _read(folder / _FILE, named)
+    else:
+        named = f"the chat template of {folder / _CONFIG}"
+        source = _json(folder / _CONFIG).get("chat_template")
+        if isinstance(source, list):  # several by name, in files of some years
+            pairs = [one for one in source if isinstance(one, dict)]
+            source = {one.get("name"): one.get("template") for one in pairs}.get("default")
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, named, _special_tokens(folder), today).checked()
+
+
+# -- the tokenizer's folder ----------------------------------------------------------------------
+
+
+def _special_tokens(folder: Place) -> dict[str, str]:
+    said = {**_json(folder / _TOKENS), **_json(folder / _CONFIG)}
+    found = {}
+    for name in _SPECIAL:
+        value = said.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _json(path: Place) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path, str(path)))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); get it anew") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _read(path: Place, named: str) -> str:
+    with refused_path(named, needs="use a file that can be read"):
+        content = path.read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{named} is not UTF-8 text (byte {error.start})") from error
+
+
+# -- Jinja ---------------------------------------------------------------------------------------
+
+
+def _jinja() -> Any:
+    # Imported here: nothing but conversations needs it, and it is an extra.
+    try:
+        jinja2 = importlib.import_module("jinja2")
+    except ImportError as error:
+        raise UserError(
+            f"chat templates are rendered by jinja2, of jaxtrain[chat] ({error}); run: "
+            "pip install 'jaxtrain[chat]'"
+        ) from error
+    version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
+    if version < _LEAST_JINJA:
+        raise UserError(
+            f"chat templates are other people's programs, and the sandbox of jinja2 "
+            f"{jinja2.__version__} has known holes; run: pip install -U 'jaxtrain[chat]'"
+        )
+    return jinja2
+
+
+def _environment(strftime_now: Any) -> Any:
+    """Jinja's sandbox with what chat templates count on besides."""
+    jinja2 = _jinja()
+    sandbox = importlib.import_module("jinja2.sandbox")
+    nodes, extension = jinja2.nodes, importlib.import_module("jinja2.ext")
+
+    class Generation(extension.Extension):
+        """Puts marks around what stands in a generation block."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            call = self.call_method("_around")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _around(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+               sort_keys: bool = False) -> str:  # fmt: skip
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+            sort_keys=sort_keys,
+        )  # fmt: skip
+
+    def new_dict(*pairs: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*pairs, **named)
+
+    class Names(jinja2.utils.Namespace):
+        """Jinja's, without names that could stand for Python's own."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a namespace takes no {name!r}")
+            super().__setitem__(name, value)
+
+    def namespace(*pairs: Any, **named: Any) -> Any:
+        made = Names()
+        for name, value in dict(*pairs, **named).items():
+            made[name] = value
+        return made
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extension.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+        "dict": new_dict,  # not the class, whose attributes lead further
+        "namespace": namespace,
+    }
+    return environment
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read, as transformers does."""
+    said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if said is None:
+        return dict(message)
+    return {"thinking": said, **message, "reasoning_content": said}
+
+
+def _without_marks(rendered: str) -> tuple[str, list[Span]]:
+    text, spans, begin = [], [], 0
+    size = 0
+    for part in rendered.replace(_END, _BEGIN).split(_BEGIN):
+        text.append(part)
+        size += len(part)
+        # Parts are outside and inside by turns: blocks do not stand in one another.
+        if len(text) % 2 == 0:
+            spans.append((begin, size))
+        begin = size
+    return "".join(text), spans

@@ -1,0 +1,160 @@
+"""What data of conversations have in common: files of JSON lines, a tokenizer and its template."""
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError, counted, refuse_below
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.source import (
+    check_heldout_fraction,
+    existing_path,
+    is_heldout,
+    walk_files,
+)
+from jaxtrain.data.text import json_lines
+from jaxtrain.data.text.chat_template import WORDS, ChatTemplate, open_template
+from jaxtrain.data.text.pieces import plain_name
+from jaxtrain.data.text.records import Records
+from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+
+T = TypeVar("T")
+
+_ENDINGS = (".jsonl", ".ndjson", ".json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Templated:
+    """Records of JSON lines that a chat template makes text of.
+
+    Attributes:
+      source: a file of JSON lines, or a folder of such, on a disk or at `'gs://BUCKET/PATH'`.
+      heldout_source: likewise, of what is held out; None holds out a part of `source`.
+      heldout_fraction: that part, evenly spaced over the records' order.
+      tokenizer: the path of a Hugging Face tokenizer.json, or `'byte'`.
+      end_of_text: the token of tokenizer.json that ends a text; None takes the usual names.
+      chat_template: a file of Jinja, or `'chatml'`; None takes the one beside the tokenizer.
+      date: the day that a template writes which asks for today's, such as '2026-07-26'.
+      sequence_length: tokens a row.
+      bad_records: how many records that cannot be used may be left out; they are counted, and the
+        first are named.
+    """
+
+    source: Annotated[str, PathOr()]
+    heldout_source: Annotated[str | None, PathOr()] = None
+    heldout_fraction: float = 0.05
+    tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
+    end_of_text: str | None = None
+    chat_template: Annotated[str | None, PathOr(tuple(WORDS))] = None
+    date: str | None = None
+    sequence_length: int = 1024
+    bad_records: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "sequence_length")
+        refuse_below(0, self, "bad_records")
+        check_heldout_fraction(self._section, self.heldout_fraction)
+        if self.date is not None:
+            self._day()
+
+    @property
+    def _section(self) -> str:
+        return type(self).__name__
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are under this; reads the tokenizer file where there is one, and no text."""
+        return self.open_tokenizer().vocab_size
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, without reading any record.
+
+        Raises:
+          UserError: no such file, or it is no tokenizer.json.
+        """
+        path = self._tokenizer_path()
+        return open_tokenizer(
+            self.tokenizer, end_of_text=self.end_of_text, path=path, section=self._section
+        )
+
+    def open_template(self, *, today: datetime.date | None = None) -> ChatTemplate:
+        """The template, for the date that is set or else for `today`.
+
+        Raises:
+          UserError: there is none, or it is no template.
+        """
+        day = today if self.date is None else self._day()
+        return open_template(self._section, self.chat_template, self._tokenizer_path(), day)
+
+    def split(self, take: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[T], Records]:
+        """What `take` makes of the records to train on and of those held out, and their count.
+
+        Raises:
+          UserError: a file cannot be read, too many records are bad, or a split has none.
+        """
+        setting = f"{self._section}.source"
+        records = Records(
+            "messages",
+            self.bad_records,
+            refused=f"{setting} = {self.source!r}",
+            ways=f"or set {self._section}.bad_records",
+        )
+        found = list(self._taken(setting, self.source, records, take))
+        if self.heldout_source is not None:
+            own = f"{self._section}.heldout_source"
+            heldout = list(self._taken(own, self.heldout_source, records, take))
+            records.refuse()
+            for name, part in ((setting, found), (own, heldout)):
+                if not part:
+                    raise UserError(f"{name}: there is no record in it; give at least one")
+            return found, heldout, records
+        records.refuse()
+        held = is_heldout(len(found), self.heldout_fraction)
+        if not held.any() or held.all():
+            least = math.ceil(1e4 / max(len(found), 1)) / 1e4
+            way = f"use at least {least}, or {self._section}.heldout_source"
+            raise UserError(
+                f"{self._section}.heldout_fraction = {self.heldout_fraction} cannot part the "
+                f"{counted(len(found), 'record')} of {setting} = {self.source!r}; "
+                + (way if len(found) > 1 else "give at least 2 records")
+            )
+        train = [one for one, out in zip(found, held, strict=True) if not out]
+        return train, [one for one, out in zip(found, held, strict=True) if out], records
+
+    def _taken(
+        self, setting: str, source: str, records: Records, take: Callable[[dict[str, Any]], T]
+    ) -> Iterator[T]:
+        for path in _files(setting, source):
+            yield from records.texts(json_lines.read_taken(path, take))
+
+    def _tokenizer_path(self) -> Place | None:
+        if self.tokenizer == "byte":
+            return None
+        return existing_path(f"{self._section}.tokenizer", self.tokenizer, words=("byte",))
+
+    def _day(self) -> datetime.date:
+        assert self.date is not None
+        try:
+            return datetime.date.fromisoformat(self.date)
+        except ValueError as error:
+            raise UserError(
+                f"{self._section}.date = {self.date!r}: a day such as '2026-07-26'"
+            ) from error
+
+
+def _files(setting: str, source: str) -> list[Place]:
+    """The file itself, or those of JSON lines under a folder, in order of their paths."""
+    path = existing_path(setting, source)
+    if not path.is_dir():
+        return [path]
+    walked = [one for one, *_ in walk_files(path, setting)]
+    found = [one for one in walked if plain_name(one).endswith(_ENDINGS)]
+    if not found:
+        raise UserError(
+            f"{setting} = {source!r}: none of its {counted(len(walked), 'file')} is one of JSON "
+            f"lines ({', '.join(_ENDINGS)})"
+        )
+    return found

@@ -1,0 +1,171 @@
+"""Conversations with a model, by its chat template: `jaxtrain generate --chat`."""
+
+import argparse
+import datetime
+import sys
+from collections.abc import Callable, Iterator
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.mixture import text_of
+from jaxtrain.data.source import existing_path
+from jaxtrain.data.text.chat_template import ChatTemplate, TemplateError, template_beside
+from jaxtrain.data.text.templated import Templated
+from jaxtrain.models.model import token_model
+from jaxtrain.run.commands import open_run
+from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.write import show, tokenizer_of
+from jaxtrain.run.status import DONE
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.settings import Train
+
+MOST_TOKENS = 512  # of an answer, where nothing else is said
+_KEPT = 4  # the part of the context that is kept free for an answer is one over this
+
+
+class Chat:
+    """A conversation that grows; its oldest turns go where the context ends.
+
+    Attributes:
+      messages: those so far, as the template reads them.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        system: str | None = None,
+        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        """Finds the template of a trained model.
+
+        Args:
+          trainer: the model's.
+          system: what the role 'system' says first; None: what the template says without it.
+          sampling: how tokens are drawn; None: from the model's own distribution.
+          max_new_tokens: of an answer; None: 512, or what fits.
+          stop: strings that end an answer, beside the template's end of a turn.
+          seed: of the draws; each answer draws its own.
+
+        Raises:
+          UserError: the model does not write, or has no chat template.
+        """
+        train = trainer.config.train
+        self._tokenizer = tokenizer_of(train)
+        self._context = token_model(train.model).context_length
+        self._template, self._trainer = template_of(train), trainer
+        self._sampling, self._most, self._seed = sampling or Sampling(), max_new_tokens, seed
+        self._stop = [*stop, self._template.end_of_turn]
+        self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+        self._first = len(self.messages)
+
+    def answer(self, question: str, *, show: Callable[[str], None] | None = None) -> Answer:
+        """What the model says to the user's next message; both are part of the conversation then.
+
+        Args:
+          question: of the user.
+          show: is given the answer piece by piece while it is written.
+
+        Raises:
+          UserError: the template refuses it, or it does not fit into the context.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        text, count = self._prompt(asked)
+        room = self._context // _KEPT if self._most is None else self._most
+        while count + room > self._context and len(asked) >= self._first + 3:
+            del asked[self._first : self._first + 2]
+            text, count = self._prompt(asked)
+        most = self._most or max(1, min(MOST_TOKENS, self._context - count))
+        (answer,) = self._trainer.answers(
+            [text], max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
+            seed=self._seed + len(asked),
+        )  # fmt: skip
+        self.messages = [*asked, {"role": "assistant", "content": answer.text or ""}]
+        return answer
+
+    def _prompt(self, messages: list[dict[str, str]]) -> tuple[str, int]:
+        """The conversation up to the model's turn, and its tokens."""
+        try:
+            text = self._template.text(messages, reply=True)
+        except TemplateError as error:
+            raise UserError(f"--chat: the chat template refuses it ({error})") from error
+        return text, len(self._tokenizer.encode(text))
+
+
+def template_of(train: Train) -> ChatTemplate:
+    """The chat template of a run's data or of its tokenizer's folder, for today.
+
+    Raises:
+      UserError: there is none.
+    """
+    today, data = datetime.date.today(), train.data
+    if isinstance(data, Templated):
+        return data.open_template(today=today)
+    text = text_of(data)
+    found = None
+    if text is not None and text.tokenizer != "byte":
+        path = existing_path("TextData.tokenizer", text.tokenizer, words=("byte",))
+        found = template_beside(path, today)
+    if found is None:
+        raise UserError(
+            "--chat: the run's tokenizer has no chat template beside it (chat_template.jinja, or "
+            "chat_template in tokenizer_config.json); put the model's there, or train on "
+            "conversations (@ChatData())"
+        )
+    return found
+
+
+def converse(arguments: argparse.Namespace, sampling: Sampling | BeamSearch) -> int:
+    """Answers the lines of standard input, each a message of the user's."""
+    for name in ("beams", "draft"):
+        if vars(arguments)[name] is not None:
+            raise UserError(
+                f"--{name} {vars(arguments)[name]} with --chat: an answer is shown while it is "
+                "drawn; leave one of them out"
+            )
+    if arguments.log_probabilities:
+        raise UserError("--log-probabilities with --chat: answers are text; leave one of them out")
+    assert isinstance(sampling, Sampling), "beams were refused"
+    chat = Chat(
+        open_run(arguments),
+        system=arguments.system,
+        sampling=sampling,
+        max_new_tokens=arguments.max_new_tokens,
+        stop=tuple(arguments.stop),
+        seed=arguments.seed,
+    )
+    on_terminal, asks = sys.stdout.isatty(), sys.stdin.isatty()
+    for question in _questions(asks):
+        try:
+            answer = chat.answer(question, show=show if on_terminal else None)
+        except UserError as error:
+            if not asks:
+                raise
+            print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
+            continue
+        # A file or a pipe gets the text itself.
+        print("" if on_terminal else answer.text, flush=True)  # noqa: T201
+    return DONE
+
+
+def _questions(asks: bool) -> Iterator[str]:
+    """The lines that are not blank, up to the end of the input."""
+    while True:
+        if asks:
+            try:
+                line = input("> ")
+            except EOFError:
+                print()  # noqa: T201
+                return
+        else:
+            line = sys.stdin.readline()
+            if not line:
+                return
+        if line.strip():
+            yield line.rstrip("\n")
