@@ -10,7 +10,8 @@ import pytest
 import scipy.stats
 
 from jaxtrain.data.order import _mixed, shuffled
-from jaxtrain.data.pipeline import SHUFFLE_STREAM, batches
+from jaxtrain.data.pipeline import batches
+from jaxtrain.data.rows import SHUFFLE_STREAM
 from jaxtrain.data.text.packing import pack
 from jaxtrain.data.text.source import TextData
 

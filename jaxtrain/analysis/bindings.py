@@ -43,6 +43,18 @@ def sources() -> list[type]:
     return sorted(_settings_in(jaxtrain.data, "abstract_batch"), key=lambda one: one.__name__)
 
 
+def parts_of_sources() -> list[type]:
+    """What else is bound by a class: settings of those sources that hold settings."""
+    found = {
+        part
+        for source in sources()
+        for annotation in hints(source).values()
+        for part in (unmarked(annotation), *typing.get_args(unmarked(annotation)))
+        if dataclasses.is_dataclass(part) and part not in sources()
+    }
+    return sorted(found, key=lambda one: one.__name__)
+
+
 def page() -> str:
     """The whole page as Markdown."""
     groups: dict[str, list[type]] = {
@@ -50,6 +62,7 @@ def page() -> str:
         "Update rules, for `Optimizer.name`": list(rules().values()),
         "Models, for `Train.model`": models(),
         "Data, for `Train.data`": sources(),
+        "Parts of data": parts_of_sources(),
     }
     parts = [_HEAD]
     for title, classes in groups.items():

@@ -17,9 +17,10 @@ class Batch:
 
     Attributes:
       inputs: int32 tokens [B, T], float32 images [B, H, W, C], or float32 vectors [B, D].
-      targets: int32 tokens to be told [B, T], or labels [B]; or float32 numbers [B, K].
-      loss_mask: float32 [B, T] or [B]; 1 where the target counts, 0 where it does not: there
-        targets may be anything.
+      targets: int32 tokens to be told [B, T], or labels [B], of mixed images each image's [B, 2];
+        or float32 numbers [B, K].
+      loss_mask: float32 of the labels' or tokens' shape, of numbers [B]; 1 where the target counts,
+        0 where it does not: there targets may be anything.
       segment_ids: int32 [B, T]; the document a token belongs to, counted from 1 within the row,
         0 for padding. None for all but text.
       positions: int32 [B, T]; the token's place in its document, from 0. None for all but text.

@@ -1,6 +1,5 @@
 """From examples to batches: order, host rows, prefetching, and placement on devices."""
 
-import contextlib
 import functools
 import queue
 import threading
@@ -12,15 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
+from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.mixing import Mixing
-from jaxtrain.data.order import shuffled
+from jaxtrain.data.rows import HeldoutRows, TrainingRows
 from jaxtrain.data.source import Examples, WholeBatches
-
-# Streams drawn from one seed.
-SHUFFLE_STREAM, AUGMENT_STREAM = 0, 1
-HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
+from jaxtrain.data.workers import batches_of_processes
 
 T = TypeVar("T")
 
@@ -37,6 +33,7 @@ def batches(
     prefetch: int = 4,
     bad_records: BadRecords | None = None,
     mixing: Mixing | None = None,
+    workers: int = 0,
 ) -> Iterator[Batch]:
     """Endless batches in a new order each epoch; batch k depends on `seed` and k alone.
 
@@ -57,6 +54,7 @@ def batches(
       bad_records: counts the examples that cannot be read, each replaced as `read_example` says;
         None allows none.
       mixing: how the sources of a mixture are drawn, in place of that order.
+      workers: processes that make them, in place of threads; 0: none.
 
     Returns:
       numpy batches with len(rows) rows. Close the iterator to stop its threads. Its `next` raises
@@ -65,27 +63,13 @@ def batches(
     assert len(examples) > 0, "no examples"
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
     bad = BadRecords() if bad_records is None else bad_records
-    shuffle_seed = int(np.random.SeedSequence((seed, SHUFFLE_STREAM)).generate_state(1)[0])
-    count = len(examples)
-
+    of = TrainingRows(examples, global_batch_size, seed, augment=train, mixing=mixing)
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
-
-    def make(k: int) -> Batch:
-        places = k * global_batch_size + wanted
-        indices = (
-            shuffled(places, count, shuffle_seed)
-            if mixing is None
-            else mixing.indices(k, wanted, global_batch_size=global_batch_size, seed=seed)
-        )
-
-        def rng(row: int) -> np.random.Generator | None:
-            if not train:
-                return None
-            return np.random.default_rng((seed, AUGMENT_STREAM, int(places[row])))
-
-        return _read_rows(examples, indices, rng, "training", bad)
-
-    return _read(range(start, end), make, _threads(examples, threads), prefetch)
+    numbers = range(start, end)
+    if workers:
+        return batches_of_processes(of, numbers, wanted, bad, workers=workers, ahead=prefetch)
+    make = functools.partial(of.read, rows=wanted, bad=bad)
+    return _read(numbers, make, _threads(examples, threads), prefetch)
 
 
 def heldout_batches(
@@ -96,6 +80,7 @@ def heldout_batches(
     threads: int | None = None,
     prefetch: int = 4,
     bad_records: BadRecords | None = None,
+    workers: int = 0,
 ) -> Iterator[Batch]:
     """Every example once, without augmentation, in an order that is always the same.
 
@@ -105,18 +90,12 @@ def heldout_batches(
     """
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
     bad = BadRecords() if bad_records is None else bad_records
-    count = len(examples)
-    order = np.random.default_rng(HELDOUT_ORDER).permutation(count)
-
-    def make(k: int) -> Batch:
-        places = k * global_batch_size + wanted
-        indices = order[np.minimum(places, count - 1)]
-        made = _read_rows(examples, indices, lambda row: None, "held-out", bad)
-        made.loss_mask[places >= count] = 0.0
-        return made
-
-    num_batches = -(-count // global_batch_size)
-    return _read(range(num_batches), make, _threads(examples, threads), prefetch)
+    of = HeldoutRows(examples, global_batch_size)
+    numbers = range(-(-len(examples) // global_batch_size))
+    if workers:
+        return batches_of_processes(of, numbers, wanted, bad, workers=workers, ahead=prefetch)
+    make = functools.partial(of.read, rows=wanted, bad=bad)
+    return _read(numbers, make, _threads(examples, threads), prefetch)
 
 
 def _threads(examples: Examples, threads: int | None) -> int:
@@ -139,25 +118,6 @@ def _read(
         yield from iterator
     finally:
         iterator.close()
-
-
-def _read_rows(
-    examples: Examples,
-    indices: np.ndarray,
-    rng: Callable[[int], np.random.Generator | None],
-    split: str,
-    bad: BadRecords,
-) -> Batch:
-    """The examples `indices`, one under the other; `rng` gives each row's augmentation."""
-    if isinstance(examples, WholeBatches):
-        # Where one cannot be read, all are read one by one, to find out which.
-        with contextlib.suppress(*UNREADABLE):
-            return examples.examples(indices)
-    made = [
-        read_example(examples, index, rng(row), split, bad)
-        for row, index in enumerate(indices.tolist())
-    ]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
 
 
 @functools.lru_cache(maxsize=64)  # asked for every array of every batch

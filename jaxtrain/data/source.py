@@ -41,6 +41,15 @@ class WholeBatches(Examples, Protocol):
 
 
 @runtime_checkable
+class MixedRows(Examples, Protocol):
+    """Examples that are learned from in pairs: each row of a batch with some of its neighbour's."""
+
+    def mixed(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
+        """One row of a training batch, of itself and its neighbour, each as `example` gives it."""
+        ...
+
+
+@runtime_checkable
 class HasDocuments(Examples, Protocol):
     """Examples that are cut of documents."""
 
@@ -77,6 +86,7 @@ class Dataset:
       tokenizer: what made the tokens; None for all but text, and for random tokens.
       unit: what throughput counts.
       mixing: of a mixture, how its sources are drawn; None: all examples, each once an epoch.
+      workers: processes that make batches; 0: threads of this one do.
     """
 
     train: Examples
@@ -86,6 +96,7 @@ class Dataset:
     tokenizer: Tokenizer | None
     unit: Literal["tokens", "images", "vectors"]
     mixing: Mixing | None = None
+    workers: int = 0
 
 
 def is_heldout(count: int, fraction: float) -> np.ndarray:

@@ -39,6 +39,7 @@ class Feed:
             rows=self._rows(size),
             bad_records=self._bad_records,
             mixing=dataset.mixing,
+            workers=dataset.workers,
         )
         return Prefetcher(source, self._place(size))
 
@@ -55,6 +56,7 @@ class Feed:
             global_batch_size=size,
             rows=self._rows(size),
             bad_records=self._bad_records,
+            workers=dataset.workers,
         )
         return Prefetcher(source, self._place(size))
 

@@ -133,6 +133,8 @@ def draw_targets(program: Program, state: TrainState, batch: Batch) -> jax.Array
     bits = place_in_array(logits, state.step, _LABELS)
     uniform = ((bits >> 8).astype(jnp.float32) + 0.5) / 2**24
     drawn = (logits - jnp.log(-jnp.log(uniform))).argmax(-1).astype(batch.targets.dtype)
+    if drawn.ndim < batch.targets.ndim:  # all labels of an example are the one that was drawn
+        drawn = jnp.repeat(drawn[:, None], batch.targets.shape[1], 1)
     return jax.sharding.reshard(drawn, program.layout.activation(("batch",)))
 
 

@@ -308,7 +308,8 @@ def _images(config: Config, own: Config, model: ImageModel, most: MeshSizes) -> 
         "heldout_split": None,
     }
     if isinstance(data, ImageData):
-        images = dataclasses.replace(data, **values)
+        # Rows that are mixed would be each other's: the proofs compare them one by one.
+        images = dataclasses.replace(data, **values, augment=None, workers=0)
     else:
         images = ImageData(**values, channels=data.abstract_batch(1).inputs.shape[-1])
     train = dataclasses.replace(config.train, model=changed, data=images)

@@ -13,6 +13,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
+from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.source import (
     Dataset,
@@ -44,8 +45,11 @@ class ImageData:
         evaluation 'resized' takes the middle 224/256. 'none' does neither.
       padding: of crop 'pad', in pixels.
       flip: mirror half of the training images left to right.
+      augment: `@Augment()`, what else is done to training images; None: nothing.
       mean: subtracted from pixels in [0, 1]; one value, or one a channel.
       std: what pixels in [0, 1], less the mean, are divided by; one value, or one a channel.
+      workers: processes beside this one that decode and augment; 0: two threads of it do. Batches
+        are the same with any number.
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the TFDS split to train on.
@@ -61,8 +65,10 @@ class ImageData:
     crop: Literal["none", "pad", "resized"] = "none"
     padding: int = 4
     flip: bool = False
+    augment: Augment | None = None
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
+    workers: int = 0
     heldout_fraction: float = 0.2
     data_dir: Annotated[str | None, PathOr()] = None
     train_split: str = "train"
@@ -71,7 +77,7 @@ class ImageData:
     label_feature: str = "label"
 
     def __post_init__(self) -> None:
-        for name, least in (("image_size", 1), ("num_classes", 2), ("padding", 1)):
+        for name, least in (("image_size", 1), ("num_classes", 2), ("padding", 1), ("workers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"ImageData.{name} = {getattr(self, name)}: it is at least {least}")
         for name in ("mean", "std"):
@@ -93,12 +99,18 @@ class ImageData:
         """(height, width, channels) of an example."""
         return self.image_size, self.image_size, self.channels
 
+    @property
+    def mixes(self) -> bool:
+        """Whether training images are mixed in pairs: all then have two labels."""
+        return self.augment is not None and self.augment.mixes
+
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, *self.image_shape)
         images: Any = jax.ShapeDtypeStruct(shape, np.float32)
-        labels: Any = jax.ShapeDtypeStruct(shape[:1], np.int32)
-        mask: Any = jax.ShapeDtypeStruct(shape[:1], np.float32)
+        told = (global_batch_size, 2) if self.mixes else shape[:1]
+        labels: Any = jax.ShapeDtypeStruct(told, np.int32)
+        mask: Any = jax.ShapeDtypeStruct(told, np.float32)
         return Batch(images, labels, mask)
 
     def prepared(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
@@ -118,7 +130,8 @@ class ImageData:
         pixels = transform.to_array(image)
         if self.crop == "pad":
             pixels = transform.pad_and_crop(pixels, self.padding, rng)
-        return transform.flip(pixels, rng) if self.flip else pixels
+        pixels = transform.flip(pixels, rng) if self.flip else pixels
+        return pixels if self.augment is None else self.augment.pixels(pixels, rng)
 
     def class_names(self) -> list[str]:
         """The names of the classes, by label; of a source that names none their numbers.
@@ -142,9 +155,12 @@ class ImageData:
                     f"ImageData.source = {self.source!r}: its {name} part would be empty; use more "
                     f"images or another ImageData.heldout_fraction (now {self.heldout_fraction})"
                 )
-        where = ("source", "data_dir")
+        where = ("source", "data_dir", "workers")
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         header = {"kind": "image", "class_names": class_names, **settings}
+        if self.augment is None:  # which had no name at first: its digests stay what they were
+            del header["augment"]
+        kind = PreparedImages if self.augment is None or not self.mixes else MixedImages
         facts: dict[str, float | int | str] = {
             "source": self.source,
             "classes": self.num_classes,
@@ -153,12 +169,13 @@ class ImageData:
             "heldout_images": len(heldout),
         }
         return Dataset(
-            PreparedImages(train, self),
-            PreparedImages(heldout, self),
+            kind(train, self),
+            kind(heldout, self),
             digest(header, [*train.content(), *heldout.content()]),
             facts,
             None,
             "images",
+            workers=self.workers,
         )
 
     def _split(self, seed: int) -> tuple[LabelledImages, LabelledImages, list[str]]:
@@ -228,6 +245,31 @@ class PreparedImages:
         image, label = self.images.read(index)
         inputs = self.config.prepared(image, rng)
         return Batch(inputs, np.asarray(label, np.int32), np.ones((), np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedImages(PreparedImages):
+    """Images that training sees mixed in pairs; implements MixedRows.
+
+    Each has two labels, which count by the shares of the images that they belong to.
+    """
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """One image [H, W, C], its label twice, of which the first counts."""
+        one = super().example(index, rng)
+        return Batch(one.inputs, np.repeat(one.targets, 2), np.array([1, 0], np.float32))
+
+    def mixed(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
+        """As in MixedRows."""
+        assert self.config.augment is not None, "what mixes"
+        inputs, share = self.config.augment.mixed(own.inputs, other.inputs, rng)
+        return Batch(
+            inputs,
+            np.stack([own.targets[0], other.targets[0]]),
+            np.stack([own.loss_mask[0] * share, other.loss_mask[0] * (1 - share)]).astype(
+                np.float32
+            ),
+        )
 
 
 def _numbers(count: int) -> list[str]:

@@ -60,6 +60,15 @@ def _text(batch: Batch, dataset: Dataset) -> Picture:
     return figure
 
 
+def _labels(labels: np.ndarray, shares: np.ndarray, names: list[str]) -> str:
+    """What an image shows; of a mixed one each label with its share."""
+    told = [names[one] if one < len(names) else str(one) for one in np.ravel(labels).tolist()]
+    if len(told) == 1:
+        return told[0]
+    parts = zip(told, np.ravel(shares).tolist(), strict=True)
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts if share)
+
+
 def _sheet(batch: Batch, dataset: Dataset) -> Picture:
     """Images in rows, each over its label, their values from the least to the greatest."""
     images = np.asarray(batch.inputs[:SHEET_IMAGES], np.float32)
@@ -71,9 +80,8 @@ def _sheet(batch: Batch, dataset: Dataset) -> Picture:
     grid = figure.subplots(math.ceil(len(images) / columns), columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
-    for axes, image, label in zip(grid.flat, images, batch.targets, strict=False):
+    for row, (axes, image) in enumerate(zip(grid.flat, images, strict=False)):
         axes.imshow(image.squeeze(), cmap="grey" if image.shape[-1] == 1 else None, vmin=0, vmax=1)
-        if np.ndim(label) == 0:
-            number = int(label)
-            axes.set_title(names[number] if number < len(names) else str(number), fontsize=7)
+        if np.issubdtype(batch.targets.dtype, np.integer):
+            axes.set_title(_labels(batch.targets[row], batch.loss_mask[row], names), fontsize=7)
     return figure

@@ -110,8 +110,12 @@ def _numbers(example: Batch, dataset: Dataset) -> str:
 def _told(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
     if not np.issubdtype(targets.dtype, np.integer):
         return "targets " + " ".join(f"{number:.3g}" for number in targets)
-    names, label = str(facts.get("class_names", "")).split(", "), int(targets)
-    return f"label {label}" + (f" ({names[label]})" if label < len(names) else "")
+    names = str(facts.get("class_names", "")).split(", ")
+    told = [
+        f"label {label}" + (f" ({names[label]})" if label < len(names) else "")
+        for label in np.ravel(targets).tolist()
+    ]
+    return " and ".join(told)
 
 
 def _tokens(example: Batch) -> str:

@@ -64,6 +64,8 @@ class AnswerObjective(Objective[Predictor]):
     ) -> tuple[Sums, Any]:
         """As in Objective."""
         mask_B = batch.loss_mask
+        if mask_B.ndim > 1:  # of several labels: an example counts where one of them does
+            mask_B = mask_B.max(-1)
         # A batch norm sees the examples that do not count too, so they stay, but for what is no
         # number: 0 x NaN is NaN in every gradient.
         counts = (mask_B != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))
@@ -89,7 +91,7 @@ class AnswerObjective(Objective[Predictor]):
         if not found:
             rows = batch.inputs.shape[0]
             found += self.refuse_answers(batch, model, rows)
-            found += refuse_form(batch, "loss_mask", "float32", (rows,))
+            found += refuse_form(batch, "loss_mask", "float32", self.counted_form(batch, rows))
         found += [
             f"Batch.{name} is not None; {model.inputs} have no documents"
             for name in ("segment_ids", "positions")
@@ -98,6 +100,11 @@ class AnswerObjective(Objective[Predictor]):
         if not found:
             found += self.refuse_numbers(batch, model)
         yield from found
+
+    def counted_form(self, batch: Batch, rows: int) -> tuple[int, ...]:
+        """The shape of the loss mask: one number an example."""
+        del batch
+        return (rows,)
 
     @abc.abstractmethod
     def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:

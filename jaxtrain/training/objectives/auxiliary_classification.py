@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.training.objectives.classification import Classification
-from jaxtrain.training.objectives.losses import Loss, Sums, losses
+from jaxtrain.training.objectives.classification import Classification, label_loss
+from jaxtrain.training.objectives.losses import Loss, Sums
 
 WEIGHT = 0.3
 
@@ -27,8 +27,7 @@ class AuxiliaryClassification(Classification):
         sums = super().of_answers(first, batch, settings, train=train)
         if others:
             of_others = [
-                losses(logits_BC, batch.targets, batch.loss_mask, settings, train=train).sum()
-                for logits_BC in others
+                label_loss(logits_BC, batch, settings, train=train) for logits_BC in others
             ]
             sums["auxiliary_loss"] = WEIGHT * sum(of_others, jnp.zeros(()))
         return sums

@@ -42,11 +42,11 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
         """`loss` and `accuracy`, the examples whose label has the highest logit."""
-        mask_B = batch.loss_mask
-        right_B = answers_BC.argmax(-1) == batch.targets
+        told_B = answers_BC.argmax(-1)
+        right = [(told_B == label_B) * mask_B for label_B, mask_B in labels(batch)]
         return {
-            "loss": losses(answers_BC, batch.targets, mask_B, settings, train=train).sum(),
-            "accuracy": (right_B * mask_B).sum(),
+            "loss": label_loss(answers_BC, batch, settings, train=train),
+            "accuracy": sum(right, jnp.zeros(())).sum(),
         }
 
     def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
@@ -71,8 +71,13 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         return answers_BC.astype(jnp.float32)
 
     def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
-        """Labels [B]."""
-        yield from refuse_form(batch, "targets", "int32", (rows,))
+        """Labels [B], or several of each example [B, labels]."""
+        several = np.ndim(batch.targets) == 2
+        yield from refuse_form(batch, "targets", "int32", (rows, "labels") if several else (rows,))
+
+    def counted_form(self, batch: Batch, rows: int) -> tuple[int, ...]:
+        """One number a label: by how much it counts."""
+        return np.shape(batch.targets)
 
     def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
         """Labels of the model's classes."""
@@ -80,6 +85,28 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         why = f" ({type(model).__name__}.{name}={classes})"
         yield from refuse_values(batch, "loss_mask", 0, None)
         yield from refuse_values(batch, "targets", 0, classes - 1, why=why, counted=True)
+
+
+def labels(batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
+    """Each label of the examples and how much it counts, [B]; of images that are mixed several."""
+    if batch.targets.ndim == 1:
+        return [(batch.targets, batch.loss_mask)]
+    return [
+        (batch.targets[:, place], batch.loss_mask[:, place])
+        for place in range(batch.targets.shape[1])
+    ]
+
+
+def label_loss(answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool) -> jax.Array:
+    """The sum of the cross entropies of all labels, each times how much it counts.
+
+    Of labels that count 1 together it is the cross entropy of their mixture: -sum_c q_c log p_c.
+    """
+    of_labels = [
+        losses(answers_BC, label_B, mask_B, settings, train=train).sum()
+        for label_B, mask_B in labels(batch)
+    ]
+    return sum(of_labels, jnp.zeros(()))
 
 
 def classes_of(model: Model) -> tuple[str, int]:

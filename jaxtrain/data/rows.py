@@ -1,0 +1,128 @@
+"""Which examples stand in which rows of a batch, and how they are drawn: functions of its number.
+
+Rows can be made in any process and any thread, some or all of them at a time: what stands in one
+depends on the seed, the batch and the row alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.mixing import Mixing
+from jaxtrain.data.order import shuffled
+from jaxtrain.data.source import Examples, MixedRows, WholeBatches
+
+# Streams drawn from one seed; 2 is that of `mixing`.
+SHUFFLE_STREAM, AUGMENT_STREAM, PAIR_STREAM = 0, 1, 3
+HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRows:
+    """The rows of an endless stream of batches, shuffled anew each epoch.
+
+    Attributes:
+      examples: what to draw from.
+      global_batch_size: rows of a batch over all processes.
+      seed: of the order and of what augmentation draws.
+      augment: whether it draws anything.
+      mixing: how the sources of a mixture are drawn; None: all examples, each once an epoch.
+    """
+
+    examples: Examples
+    global_batch_size: int
+    seed: int
+    augment: bool
+    mixing: Mixing | None
+
+    def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
+        """These rows of batch `number`, in their order."""
+        examples = self.examples
+        if not (self.augment and isinstance(examples, MixedRows)):
+            return self._unmixed(number, rows, bad)
+        # Rows are mixed in pairs of neighbours, which stand on one machine but for odd shares: a
+        # row that is here for the other's sake alone is read and left out.
+        others = np.minimum(rows ^ 1, self.global_batch_size - 1)
+        needed, places = np.unique(np.concatenate([rows, others]), return_inverse=True)
+        plain = self._unmixed(number, needed, bad)
+        mixed = [
+            examples.mixed(_row(plain, own), _row(plain, other), self._rng(PAIR_STREAM, number, r))
+            for own, other, r in zip(
+                places[: len(rows)], places[len(rows) :], rows.tolist(), strict=True
+            )
+        ]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *mixed)
+
+    def _unmixed(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
+        size = self.global_batch_size
+        if self.mixing is None:
+            places = number * size + rows
+            indices = shuffled(places, len(self.examples), self._shuffle_seed)
+        else:
+            indices = self.mixing.indices(number, rows, global_batch_size=size, seed=self.seed)
+
+        def rng(place: int) -> np.random.Generator | None:
+            return self._rng(AUGMENT_STREAM, number, int(rows[place])) if self.augment else None
+
+        return _read_rows(self.examples, indices, rng, "training", bad)
+
+    def _rng(self, stream: int, number: int, row: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, stream, number * self.global_batch_size + row))
+
+    @functools.cached_property
+    def _shuffle_seed(self) -> int:
+        return int(np.random.SeedSequence((self.seed, SHUFFLE_STREAM)).generate_state(1)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldoutRows:
+    """The rows of batches that hold every example once, in an order that is always the same.
+
+    Attributes:
+      examples: what to take.
+      global_batch_size: rows of a batch over all processes.
+    """
+
+    examples: Examples
+    global_batch_size: int
+
+    def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
+        """These rows of batch `number`; those past the last example weigh nothing."""
+        places, count = number * self.global_batch_size + rows, len(self.examples)
+        indices = self._order[np.minimum(places, count - 1)]
+        made = _read_rows(self.examples, indices, lambda row: None, "held-out", bad)
+        made.loss_mask[places >= count] = 0.0
+        return made
+
+    @functools.cached_property
+    def _order(self) -> np.ndarray:
+        return np.random.default_rng(HELDOUT_ORDER).permutation(len(self.examples))
+
+
+def _row(batch: Batch, place: int) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[place], batch)
+
+
+def _read_rows(
+    examples: Examples,
+    indices: np.ndarray,
+    rng: Callable[[int], np.random.Generator | None],
+    split: str,
+    bad: BadRecords,
+) -> Batch:
+    """The examples `indices`, one under the other; `rng` gives each row's augmentation."""
+    if isinstance(examples, WholeBatches):
+        # Where one cannot be read, all are read one by one, to find out which.
+        with contextlib.suppress(*UNREADABLE):
+            return examples.examples(indices)
+    made = [
+        read_example(examples, index, rng(row), split, bad)
+        for row, index in enumerate(indices.tolist())
+    ]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
