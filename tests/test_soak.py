@@ -128,6 +128,33 @@ def test_threads_share_an_arena_a_core_unless_the_user_says_otherwise(tmp_path):
     assert arenas(tmp_path, MALLOC_ARENA_MAX=str(4 * cores)) == 4 * cores
 
 
+# Blocks of which only every thousandth stays: the free ones between them are of use to nobody else.
+HOLES = """
+import ctypes, os
+from jaxtrain.run.garbage import LONG_RUN, Garbage
+libc, size = ctypes.CDLL(None), 1000
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+blocks = [libc.malloc(size) for _ in range(100_000)]
+for block in blocks: ctypes.memset(block, 1, size)
+with Garbage(LONG_RUN) as garbage:
+    garbage.settle()
+    for number, block in enumerate(blocks):
+        if number % 1000 < 999: libc.free(block)
+    before = held()
+    garbage.collect()
+    print((before - held()) / (size * len(blocks)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc_trim")
+def test_what_evaluations_and_saves_free_is_given_back():
+    words = [sys.executable, "-c", HOLES]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert float(done.stdout) > 0.9
+
+
 def test_saves_leave_no_python_objects_for_each_array(tmp_path):
     """With TensorStore's forgotten references it was 5 an array, and 240 a save."""
     arrays = {f"array_{i}": jnp.arange(8.0) for i in range(16)}
@@ -182,7 +209,7 @@ def test_a_run_of_20000_steps_ends_with_what_it_held_at_step_1000(tmp_path, caps
     (tmp_path / "soak.gin").write_text(CONFIG)
     words = ["train", "soak.gin", "--simulate-devices", "2", "--workdir", "run"]
     log = (tmp_path / "log").open("w")
-    # The first run of a configuration: where the program is kept, docs/reliability.md has figures.
+    # The first run of a configuration, whatever other tests have left compiled.
     first = os.environ | {"JAXTRAIN_CACHE": str(tmp_path / "cache")}
     first.pop("JAX_COMPILATION_CACHE_DIR", None)
     process = subprocess.Popen(

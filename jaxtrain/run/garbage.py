@@ -3,6 +3,8 @@
 import gc
 from typing import Self
 
+from jaxtrain.run.arenas import give_back
+
 LONG_RUN = 500  # steps of one call of `train`; to settle takes a third of a second
 
 
@@ -30,9 +32,10 @@ class Garbage:
             self._is_settled = True
 
     def collect(self) -> None:
-        """To be called after an evaluation or a save."""
+        """To be called after an evaluation or a save; what becomes free is the system's again."""
         if self._is_settled:
             gc.collect()
+            give_back()
 
     def __exit__(self, *_: object) -> None:
         if self._is_settled:
