@@ -121,6 +121,9 @@ OWN = {
         ),
         set(),
     ),
+    "accumulation x fsdp x context, ring": (
+        config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256, rows=16, accumulation=2), {WHOLE},
+    ),
     "local, hsdp, accumulation": (
         config_of(
             LLAMA, {"data": 2, "fsdp": 4}, rows=16, accumulation=2,
@@ -173,6 +176,29 @@ SLOW = {
         ),
         {WHOLE},
     ),
+    "ten microbatches x data x context, ring": (
+        config_of(LLAMA, {"context": 4, "data": 2}, length=256, rows=20, accumulation=10), set(),
+    ),
+    "ten microbatches x data x expert": (
+        config_of(MIXTRAL, {"expert": 4, "data": 2}, rows=80, accumulation=10), set(),
+    ),
+    "fsdp x context, ring": (
+        config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256), set(),
+    ),
+    "pipe x data x context, ulysses": (
+        config_of(
+            deep(LLAMA8), {"pipe": 2, "context": 2, "data": 2}, length=256, rows=8,
+            pipeline=Pipeline(microbatches=4), attention=ULYSSES,
+        ),
+        set(),
+    ),
+    "pipe x data x expert": (
+        config_of(
+            deep(MIXTRAL), {"pipe": 2, "expert": 2, "data": 2}, rows=16,
+            pipeline=Pipeline(microbatches=4),
+        ),
+        set(),
+    ),
     "accumulation x data x context, ulysses": (
         config_of(
             LLAMA8, {"context": 4, "data": 2}, length=256, rows=16, accumulation=2,
@@ -192,8 +218,7 @@ SLOW = {
         set(),
     ),
     "expert x fsdp": (
-        config_of(MIXTRAL, {"expert": 4, "fsdp": 2}),
-        {WHOLE, "reduced whole over fsdp+expert, then sliced"},
+        config_of(MIXTRAL, {"expert": 4, "fsdp": 2}), {WHOLE},
     ),
     "fewer kv heads than devices": (
         config_of(dataclasses.replace(LLAMA8, num_kv_heads=2), {"tensor": 8}), set(),
@@ -326,6 +351,46 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
 def test_everything_that_moves_is_explained_and_the_textbooks(name):
     config, forms = {**OWN, **SLOW}[name]
     assert faults(audited(config, *compiled(name)), forms) == []
+
+
+# Mode -> microbatches, and the axes that sum every gradient: a device's own of all of them, once.
+ONCE = {
+    "fsdp x context, ring": (1, "context"),
+    "accumulation x fsdp x context, ring": (2, "context"),
+    "ten microbatches x data x context, ring": (10, "data+context"),
+    "pipe x data x context, ulysses": (4, "data+context"),
+    "ten microbatches x data x expert": (10, "data+expert"),
+    "pipe x data x expert": (4, "data+expert"),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ONCE]
+)
+def test_gradients_cross_context_and_expert_once_whatever_the_number_of_microbatches(name):
+    microbatches, axis = ONCE[name]
+    config, _ = {**OWN, **SLOW}[name]
+    text, sizes = compiled(name)
+    found = collectives(text, sizes, branch_counts(config, abstract_layout(config, 8)))
+    sums = sum(
+        one.total_bytes
+        for one in found
+        if one.kind == "all-reduce" and one.axis == axis and one.bytes > 64
+    )
+    numbers = {"matrix": 0, "vector": 0}
+    for weight in facts.weights_of(config.train.model):
+        if "expert" in axis and "experts" in weight.axes:
+            continue  # each device along expert has others
+        held = math.prod(weight.shape) * (config.train.model.num_layers if weight.is_layer else 1)
+        if weight.is_layer or weight.is_matrix:  # a stage's layers, a part of each table
+            held //= sizes["pipe"]
+        if weight.is_matrix:  # along embed
+            held //= sizes["fsdp"]
+        numbers["matrix" if weight.is_matrix else "vector"] += held
+    # One microbatch's in bfloat16, sums in float32; scales always.
+    width = 2 if microbatches == 1 else 4
+    assert sums == width * numbers["matrix"] + 4 * numbers["vector"]
 
 
 # The modes that test_traffic.py holds to its own closed forms, the compiled programs shared.

@@ -64,12 +64,29 @@ CASES = {
         "llama", {"data": 2, "fsdp": 2, "pipe": 2, "zero": 2, "accumulate": "local"},
         {"accumulation": 2, "pipeline": BUBBLE},
     ),
-    "context": (
+    "context, pipe": (
         "llama", {"data": 2, "context": 2, "pipe": 2},
         {"pipeline": Pipeline(microbatches=2), "execution": ULYSSES},
     ),
+    "ring, experts, chunks, remat": (
+        "dropless", {"context": 2, "expert": 2, "fsdp": 2},
+        {"accumulation": 2, "loss": Loss(chunk_size=4), "execution": FULL},
+    ),
+    "ring, zero 1": (
+        "llama", {"data": 2, "context": 2, "fsdp": 2, "zero": 1}, {"accumulation": 2},
+    ),
+    "ring, tensor, sequence parallel": (
+        "llama", {"context": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}, {},
+    ),
+    "experts, context, pipe": (
+        "dropless", {"context": 2, "expert": 2, "pipe": 2},
+        {"pipeline": BUBBLE, "execution": ULYSSES},
+    ),
 }  # fmt: skip
-QUICK = ["zero 1, chunks, remat", "experts", "zero bubble, zero 1", "zero 3, local"]
+QUICK = [
+    "zero 1, chunks, remat", "experts", "zero bubble, zero 1", "zero 3, local",
+    "ring, experts, chunks, remat",
+]  # fmt: skip
 
 
 @functools.cache
@@ -135,12 +152,16 @@ def test_half_precision_gradients_are_summed_between_devices():
         ({"zero": 2, "data": 2, "fsdp": 4}, 2, ("data",)),
         ({"zero": 3, "data": 2, "fsdp": 4}, 2, ("data",)),
         ({"zero": 3, "fsdp": 8}, 2, ()),
-        ({"zero": 1, "data": 2, "expert": 4}, 2, ("data",)),
+        ({"zero": 1, "data": 2, "expert": 4}, 2, ("data", "expert")),
+        ({"zero": 3, "fsdp": 4, "context": 2}, 2, ("context",)),
+        ({"zero": 0, "data": 2, "context": 4}, 2, ("data", "context")),
         # One pass: where a scatter would be left to the compiler.
         ({"zero": 0, "data": 2, "fsdp": 4}, 1, ()),
         ({"zero": 1, "fsdp": 8}, 1, ("fsdp",)),
         ({"zero": 1, "data": 8}, 1, ()),
         ({"zero": 3, "data": 2, "fsdp": 4}, 1, ("data",)),
+        ({"zero": 3, "fsdp": 4, "context": 2}, 1, ("context",)),
+        ({"zero": 3, "data": 4, "context": 2}, 1, ()),
     ],
     ids=str,
 )

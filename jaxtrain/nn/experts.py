@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.attention.context import split
+from jaxtrain.nn.attention.context import split, sum_of_sequence
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Weights, normal, param
@@ -156,20 +156,20 @@ def router_statistics(
     counts_BT = jnp.ones_like(logits_BTE[..., 0])
     if segment_ids_BT is not None:
         counts_BT *= segment_ids_BT != 0
-    tokens_B = counts_BT.sum(1)
-    # Plain jnp outside every manual region: rows split over context add up by themselves.
+    own_B = counts_BT.sum(1)  # of this device, where it sees a part of each row alone
+    tokens_B = sum_of_sequence(own_B)
     chosen_BTE = (experts_BTk[..., None] == jnp.arange(E)).sum(2) * counts_BT[..., None]
     probability_BTE = jax.nn.softmax(logits_BTE, axis=-1) * counts_BT[..., None]
     at_least_one_B1 = jnp.maximum(tokens_B, 1.0)[:, None]
-    load_BE = chosen_BTE.sum(1) / at_least_one_B1
-    probability_BE = probability_BTE.sum(1) / at_least_one_B1
+    load_BE = sum_of_sequence(chosen_BTE.sum(1)) / at_least_one_B1
+    probability_BE = sum_of_sequence(probability_BTE.sum(1)) / at_least_one_B1
     partition_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
     dropped_BT = (~kept_BTk).sum(-1) / k
     return {
-        "balance": (E * (load_BE * probability_BE).sum(-1) * tokens_B).sum(),
+        "balance": (E * (load_BE * probability_BE).sum(-1) * own_B).sum(),
         "z": (jnp.square(partition_BT) * counts_BT).sum(),
         "dropped": (dropped_BT * counts_BT).sum(),
-        "max_load": (load_BE.max(-1) * E / k * tokens_B).sum(),
+        "max_load": (load_BE.max(-1) * E / k * own_B).sum(),
     }
 
 

@@ -116,7 +116,8 @@ class Layout:
       tensor_layout: the table, a name in TABLES.
       whole: logical axes of parameters that are not split over the tensor axes, because their size
         does not divide: kv heads, each of which then serves several devices.
-      one_batch: those of `manual` whose devices have rows of one batch, which share its statistics.
+      one_batch: those of `manual` whose devices have rows of one batch, or places of its rows, and
+        share its statistics.
       accumulate: as in `Sharding`.
     """
 

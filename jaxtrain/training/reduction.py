@@ -1,12 +1,14 @@
 """Gradients that stay on their devices until a step's last microbatch, and cross the mesh once.
 
-A device's gradient of its own rows is summed over microbatches without a word to the others along
-`data` (and along `fsdp`, where that axis shards no gradient). One exchange follows: an all-reduce,
-or, where a device updates a shard alone, a reduce-scatter along `fsdp` and an all-reduce of the
-shard along `data` (arXiv 1910.02054, section 7).
+A device's gradient of its own rows, and of its own places in them, is summed over microbatches
+without a word to the others along `data`, `expert` and `context` (and along `fsdp`, where that axis
+shards no gradient). One exchange follows: an all-reduce, or, where a device updates a shard alone,
+a reduce-scatter along `fsdp` and an all-reduce of the shard along the others (arXiv 1910.02054,
+section 7). What an axis splits, as `expert` the experts, is not summed over it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ from jaxtrain.parallel.sharding import (
     parts_of,
     without,
 )
+from jaxtrain.parallel.tables import MeshAxes
 from jaxtrain.training.objectives.losses import Sums
 
 # A device's gradients, sums and new statistics, from its rows of the batch.
@@ -46,9 +49,8 @@ def summed_once(layout: Layout, passes: int) -> tuple[str, ...]:
     """
     if "data" in layout.manual:
         return ()  # replicas that agree in another way: see `Exchange`
-    names = {"data"} if layout.zero >= 2 else {"data", "fsdp"}
-    of_batch = parts_of(layout.activation(("batch",))[0])
-    axes = tuple(axis for axis in of_batch if axis in names)
+    of_batch = [name for part in layout.activation(("batch", "length")) for name in parts_of(part)]
+    axes = tuple(axis for axis in of_batch if axis != "fsdp" or layout.zero < 2)
     scatters = layout.tensor_layout != "1d" or (layout.zero >= 1 and layout.mesh.shape["fsdp"] > 1)
     return axes if passes > 1 or scatters else ()
 
@@ -59,13 +61,13 @@ def local_gradients(
     """Each device's own gradients [k, ...], sums over all rows, and the new statistics.
 
     Args:
-      axes: from `summed_once`; k devices along them.
+      axes: from `summed_once`; k devices along those that do not split the parameter.
       layout: the step's.
       of_rows: (layout, rows, *arguments) -> gradients, sums and statistics of these rows alone; the
         statistics are those of the whole batch (see `sharding.mean_over_batch`).
-      batch: the global batch.
-      arguments: pytrees of arrays that all devices along the axes have alike: first the parameters,
-        trained and frozen, then the statistics.
+      batch: the global batch, laid out over the mesh as activations are.
+      arguments: pytrees of arrays that all devices along the axes have alike, or a part of each:
+        first the parameters, trained and frozen, then the statistics.
     """
 
     def one(rows: Batch, *arguments: Any) -> tuple[nnx.State, Sums, nnx.State]:
@@ -91,18 +93,29 @@ def local_gradients(
 
 
 def _of_device(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> P:
-    inside = dataclasses.replace(layout, manual=layout.manual | set(axes))
-    return P(axes, *inside.gradient(names))
+    """Of a gradient [k, ...] of these logical axes."""
+    return P(_summed(axes, layout, names), *layout.gradient(names))
+
+
+def _summed(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> MeshAxes:
+    """Those of the mesh axes along which devices have gradients of the same parameters."""
+    return without(axes, {axis for part in layout.gradient(names) for axis in parts_of(part)})
 
 
 def _rows_of_devices(axes: tuple[str, ...], layout: Layout, batch: Batch) -> Batch:
-    """The batch [k, rows, ...]: what one dimension had over several axes stays where it is."""
-    (rows,) = dataclasses.replace(layout, manual=layout.manual | set(axes)).activation(("batch",))
-    k = layout.size(axes)
+    """The batch [k, rows, ...], k split over those of the axes that split rows; no row moves."""
+    over = parts_of(layout.activation(("batch",))[0])
+    outer, inner = without(over, set(over) - set(axes)), without(over, axes)
+    order = [over.index(axis) for axis in (*parts_of(outer), *parts_of(inner))]
+    sizes, k = [layout.size(axis) for axis in over], layout.size(outer)
 
     def one(x: jax.Array) -> jax.Array:
-        shape = (k, x.shape[0] // k, *x.shape[1:])
-        return jax.lax.reshape(x, shape, out_sharding=P(axes, rows))
+        places = jax.typeof(x).sharding.spec[1:]
+        shape = (*sizes, x.shape[0] // math.prod(sizes), *x.shape[1:])
+        x = jax.lax.reshape(x, shape, out_sharding=P(*over, None, *places))
+        x = x.transpose(*order, *range(len(order), x.ndim))
+        shape = (k, math.prod(x.shape[: len(over) + 1]) // k, *x.shape[len(over) + 1 :])
+        return jax.lax.reshape(x, shape, out_sharding=P(outer, inner, *places))
 
     return jax.tree.map(one, batch)
 
@@ -126,8 +139,8 @@ def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nn
 
     def on_one(arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            _sum(x[0], axes, dim, "layers" in logical_axes(v))
-            for x, dim, v in zip(arrays, dims, leaves, strict=True)
+            _sum(x[0], parts_of(spec[0]), dim, "layers" in logical_axes(v))
+            for x, spec, dim, v in zip(arrays, given, dims, leaves, strict=True)
         ]
 
     sums = on_each_device(on_one, (given,), made)([v.get_value() for v in leaves])
@@ -155,7 +168,7 @@ def _sum(x: jax.Array, axes: tuple[str, ...], dim: int | None, lead: int) -> jax
     whole of an array that it may lay out as it likes.
     """
     if dim is None:
-        return jax.lax.psum(x, axes)
+        return jax.lax.psum(x, axes) if axes else x
     moved = jnp.moveaxis(x, dim, lead)
     rows = moved.reshape(*moved.shape[: lead + 1], -1)
     rows = in_memory.with_layout_constraint(rows, in_memory.Layout(tuple(range(rows.ndim))))

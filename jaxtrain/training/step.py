@@ -347,8 +347,7 @@ class Program:
           counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
         """
         counts = self.objective.counts(batch) if counts is None else counts
-        if self.objective.draws:
-            batch = numbered(batch)
+        batch = numbered(batch) if self.objective.draws else batch
         # Counts are known before the first microbatch, so each contributes its share of the MEAN
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
@@ -372,6 +371,7 @@ class Program:
         axes = summed_once(layout, self.passes)
         if not axes:
             return self._of_rows(layout, batch, *arguments)
+        batch = self.objective.arranged(batch, self.execution)
         grads, sums, statistics = local_gradients(axes, layout, self._of_rows, batch, *arguments)
         return sum_gradients(axes, layout, grads), sums, statistics
 

@@ -28,9 +28,22 @@ _SLOT_PAIRS = ((1, 0), (0, 0), (1, 1), (0, 1))
 
 
 def split() -> int:
-    """Over how many devices the code being traced splits each sequence."""
+    """Over how many devices sequences are split."""
     layout = current_layout()
-    return 1 if layout is None else layout.size(layout.activation(("length",))[0])
+    if layout is None:
+        return 1
+    return layout.size(layout.activation(("length",))[0]) * split_before()
+
+
+def split_before() -> int:
+    """Over how many devices they were before the code being traced, which sees its part alone."""
+    layout = current_layout()
+    return 1 if layout is None else layout.size(tuple(layout.one_batch & {AXIS}))
+
+
+def sum_of_sequence(sums: jax.Array) -> jax.Array:
+    """Sums over the places at hand, as sums over all places of their sequences."""
+    return jax.lax.psum(sums, AXIS) if split_before() > 1 else sums
 
 
 def along_context(x_BT: jax.Array, method: str) -> jax.Array:
@@ -41,10 +54,10 @@ def along_context(x_BT: jax.Array, method: str) -> jax.Array:
     that nothing but attention sees the order. No communication: the batch is whole on every rank.
 
     Args:
-      x_BT: numbers in the order of the text.
+      x_BT: numbers in the order of the text; a device's own part of them stays as it is.
       method: an `Attention.context_parallel`.
     """
-    c = split()
+    c = split() // split_before()
     if c > 1 and method == "ring":
         B, T = x_BT.shape
         if T % (2 * c):
@@ -141,6 +154,8 @@ def ulysses(
     c = split()
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+        # Documents are compared over whole sequences: 4 bytes a token are gathered.
+        mask = jax.tree.map(lambda ids: jax.lax.all_gather(ids, AXIS, axis=1, tiled=True), mask)
         repeats = c // math.gcd(k.shape[2], c)
         # For each device of the axis its heads of all three, so that one collective moves them.
         parts = [q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)]
@@ -150,11 +165,9 @@ def ulysses(
         out = kernel(*jnp.split(there, [heads[0], heads[0] + heads[1]], axis=2), mask)
         return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
 
-    # Documents are compared over whole sequences: 4 bytes a token are gathered.
-    whole = ("batch", "place")
-    mask = jax.tree.map(lambda ids: shard(ids, whole), mask)
+    mask = jax.tree.map(lambda ids: shard(ids, SEGMENTS), mask)
     queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
-    in_specs = (queries, keys, keys, jax.tree.map(lambda _: activation_spec(whole), mask))
+    in_specs = (queries, keys, keys, jax.tree.map(lambda _: activation_spec(SEGMENTS), mask))
     run = on_each_device(run, in_specs, queries)
     return run(shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS), mask)
 

@@ -16,7 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn.attention.context import AXIS, KEYS, QUERIES, SEGMENTS, Product, run_of, work
+from jaxtrain.nn.attention.context import (
+    AXIS,
+    KEYS,
+    QUERIES,
+    SEGMENTS,
+    Product,
+    run_of,
+    split_before,
+    work,
+)
 from jaxtrain.parallel.sharding import (
     Layout,
     activation_spec,
@@ -113,6 +122,8 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 def _ranks(ring: _Ring) -> jax.Array:
     # An array with one number on each device: axis_index has no lowering inside a pipeline stage.
+    if split_before() > 1:
+        return jax.lax.axis_index(AXIS)[None]
     return shard(jnp.arange(ring.layout.mesh.shape[AXIS]), ("length",))
 
 

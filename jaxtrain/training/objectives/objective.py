@@ -90,6 +90,11 @@ class Objective(abc.ABC, Generic[M]):
           train: whether the loss carries its training terms.
         """
 
+    def arranged(self, batch: Batch, execution: Execution) -> Batch:
+        """A batch laid out as activations are; where rows alone are split, as it is."""
+        del execution
+        return batch
+
     @abc.abstractmethod
     def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Why a batch of one's own cannot be learned from, but for the number of its rows.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.config.errors import nearest_multiple
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, TokenModel, token_model
-from jaxtrain.nn.attention.context import along_context
+from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import operands
@@ -74,7 +74,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def arranged(self, batch: Batch, execution: Execution) -> Batch:
-        """A batch laid out over the mesh as activations are: rows, and places over context."""
+        """As in Objective: rows, and places over context."""
         method = execution.context_parallel
         return jax.tree.map(lambda x_BT: along_context(x_BT, method), batch)
 
@@ -203,8 +203,9 @@ def token_loss(
         bias = model.output_bias()
         bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)
         return over_chunks(
-            of_logits, settings.chunk_size, h_BTD, matrix_VD, batch.targets, mask_BT, bias_V
-        )
+            of_logits, settings.chunk_size // split_before(), h_BTD, matrix_VD, batch.targets,
+            mask_BT, bias_V,
+        )  # fmt: skip
 
 
 def _tokens(batch: Batch) -> jax.Array:

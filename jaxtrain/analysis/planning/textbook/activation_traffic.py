@@ -278,6 +278,7 @@ class _Activations:
         place = facts.B * facts.T * facts.value_bytes
         keys, values = self.attention.key_dim, self.attention.value_dim
         forwards = self.forwards + facts.recomputes
+        again = forwards - 1  # in every layer; the first time is once for all
         there = N * keys + K * (c // math.gcd(K, c)) * (keys + values)
         for numbers, cause, formula in (
             (there, "queries, keys and values", "2 B T (N + 2 K) H"),
@@ -288,7 +289,7 @@ class _Activations:
                 f"{cause}: heads for places", formula,
             )  # fmt: skip
         yield Expected(
-            "all-gather", "context", facts.passes * (1 + facts.recomputes * facts.L),
+            "all-gather", "context", facts.passes * (1 + again * facts.L),
             4 * facts.B * facts.T, "segment ids", "B T",
         )  # fmt: skip
 

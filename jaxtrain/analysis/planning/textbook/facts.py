@@ -192,8 +192,10 @@ class Facts:
 
     def summed_bytes(self, weight: Weight) -> int:
         """Bytes of one number of a weight's gradient when it crosses once a step: float32, where
-        microbatches were summed."""
-        return 4 if self.passes > 1 or self.size("pipe") > 1 else self.gradient_bytes(weight)
+        microbatches were summed, else as it is computed with."""
+        if self.passes > 1 or self.size("pipe") > 1:
+            return 4
+        return self.value_bytes if weight.is_matrix else self.master_bytes
 
     @functools.cached_property
     def summed_once(self) -> tuple[str, ...]:
