@@ -8,12 +8,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.products.contract import contract
+from jaxtrain.parallel.gathering import GradientSlice
 
 # Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
 # their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss.
@@ -71,8 +73,24 @@ LOGITS = "BTD,VD->BTV"
 
 def logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of finished hidden states."""
+    logits_BTV, size = padded_logits(model, x_BTD), vocabulary(model)
+    if logits_BTV.shape[-1] == size:
+        return logits_BTV
+    # The first V of a split dimension do not divide over its devices: every one gets all.
+    spec = jax.typeof(logits_BTV).sharding.spec
+    return jax.sharding.reshard(logits_BTV, P(*spec[:-1], None))[..., :size]
+
+
+def padded_logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V or more], 0 for tokens from V on: split over `tensor`, whatever V is."""
     logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
     return logits_BTV if bias is None else add_bias(logits_BTV, bias)
+
+
+def vocabulary(model: Transformer) -> int:
+    """V, the tokens that logits are told of."""
+    value = model.output_matrix().get_value()
+    return (value.weight if isinstance(value, GradientSlice) else value).shape[0]
 
 
 def hidden(

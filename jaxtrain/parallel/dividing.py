@@ -1,7 +1,13 @@
-"""Which sizes of a model do not divide over the mesh, and the nearest that do."""
+"""Which sizes of a model do not divide over the mesh: what is whole instead, and what is refused.
 
+Layers need not divide over the stages of a pipeline (see `pipeline.stages`). Other sizes share over
+as many devices as they divide by: fsdp in fewer and larger parts, with copies of each; embedding
+tables whole on every stage. Nothing is padded, so that a state means the same on every mesh.
+"""
+
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Protocol
 
 import jax
@@ -22,6 +28,111 @@ class Sized(Protocol):
     settings: ClassVar[dict[str, str]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Uneven:
+    """A size that does not divide over the devices that share it.
+
+    Attributes:
+      path: of the parameter.
+      axis: what the dimension means.
+      size: of the whole dimension.
+      part: the mesh axes that would split it.
+    """
+
+    path: str
+    axis: str
+    size: int
+    part: MeshAxes
+
+
+def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
+    """Each dimension of parameters and moments that does not divide where the layout has them.
+
+    Args:
+      layout: where they lie.
+      shapes: the parameters, of which no array need be there.
+    """
+    for path, variable in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable):
+        axes, name = logical_axes(variable), jax.tree_util.keystr(path, simple=True, separator="/")
+        for spec in (layout.parameter(axes), layout.moment(axes)):
+            for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):
+                if axis != "layers" and size % layout.size(part):
+                    yield Uneven(name, axis, size, part)
+
+
+def shared_by(layout: Layout, shapes: nnx.State) -> int:
+    """By how many of its devices `fsdp` can share every parameter: the most that divide it.
+
+    Tables that pipe splits too need not divide by both: see `fitted`.
+
+    Args:
+      layout: on a mesh with all of fsdp.
+      shapes: as of `uneven`.
+    """
+    devices = layout.mesh.shape["fsdp"]
+    sizes = dict(layout.mesh.shape) | {"pipe": 1}
+    for share in sorted((d for d in range(1, devices + 1) if devices % d == 0), reverse=True):
+        fewer = dataclasses.replace(layout, mesh=_abstract(sizes | {"fsdp": share}))
+        if not any("fsdp" in parts_of(one.part) for one in uneven(fewer, shapes)):
+            return share
+    return 1
+
+
+def fitted(layout: Layout, shapes: nnx.State) -> Layout:
+    """The layout with tables whole on every stage that do not divide over fsdp and pipe together,
+    and whole along tensor where it does not divide a vocabulary (see `gathering`).
+
+    Args:
+      layout: as the mesh has it.
+      shapes: as of `uneven`.
+    """
+    found = list(uneven(layout, shapes))
+    unstaged = {one.axis for one in found if "pipe" in parts_of(one.part)}
+    # A grid's products want the vocabulary as they have everything.
+    whole = {one.axis for one in found if one.axis == "vocab" and layout.tensor_layout == "1d"}
+    return dataclasses.replace(
+        layout, unstaged=frozenset(unstaged), whole=layout.whole | frozenset(whole)
+    )
+
+
+def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[str]:
+    """A sentence for everything that lies on more devices than was written.
+
+    Args:
+      layout: where everything lies.
+      written: the mesh's sizes as the user has them.
+      model: its settings.
+    """
+    fsdp, share = written["fsdp"], layout.mesh.shape["fsdp"]
+    if share != fsdp:
+        yield (
+            f"Mesh.fsdp={fsdp}: the sizes of {type(model).__name__} divide by {share} of them: "
+            f"what Sharding.zero={layout.zero} shards lies in {share} parts, each on "
+            f"{fsdp // share} devices, as with Mesh.data={layout.mesh.shape['data']} and "
+            f"Mesh.fsdp={share}"
+        )
+    if "vocab" in layout.whole:
+        tensor, name = layout.mesh.shape["tensor"], type(model).__name__
+        size = vars(model)[model.settings["vocab"]]
+        padded = size + -size % tensor
+        yield (
+            f"Mesh.tensor={tensor}: {name}.{model.settings['vocab']}={size} does not divide over "
+            f"it: tables are whole on each of its devices, and padded to {padded} rows where they "
+            f"are computed with; {padded} would split them"
+        )
+    for axis in sorted(layout.unstaged):
+        setting = model.settings.get(axis, axis)
+        yield (
+            f"Mesh.pipe={written['pipe']}: {type(model).__name__}.{setting} does not divide over "
+            "the stages, and tables along it are whole on each of them"
+        )
+
+
+def _abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    explicit = (jax.sharding.AxisType.Explicit,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=explicit)
+
+
 def refuse(model: Sized, layout: Layout, *, shapes: nnx.State) -> Iterator[str]:
     """A sentence for each size of a model that does not divide over the devices that share it.
 
@@ -31,27 +142,15 @@ def refuse(model: Sized, layout: Layout, *, shapes: nnx.State) -> Iterator[str]:
       shapes: its parameters, of which no array need be there.
     """
     seen, settings = set(), model.settings
-    for path, variable in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable):
-        axes = logical_axes(variable)
-        for spec in (layout.parameter(axes), layout.moment(axes)):
-            for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):
-                cause = settings.get(axis, axis), size, part
-                if axis == "layers" or size % layout.size(part) == 0 or cause in seen:
-                    continue  # layers that do not divide are spread over the stages unevenly
-                seen.add(cause)
-                where = jax.tree_util.keystr(path, simple=True, separator="/")
-                yield _sentence(model, settings.get(axis), axis, size, part, layout, where)
+    for one in uneven(layout, shapes):
+        cause = settings.get(one.axis, one.axis), one.size, one.part
+        if cause not in seen:
+            seen.add(cause)
+            yield _sentence(model, settings.get(one.axis), one, layout)
 
 
-def _sentence(
-    model: Sized,
-    setting: str | None,
-    axis: str,
-    size: int,
-    part: MeshAxes,
-    layout: Layout,
-    where: str,
-) -> str:
+def _sentence(model: Sized, setting: str | None, one: Uneven, layout: Layout) -> str:
+    axis, size, part, where = one.axis, one.size, one.part, one.path
     name, over = type(model).__name__, layout.size(part)
     mesh_axes = " x ".join(_written(axis, layout) for axis in parts_of(part))
     if setting is None:

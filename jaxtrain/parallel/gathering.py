@@ -1,7 +1,8 @@
 """Weights while they are computed with: whole along fsdp, and how their gradients go back.
 
 A weight is gathered where it is used and its gradient reduced into the shard (ZeRO, arXiv
-1910.02054).
+1910.02054). A vocabulary that does not divide over `tensor` is whole there at rest, and gets rows
+of zeros on its way: what is kept, saved and exported has the rows that the model has.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import current_layout, logical_axes, reshape
+from jaxtrain.parallel.sharding import Layout, current_layout, logical_axes, reshape
 
 # The name of weights that were gathered: remat policies gather them again in the backward pass
 # instead of keeping them, or every layer's whole weights would be alive at once.
@@ -45,7 +46,7 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
     """The value of a parameter in the layout it is computed with: whole along fsdp.
 
     Called inside the loop over layers, so that one layer is gathered at a time; its transpose
-    reduces the gradient over fsdp.
+    reduces the gradient over fsdp. A vocabulary that does not divide has rows of zeros at its end.
 
     Args:
       parameter: the parameter.
@@ -61,15 +62,27 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
         weight = jax.sharding.reshard(
             _joined(value.weight, groups), _join(layout.weight(axes), groups)
         )
-        return _with_sliced_gradient(
+        whole = _with_sliced_gradient(
             _join(layout.gradient(axes), groups), weight, _joined(value.slice, groups)
         )
+        return _with_padded_vocabulary(whole, axes, layout)
     # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
     axes = axes[-value.ndim :]
     gathered = jax.sharding.reshard(_joined(value, groups), _join(layout.weight(axes), groups))
-    if layout.parameter(axes) == layout.weight(axes):
-        return gathered
-    return checkpoint_name(gathered, GATHERED)
+    if layout.parameter(axes) != layout.weight(axes):
+        gathered = checkpoint_name(gathered, GATHERED)
+    return _with_padded_vocabulary(gathered, axes, layout)
+
+
+def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
+    """A weight with rows of zeros until every device has as many; others as they are."""
+    if not {"vocab"} & set(axes) & layout.whole:
+        return weight
+    dim, split = axes.index("vocab"), dataclasses.replace(layout, whole=frozenset())
+    spec = split.weight(axes)
+    more = -weight.shape[dim] % layout.size(spec[dim])
+    rows = [(0, more if place == dim else 0) for place in range(weight.ndim)]
+    return jax.sharding.reshard(jax.numpy.pad(weight, rows), spec)
 
 
 def dtype_of(parameter: nnx.Param) -> jax.numpy.dtype:

@@ -116,6 +116,8 @@ class Layout:
       tensor_layout: the table, a name in TABLES.
       whole: logical axes of parameters that are not split over the tensor axes, because their size
         does not divide: kv heads, each of which then serves several devices.
+      unstaged: logical axes of parameters that the stages of a pipeline do not split, because their
+        size does not divide: every stage has all of it.
       one_batch: those of `manual` whose devices have rows of one batch, or places of its rows, and
         share its statistics.
       accumulate: as in `Sharding`.
@@ -128,6 +130,7 @@ class Layout:
     manual: frozenset[str] = frozenset()
     tensor_layout: TensorLayout = "1d"
     whole: frozenset[str] = frozenset()
+    unstaged: frozenset[str] = frozenset()
     one_batch: frozenset[str] = frozenset()
     accumulate: Accumulate = "shard"
 
@@ -237,6 +240,8 @@ class Layout:
 
     def _of_parameter(self, axis: str) -> AxisRule:
         rule = self._rule(axis)
+        if axis in self.unstaged:
+            rule = rule._replace(parameter=without(rule.parameter, ("pipe",)))
         return AxisRule(None, None, rule.activation) if axis in self.whole else rule
 
     def _activation_axis(self, axis: str) -> MeshAxes:

@@ -125,6 +125,8 @@ class Trainer:
             self._folder = own_folder(self.workdir, self.say)
         self.layout = layouts.layout(config, devices)
         self.mesh = self.layout.mesh
+        for note in layouts.notes(config, self.layout):
+            self.say(note)
         self.program = make_program(config, self.layout)
         keep_memory(platform)
         of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)

@@ -22,6 +22,7 @@ from jaxtrain.analysis.planning.variants import (
 from jaxtrain.parallel.chips import CHIPS, chip_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
+from jaxtrain.training.program.layouts import notes
 from jaxtrain.training.settings import Config
 
 # Fixes that are shown, and up to how many are combined where one alone does not suffice.
@@ -149,7 +150,8 @@ def remarks(
     warnings: Iterable[str],
 ) -> list[str]:
     """Sentences on what an audit flagged, what lies where it need not, and what is left unused."""
-    found = [
+    found = notes(config, layout)
+    found += [
         f"{one.name} ({human_bytes(one.bytes)} a device) is whole along {one.axis}; "
         f"-b {one.way_out!r} would save {human_bytes(one.saving)}"
         for one in replicated(config, layout)

@@ -1,4 +1,4 @@
-"""Which meshes of eight devices stand for a mesh of any size."""
+"""Which meshes of at most eight devices stand for a mesh of any size."""
 
 import itertools
 import math
@@ -18,18 +18,20 @@ MeshSizes = dict[str, int]
 
 
 def choose_meshes(
-    own: dict[str, float], *, tensor: int = 2
+    own: dict[str, float], *, tensor: int = 2, pipe: int = 2
 ) -> tuple[list[MeshSizes], list[tuple[str, str]]]:
     """Meshes of at most 8 devices that have the axes that are above 1, and the pairs left out.
 
-    One mesh where all axes fit; otherwise up to three, so that every axis is on one and as many
-    pairs of axes as possible are together. An axis is never larger than the user's.
+    One mesh where all axes fit; otherwise up to three (four where `pipe` is odd), so that every
+    axis is on one and as many pairs of axes as possible are together. An axis is never larger than
+    the user's.
 
     Args:
       own: the user's sizes; infinite where they depend on the number of devices.
       tensor: the smallest size that `tensor` can have above 1.
+      pipe: that of `pipe`: 3 divides no size of a shrunk model.
     """
-    least = dict.fromkeys(PRIORITY, 2) | {"tensor": tensor}
+    least = dict.fromkeys(PRIORITY, 2) | {"tensor": tensor, "pipe": pipe}
     wanted = [axis for axis in PRIORITY if own[axis] > 1]
     fitting = [
         axes
@@ -39,7 +41,7 @@ def choose_meshes(
     ]
     missing = set(wanted), set(itertools.combinations(wanted, 2))
     meshes = []
-    while len(meshes) < MAX_MESHES and any(missing):
+    while len(meshes) < MAX_MESHES + pipe % 2 and any(missing):
 
         def gain(axes: tuple[str, ...], missing: Any = missing) -> tuple[int, int]:
             pairs = set(itertools.combinations(axes, 2))

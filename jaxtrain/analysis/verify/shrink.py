@@ -23,7 +23,7 @@ from jaxtrain.models.model import (
 )
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
-from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.tokens import reserved_tokens
@@ -98,7 +98,14 @@ class Small:
 def shrink(own: Config) -> Small:
     """The configuration made small: see docs/verify.md for the rules."""
     sizes = {axis: _size(own.mesh, axis) for axis in MESH_AXES}
-    meshes, left_out = choose_meshes(sizes, tensor=_smallest_tensor(own.sharding))
+    layout = _layout(own, sizes)
+    meshes, left_out = choose_meshes(
+        sizes,
+        tensor=_smallest_tensor(own.sharding),
+        pipe=3 if layout is not None and layout.unstaged else 2,
+    )
+    if layout is not None and layout.mesh.shape["fsdp"] != sizes["fsdp"]:
+        meshes.append(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 6})  # of which sizes divide by 2
     most = {axis: max(mesh[axis] for mesh in meshes) for axis in MESH_AXES}
     pipeline = _pipeline(own.pipeline, sizes["pipe"], most["pipe"])
     accumulation = min(own.train.accumulation, 2)
@@ -135,6 +142,12 @@ def shrink(own: Config) -> Small:
 def _size(mesh: Mesh, axis: str) -> float:
     size = getattr(mesh, axis)
     return math.inf if size == -1 else size
+
+
+def _layout(own: Config, sizes: dict[str, float]) -> Layout | None:
+    """The user's own layout; None where it depends on the number of devices."""
+    count = math.prod(sizes.values())
+    return None if math.isinf(count) else layouts.abstract_layout(own, int(count))
 
 
 def _dcn(own: Mesh, sizes: MeshSizes) -> dict[str, int]:
@@ -192,7 +205,10 @@ def _text(
     stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
     block = min(own.scan.layers_per_iteration, 2)
     layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
-    small = {"vocab_size": VOCABULARY, "num_layers": layers, "embed_dim": 2 * UNIT}
+    layout = _layout(own, sizes)
+    odd = layout is not None and "vocab" in layout.whole
+    vocabulary = VOCABULARY - odd
+    small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
     if model.attention is not None:
         small |= _heads(own, model.attention, sizes, most)
         small["embed_dim"] = HEAD_DIM * small["num_heads"]
@@ -211,7 +227,7 @@ def _text(
         small["global_every"] = min(fields["global_every"], layers)
     small = {name: value for name, value in small.items() if name in fields}
     separate = data.abstract_batch(1).segment_ids is not None
-    tokens = VOCABULARY - reserved_tokens(model)
+    tokens = vocabulary - reserved_tokens(model)
     text = TextData(
         source="synthetic",
         synthetic_vocab_size=tokens,

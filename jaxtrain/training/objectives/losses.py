@@ -65,7 +65,13 @@ def settle(settings: Loss, *, length: int, context: int = 1) -> tuple[Loss, list
 
 
 def losses(
-    logits: jax.Array, targets: jax.Array, mask: jax.Array, settings: Loss, *, train: bool
+    logits: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    settings: Loss,
+    *,
+    train: bool,
+    classes: int | None = None,
 ) -> jax.Array:
     """The cross entropy of the targets that count times their mask, float32 of the targets' shape.
 
@@ -77,11 +83,13 @@ def losses(
       mask: float32 [...], a loss mask.
       settings: what is added to the cross entropy.
       train: whether it is: evaluation is without.
+      classes: as of `cross_entropy`.
     """
     counts = mask != 0
     of_targets = cross_entropy(
         logits,
         jnp.where(counts, targets, 0),
+        classes=classes,
         z_weight=settings.z_weight if train else 0.0,
         label_smoothing=settings.label_smoothing if train else 0.0,
     )
@@ -109,24 +117,38 @@ def refuse(settings: Loss, *, length: int, context: int) -> Iterator[str]:
 
 
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, *, z_weight: float = 0.0, label_smoothing: float = 0.0
+    logits: jax.Array,
+    targets: jax.Array,
+    *,
+    classes: int | None = None,
+    z_weight: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> jax.Array:
     """-log softmax(logits)[target], float32 of the targets' shape.
 
     Args:
       logits: [..., V], any float dtype; V may be sharded.
       targets: int32 [...].
+      classes: how many of the V there are: the others are padding, which has no probability and
+        no gradient. None: all.
       z_weight: as in Loss.
       label_smoothing: as in Loss.
     """
     axes = ("batch", "length", "vocab") if logits.ndim == 3 else ("batch", "classes")
+    places = shard(jnp.arange(logits.shape[-1]), axes[-1:])
+    size = logits.shape[-1] if classes is None else classes
+    padded = size < logits.shape[-1]
+    if padded:
+        # Before they are float32: the greatest of each device is sent in the logits' own dtype.
+        logits = jnp.where(places < size, logits, -jnp.inf)
     logits = logits.astype(jnp.float32)
-    classes = shard(jnp.arange(logits.shape[-1]), axes[-1:])
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     log_partition = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
-    target_logit = _at(targets, logits, classes)
+    target_logit = _at(targets, logits, places)
     if label_smoothing:
-        target_logit = (1 - label_smoothing) * target_logit + label_smoothing * logits.mean(-1)
+        summed = jnp.where(places < size, logits, 0.0) if padded else logits
+        mean = summed.sum(-1) / size
+        target_logit = (1 - label_smoothing) * target_logit + label_smoothing * mean
     losses = log_partition - target_logit
     if z_weight:
         losses += z_weight * jnp.square(log_partition)

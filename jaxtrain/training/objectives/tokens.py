@@ -18,7 +18,14 @@ from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import operands
-from jaxtrain.nn.transformer import LOGITS, Transformer, hidden, logits
+from jaxtrain.nn.transformer import (
+    LOGITS,
+    Transformer,
+    hidden,
+    logits,
+    padded_logits,
+    vocabulary,
+)
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.chunks import over_chunks
@@ -188,17 +195,17 @@ def token_loss(
     model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
 ) -> jax.Array:
     """The sum of the cross entropies of a batch's targets: output matrix and softmax."""
-    mask_BT = batch.loss_mask
+    mask_BT, classes = batch.loss_mask, vocabulary(model)
 
     def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        return losses(logits_BTV, targets_BT, mask_BT, settings, train=train)
+        return losses(logits_BTV, targets_BT, mask_BT, settings, train=train, classes=classes)
 
     with jax.named_scope("loss"):
         # A hidden state that is not finite, where nothing counts, would reach the output matrix's
         # gradient as 0 x NaN.
         h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
         if settings.chunk_size is None:
-            return of_logits(logits(model, h_BTD), batch.targets, mask_BT).sum()
+            return of_logits(padded_logits(model, h_BTD), batch.targets, mask_BT).sum()
         h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
         bias = model.output_bias()
         bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)

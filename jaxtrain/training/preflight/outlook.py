@@ -14,9 +14,8 @@ from jaxtrain.models.model import Model
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.finetune.finetune import tuning_of
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import parameter_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Outlook:
     @functools.cached_property
     def shapes(self) -> nnx.State:
         """The model's parameters, of which no array is made."""
-        return _shapes(self.model)
+        return shapes_of(self.model)
 
     @functools.cached_property
     def trained(self) -> nnx.State:
@@ -120,9 +119,3 @@ class Outlook:
         if kind_of(batch) != "tokens":
             raise NotRead
         return batch.inputs.shape[1]
-
-
-@functools.lru_cache(maxsize=16)
-def _shapes(model: Model) -> nnx.State:
-    """Made once of a model: a search asks for thousands of layouts of one."""
-    return parameter_shapes(model.build)

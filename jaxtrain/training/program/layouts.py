@@ -1,14 +1,20 @@
 """The layout of a configuration: on devices, or on the names and sizes of a mesh alone."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
+from flax import nnx
 
 from jaxtrain.config.partial import NotRead
-from jaxtrain.parallel.mesh import abstract_mesh, make_mesh
+from jaxtrain.models.model import Model
+from jaxtrain.parallel import dividing
+from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import Config
+from jaxtrain.training.step import parameter_shapes
 
 
 def abstract_layout(config: Config, device_count: int) -> Layout:
@@ -17,13 +23,7 @@ def abstract_layout(config: Config, device_count: int) -> Layout:
     Raises:
       UserError: the sizes do not fit this many devices.
     """
-    mesh = abstract_mesh(
-        config.mesh,
-        device_count,
-        tensor_layout=config.sharding.tensor_layout,
-        tensor_depth=config.sharding.tensor_depth,
-    )
-    return _layout_on(mesh, config)
+    return _layout_on(_abstract(config, shared_mesh(config, device_count), device_count), config)
 
 
 def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layout:
@@ -32,8 +32,9 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
     Raises:
       UserError: the devices stand in other slices than `Mesh.dcn` says.
     """
+    devices = jax.devices() if devices is None else devices
     mesh = make_mesh(
-        config.mesh,
+        shared_mesh(config, len(devices)),
         devices,
         tensor_layout=config.sharding.tensor_layout,
         tensor_depth=config.sharding.tensor_depth,
@@ -41,9 +42,60 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
     return _layout_on(mesh, config)
 
 
+def shared_mesh(config: Config, device_count: int) -> Mesh:
+    """The mesh with as many devices along `fsdp` as all sizes divide by, the rest in `data`.
+
+    Shards are shared by 16 of 48 devices where embed_dim is 2048, and there are 3 copies of each:
+    exactly what Mesh.data=3 and Mesh.fsdp=16 are. Where nothing divides, or where `data` means more
+    than copies (replicas of an exchange, slices), it stays as it is.
+
+    Raises:
+      UserError: the sizes do not fit this many devices.
+    """
+    own, sizes = config.mesh, config.mesh.sizes(device_count)
+    means_more = config.exchange.method != "synchronous" or own.dcn.get("fsdp", 1) > 1
+    if sizes["fsdp"] == 1 or config.sharding.zero == 0 or means_more:
+        return own
+    with contextlib.suppress(NotRead):  # of a model that was refused: the rest is known
+        plain = _layout_on(_abstract(config, own, device_count), config)
+        share = dividing.shared_by(plain, shapes_of(config.train.model))
+        if share > 1:
+            rest = sizes["fsdp"] // share
+            return dataclasses.replace(own, data=sizes["data"] * rest, fsdp=share)
+    return own
+
+
+def notes(config: Config, layout: Layout) -> list[str]:
+    """A sentence for everything that lies on more devices than the configuration says."""
+    sizes = config.mesh.sizes(layout.mesh.size)
+    return list(dividing.notes(layout, sizes, config.train.model))
+
+
+@functools.lru_cache(maxsize=16)
+def shapes_of(model: Model) -> nnx.State:
+    """A model's parameters, of which no array is made.
+
+    Made once of a model: a search asks for thousands of layouts of one.
+    """
+    return parameter_shapes(model.build)
+
+
+def _abstract(config: Config, mesh: Mesh, device_count: int) -> jax.sharding.AbstractMesh:
+    return abstract_mesh(
+        mesh,
+        device_count,
+        tensor_layout=config.sharding.tensor_layout,
+        tensor_depth=config.sharding.tensor_depth,
+    )
+
+
 def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Config) -> Layout:
     num_kv_heads = None
     with contextlib.suppress(NotRead):  # of a model that was refused: the rest is known
         attention = config.train.model.attention
         num_kv_heads = None if attention is None else attention.num_kv_heads
-    return Layout.of(mesh, config.sharding, num_kv_heads)
+    found = Layout.of(mesh, config.sharding, num_kv_heads)
+    with contextlib.suppress(NotRead):
+        if found.mesh.shape["pipe"] > 1 or found.mesh.shape["tensor"] > 1:
+            return dividing.fitted(found, shapes_of(config.train.model))
+    return found

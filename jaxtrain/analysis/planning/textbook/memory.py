@@ -302,7 +302,10 @@ class _Step:
             # A loop over chunks keeps them in float32; in one piece that form lives in fusions.
             itemsize = 4
         tokens = self._rows * length
-        vocabulary = self._table / self._compute / self._model.embed_dim
+        whole = self._table / self._compute / self._model.embed_dim
+        late = "vocab" in self.layout.whole  # of the table, not of the logits
+        devices = self.layout.size(self.layout.activation(("vocab",))[0]) if late else 1
+        vocabulary = math.ceil(whole / devices)
         return round(tokens * vocabulary * itemsize)
 
     def _head(self) -> dict[str, int]:

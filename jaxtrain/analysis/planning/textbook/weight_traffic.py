@@ -121,6 +121,15 @@ class _Weight:
         return math.lcm(self.weight.shape[axes.index("kv_heads")], t) // t
 
     @property
+    def late(self) -> int:
+        """Devices along tensor that each compute with their part of what is whole there at rest: of
+        a vocabulary that does not divide, padded until it does; else 1."""
+        if not {"vocab"} & set(self.weight.axes) & self.facts.layout.whole:
+            return 1
+        split = dataclasses.replace(self.facts.layout, whole=frozenset())
+        return split.size(split.weight(("vocab",))[0])
+
+    @property
     def is_tied(self) -> bool:
         """Whether tokens are looked up in it and logits are made with it."""
         return self.weight.role == "embedding" and self.facts.is_tied
@@ -147,6 +156,11 @@ class _Weight:
         if self.copies:  # only of what the device computes with
             heads = self.weight.shape[self.weight.axes.index("kv_heads")]
             size = size // heads * self.copies
+        if self.late > 1:
+            rows = self.weight.shape[self.weight.axes.index("vocab")]
+            size = size // rows * -(-rows // self.late)
+            # Of the lookup and of the logits, where both are of one table: each is padded.
+            times *= 1 + (self.is_tied and facts.size("pipe") == 1)
         cause = f"gradients: {self.name}"
         scattered = [a for a in self.extra(self.scatters_to()) if a in axes and a != "pipe"]
         rest = [axis for axis in axes if axis not in scattered]
@@ -159,6 +173,10 @@ class _Weight:
             yield Expected("all-reduce", facts.joined(rest), times, size, cause, "2 N (k-1)/k")
         if self.copies and facts.layout.tensor_layout == "1d":
             yield Expected("all-gather", "tensor", times, size, f"{cause}, copies of heads", "N")
+        if self.late > 1:
+            yield Expected(
+                "all-gather", "tensor", times, size, f"{cause}, padded rows", "N (t-1)/t"
+            )
         kept = {axis for _, axis in split_over(facts.layout.parameter(self.weight.axes))}
         computed = [axis for _, axis in split_over(facts.layout.weight(self.weight.axes))]
         whole_at_rest = [axis for axis in computed if axis not in kept]
