@@ -14,9 +14,11 @@ from typing import Any
 
 import jaxtrain.data
 import jaxtrain.models
+import jaxtrain.training.objectives
 from jaxtrain.config import reader
 from jaxtrain.config.values import by_name, hints, settings_of, unmarked
 from jaxtrain.models.model import Model
+from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.settings import Config, Data
 
@@ -55,12 +57,19 @@ def parts_of_sources() -> list[type]:
     return sorted(found, key=lambda one: one.__name__)
 
 
+def objectives() -> list[type]:
+    """What `Train.objective` takes."""
+    found = _settings_in(jaxtrain.training.objectives, "minimised")
+    return sorted(found, key=lambda one: one.__name__)
+
+
 def page() -> str:
     """The whole page as Markdown."""
     groups: dict[str, list[type]] = {
         "Sections": sections(),
         "Update rules, for `Optimizer.name`": list(rules().values()),
         "Models, for `Train.model`": models(),
+        "Objectives, for `Train.objective`": objectives(),
         "Data, for `Train.data`": sources(),
         "Parts of data": parts_of_sources(),
     }
@@ -127,8 +136,8 @@ def _takes(annotation: Any) -> str:
     if mark is not None:
         return ", ".join(f"`{name!r}`" for name in mark.choices())
     annotation = unmarked(annotation)
-    if annotation in (Model, Data):
-        classes = models() if annotation is Model else sources()
+    if annotation in (Model, Data, Objective):
+        classes = {Model: models, Data: sources, Objective: objectives}[annotation]()
         return ", ".join(f"`@{cls.__name__}()`" for cls in classes)
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{choice!r}`" for choice in typing.get_args(annotation))

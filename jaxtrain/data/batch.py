@@ -26,6 +26,8 @@ class Batch:
       positions: int32 [B, T]; the token's place in its document, from 0. None for all but text.
       rows: int32 [B]; which row of the global batch each is. None: the step counts them, where an
         objective asks for it.
+      reference: float32 [B, T]; a reference model's log-probability of each target, where an
+        objective compares with one. None: none does.
     """
 
     inputs: Array
@@ -34,6 +36,7 @@ class Batch:
     segment_ids: Array | None = None
     positions: Array | None = None
     rows: Array | None = None
+    reference: Array | None = None
 
 
 def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors"]:

@@ -15,7 +15,6 @@ from jaxtrain.run.show.examples import (
 )
 from jaxtrain.run.show.progress import say_notes, terminal
 from jaxtrain.run.status import DONE
-from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.settings import load_config
 
 
@@ -43,8 +42,7 @@ def command(arguments: argparse.Namespace) -> int:
     elif picture is not None:
         rows = max(rows, SHEET_IMAGES)
     if rows:
-        objective = objective_named(config.train.model.objective)
-        learned = objective.dataset(dataset, config.train.model)
+        learned = config.train.task.dataset(dataset, config.train.model)
         batch = first_batch(config.train, learned, rows, say)
         if dataset.unit == "tokens":
             show_tokens(batch, dataset, say)

@@ -45,6 +45,7 @@ from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
 from jaxtrain.run.predict import Given, Prediction, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
+from jaxtrain.run.reference import first_reference, stored_reference
 from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
@@ -138,7 +139,7 @@ class Trainer:
         self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
-            _ = self.dataset
+            _ = self._opened
         self._saved = SavedRun(
             self.workdir,
             config,
@@ -150,7 +151,7 @@ class Trainer:
             phases=self._attempt.phases,
         )
         if step is None:
-            state, next_batch = self._saved.newest(lambda: self.dataset)
+            state, next_batch = self._saved.newest(lambda: self._opened)
         else:
             state, next_batch = self._saved.of_step(step)
         self._stepper = Stepper(self._step, state, config.corruption)
@@ -172,6 +173,8 @@ class Trainer:
             steps_done=int(state.step),
         )
         self._attempt.step = self.steps_done
+        if self.program.plain.objective.refers and not read_only:
+            _ = self.dataset  # while the state is the one that it is compared with
         self._attempt.has_begun = True
         self._attempt.goodput.resumed_at(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
@@ -239,6 +242,17 @@ class Trainer:
     @functools.cached_property
     def dataset(self) -> Dataset:
         """The opened data: at the start of training, or when it is first asked for."""
+        opened = self._opened
+        if not self.program.plain.objective.refers:
+            return opened
+        if self.steps_done:
+            return stored_reference(opened, self.workdir)
+        state = self.program.consensus(self.state)
+        keep = None if self._folder is None else self.workdir
+        return first_reference(opened, self.program.plain, state, keep, say=self.say)
+
+    @functools.cached_property
+    def _opened(self) -> Dataset:
         train = self.config.train
         opened = with_stores(train.data, self.say).open(seed=train.seed)
         return self.program.plain.objective.dataset(opened, train.model)

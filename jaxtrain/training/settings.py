@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import jaxtrain.data
 import jaxtrain.models
+import jaxtrain.training.objectives
 import jaxtrain.training.optimizers
 from jaxtrain.config import reader as gin_files
 from jaxtrain.config import writer
@@ -38,6 +39,7 @@ from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.objectives.losses import Loss, settle
+from jaxtrain.training.objectives.objective import Objective, objective_named
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
@@ -237,6 +239,7 @@ class Train:
     Attributes:
       model: `@GPT()`, `@Llama()`, `@ResNet()`, ...
       data: `@TextData()`, `@ImageData()`, ...
+      objective: what is minimised, such as `@DPO()`; None is the model's own.
       steps: optimizer steps of the whole run.
       global_batch_size: sequences or images in one optimizer step, over all devices.
       accumulation: microbatches that one optimizer step is made of, one after the other.
@@ -258,6 +261,7 @@ class Train:
     data: Data
     steps: int
     global_batch_size: int
+    objective: Objective | None = None
     accumulation: int = 1
     seed: int = 0
     log_every: int = 10
@@ -281,6 +285,11 @@ class Train:
                 f"Train.gpu_memory_fraction={part:g}; use above 0 and at most 1, such as 0.94"
             )
         refuse_incomplete(self.model)
+
+    @property
+    def task(self) -> Objective:
+        """What the model is trained to do."""
+        return objective_named(self.model.objective) if self.objective is None else self.objective
 
 
 def refuse(settings: Train, layout: Layout | None, *, microbatches: int) -> Iterator[str]:
@@ -373,7 +382,9 @@ def load_config(
       UserError: a file that is not there, an unknown name, a wrong type, an unused binding, an
         object that is no section.
     """
-    for package in (jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers):
+    for package in (
+        jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers, jaxtrain.training.objectives
+    ):  # fmt: skip
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
     imports: Sequence[str] = ()

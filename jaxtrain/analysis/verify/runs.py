@@ -21,7 +21,6 @@ from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout, is_variable
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
-from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program
@@ -147,7 +146,7 @@ class Bench:
 
     def __init__(self, small: Small) -> None:
         self.small = small
-        objective = objective_named(small.config.train.model.objective)
+        objective = small.config.train.task
         drawn = sample.dataset(small.config)
         self.data: Dataset = objective.dataset(drawn, small.config.train.model)
         self.batch: Batch = sample.whole_batch(small.config, self.data)

@@ -250,7 +250,7 @@ def _text(
     return dataclasses.replace(
         config,
         train=dataclasses.replace(
-            config.train, model=dataclasses.replace(model, **small), data=text
+            config.train, model=dataclasses.replace(model, **small), data=text, objective=None
         ),
         attention=dataclasses.replace(own.attention, kernel=kernel),
         scan=dataclasses.replace(own.scan, layers_per_iteration=block),

@@ -35,12 +35,14 @@ class Objective(abc.ABC, Generic[M]):
       inputs: what a batch's inputs may be; one of them is its models'.
       minimised: the sums whose means, added up, the gradient is of; those that a model gives.
       draws: whether its models may draw random numbers in training, for which rows are counted.
+      refers: whether its batches have a reference model's log-probabilities.
     """
 
     name: ClassVar[str]
     inputs: ClassVar[tuple[Inputs, ...]]
     minimised: ClassVar[tuple[str, ...]] = ("loss",)
     draws: ClassVar[bool] = False
+    refers: ClassVar[bool] = False
 
     @abc.abstractmethod
     def refuse_model(self, model: Model) -> Iterator[str]:
@@ -105,6 +107,30 @@ class Objective(abc.ABC, Generic[M]):
           settings: the loss's.
           layout: where the batch goes.
         """
+
+    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+        """Why the loss's settings are not its own."""
+        del settings
+        yield from ()
+
+    @final
+    def refuse_reference(self, batch: Batch, named: str) -> Iterator[str]:
+        """A batch that has a reference where none is asked for, or has none where one is.
+
+        Args:
+          batch: arrays or their shapes.
+          named: what gives it, such as 'Train.data=@TextData()'.
+        """
+        if self.refers and batch.reference is None:
+            yield (
+                f"{named} has no pairs of answers, which the objective {self.name!r} learns from; "
+                "use Train.data=@PreferenceData(), or Train.objective=None"
+            )
+        if not self.refers and batch.reference is not None:
+            yield (
+                f"{named} has pairs of answers, which the objective {self.name!r} does not tell "
+                "apart; use Train.objective=@DPO()"
+            )
 
     def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Why targets of this shape and dtype, which the data give, cannot be told."""

@@ -85,17 +85,20 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         method = execution.context_parallel
         return jax.tree.map(lambda x_BT: along_context(x_BT, method), batch)
 
+    def weight(self, batch: Batch) -> jax.Array:
+        """How much a batch counts: its targets, each by its loss mask."""
+        return batch.loss_mask.sum()
+
     @final
     def counts(self, batch: Batch) -> Sums:
         """`weight` and `tokens`."""
-        return {"weight": batch.loss_mask.sum(), "tokens": _tokens(batch)}
+        return {"weight": self.weight(batch), "tokens": _tokens(batch)}
 
     @final
     def over(self, name: str) -> str:
         """`weight` for the sums of its own, `tokens` for the layers'."""
         return "weight" if name in self.own else "tokens"
 
-    @final
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
         """`perplexity`."""
         return {"perplexity": perplexity(means["loss"])}
@@ -152,6 +155,9 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
             found += refuse_form(batch, "positions", "int32", shape)
             if batch.segment_ids is not None:
                 found += refuse_form(batch, "segment_ids", "int32", shape)
+            found += self.refuse_reference(batch, "Batch")
+            if batch.reference is not None:
+                found += refuse_form(batch, "reference", "float32", shape)
         if not found:
             length = batch.inputs.shape[1]
             found += _refuse_length(length, token_model(model), settings, layout)

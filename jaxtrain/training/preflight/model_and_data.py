@@ -14,7 +14,6 @@ from jaxtrain.models.model import (
     reads_tokens,
     reads_vectors,
 )
-from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.settings import Config
 
 # Who reads them: a sequence of tokens, a loop over equal layers.
@@ -49,12 +48,14 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
             f"gives {_KINDS[kind_of(batch)][0]}; use @{source}()"
         )
     elif reads_tokens(model):
+        yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
+        yield from config.train.task.refuse_loss(config.loss)
         yield from _text(config, model, inputs.shape[1], _section(data))
         if reads_data:
             yield from _vocabulary(model, data)
     else:
         yield from _of_no_sequence(config, model)
-        yield from objective_named(model.objective).refuse_targets(batch.targets, model)
+        yield from config.train.task.refuse_targets(batch.targets, model)
         if reads_images(model):
             yield from _images(model, data, inputs.shape[-1])
             model.flops(inputs.shape[1:])  # refuses images that are too small

@@ -19,7 +19,6 @@ from jaxtrain.training import corruption, curvature, guard, settings
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
-from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers import optimizer
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
@@ -151,7 +150,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.trained),
     lambda seen, c: curvature.refuse(
         c.optimizer.rule,
-        objective_named(c.train.model.objective),
+        c.train.task,
         seen.sizes,
         exchange=c.exchange.method,
     ),
@@ -160,7 +159,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     _pipeline,
     lambda seen, c: corruption.refuse(c.corruption, seen.layout),
     _matmul,
-    lambda seen, c: objective_named(c.train.model.objective).refuse_model(c.train.model),
+    lambda seen, c: c.train.task.refuse_model(c.train.model),
     lambda seen, c: model_and_data.refuse(c, reads_data=seen.reads_data),
     _scan,
     lambda seen, c: losses.refuse(c.loss, length=seen.length, context=seen.size("context")),

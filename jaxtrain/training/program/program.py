@@ -19,7 +19,6 @@ from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning, named
-from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.optimizers.optimizer import make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.settings import Config
@@ -83,7 +82,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
     program = Program(
         build=config.train.model.build,
-        objective=objective_named(config.train.model.objective),
+        objective=config.train.task,
         optimizer=make_optimizer(config.optimizer, schedule),
         schedule=schedule,
         layout=layout,

@@ -1,0 +1,130 @@
+"""A reference model's log-probabilities of a run's data: computed once, kept in its folder.
+
+The reference is the model that the run starts with. A run that goes on has left it, so the numbers
+lie beside its checkpoints, with a digest of themselves and of the data. Letters: B rows, T length.
+"""
+
+import dataclasses
+import functools
+import io
+import zipfile
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import write_atomically
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset, digest
+from jaxtrain.data.text.preferences import Pairs
+from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.run.generation.decoding import for_texts
+from jaxtrain.training.objectives.losses import cross_entropy
+from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.step import Program, TrainState
+
+FILE = "reference.npz"
+_ROWS = 8  # of a device at one time: evaluation's logits, without a gradient's
+
+
+def first_reference(
+    dataset: Dataset,
+    program: Program,
+    state: TrainState,
+    workdir: Place | None,
+    *,
+    say: Callable[[str], None],
+) -> Dataset:
+    """The data with what the model that a run starts with says of them; all processes ask.
+
+    Args:
+      dataset: the opened data, of pairs.
+      program: the synchronous program.
+      state: what the run starts with, from `consensus`.
+      workdir: the run's folder, where it is kept; None keeps it in memory.
+      say: takes a line for people.
+    """
+    train, heldout = _pairs(dataset)
+    say(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")
+    told = _told(program, state, train), _told(program, state, heldout)
+    if workdir is not None and jax.process_index() == 0:
+        write_atomically(workdir / FILE, _content(dataset, *told))
+    return _with(dataset, *told)
+
+
+def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
+    """The data with what `first_reference` has kept of a run.
+
+    Raises:
+      UserError: the file is not there, is damaged, or is of other data.
+    """
+    file = None if workdir is None else workdir / FILE
+    if file is None or not file.is_file():
+        raise UserError(
+            f"{workdir}: there is no {FILE}, what the model that this run started with says of its "
+            "data, without which its loss would be another; put it back, or begin another run"
+        )
+    try:
+        with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as found:
+            train, heldout, said = found["train"], found["heldout"], str(found["digest"])
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{file} is damaged ({error}); put it back, or begin another run"
+        ) from error
+    if said != digest({"data": dataset.digest}, [train, heldout]):
+        raise UserError(
+            f"{file} is damaged, or of other data than these ({dataset.digest[:16]}); put both "
+            "back, or begin another run"
+        )
+    return _with(dataset, train, heldout)
+
+
+def _pairs(dataset: Dataset) -> tuple[Pairs, Pairs]:
+    assert isinstance(dataset.train, Pairs), "preflight asks for them"
+    assert isinstance(dataset.heldout, Pairs), "both are"
+    return dataset.train, dataset.heldout
+
+
+def _with(dataset: Dataset, train: np.ndarray, heldout: np.ndarray) -> Dataset:
+    ours = _pairs(dataset)
+    return dataclasses.replace(
+        dataset,
+        train=dataclasses.replace(ours[0], reference=train),
+        heldout=dataclasses.replace(ours[1], reference=heldout),
+    )
+
+
+def _told(program: Program, state: TrainState, pairs: Pairs) -> np.ndarray:
+    """The model's log-probability of each target, float32 [pairs, T]; 0 where it does not count."""
+    program = for_texts(program)
+    size, found = _ROWS * program.layout.batch_devices(), list[np.ndarray]()
+    with program.layout.active(), program.precision.products():
+        for begin in range(0, len(pairs), size):
+            rows = np.minimum(np.arange(begin, begin + size), len(pairs) - 1)
+            batch = pairs.examples(rows)
+            placed = jax.device_put(batch, program.batch_shardings(batch))
+            found.append(np.asarray(_of_batch(program, state, placed)))
+    return np.concatenate(found)[: len(pairs)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_batch(program: Program, state: TrainState, batch: Batch) -> jax.Array:
+    objective, model = program.objective, program.model(state)
+    assert isinstance(objective, TokenObjective), "pairs are of tokens"
+    assert batch.positions is not None, "a batch of text has positions"
+    mask = objective.mask(batch)
+    h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, program.execution)
+    told_BT = -cross_entropy(logits(model, h_BTD), batch.targets)
+    # Whole on every device, so that each process can read them.
+    return jax.sharding.reshard(jnp.where(batch.loss_mask != 0, told_BT, 0.0), P())
+
+
+def _content(dataset: Dataset, train: np.ndarray, heldout: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    made = digest({"data": dataset.digest}, [train, heldout])
+    np.savez(stream, train=train, heldout=heldout, digest=np.array(made))
+    return stream.getvalue()

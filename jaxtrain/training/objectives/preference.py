@@ -1,0 +1,89 @@
+"""Direct preference optimization: one answer made likelier than another, against a reference.
+
+Source: Rafailov et al. 2023 (arXiv 2305.18290), equation 7. Letters: B batch, T length.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.data.text.preferences import CHOSEN
+from jaxtrain.models.model import Model
+from jaxtrain.nn.transformer import Transformer, logits
+from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy
+from jaxtrain.training.objectives.tokens import TokenObjective
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPO(TokenObjective):
+    """Preferences (DPO, arXiv 2305.18290): -log sigmoid(beta (r_chosen - r_rejected)), r being an
+    answer's log-probability over that by the model that the run started from, which is computed
+    once. Metrics: `accuracy`, the share of pairs whose chosen answer has gained more, and `margin`,
+    by how many nats times beta.
+
+    Attributes:
+      beta: how strongly the model is held to the reference.
+    """
+
+    beta: float = 0.1
+
+    name: ClassVar[str] = "preference"
+    causal: ClassVar[bool] = True
+    own: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    refers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_not_positive(self, "beta")
+
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """The same."""
+        del model
+        return dataset
+
+    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+        """What is of a cross entropy."""
+        for field in dataclasses.fields(settings):
+            value = getattr(settings, field.name)
+            if value != field.default:
+                yield (
+                    f"Loss.{field.name}={value!r} does nothing for Train.objective=@DPO(); leave "
+                    f"it at {field.default!r}"
+                )
+
+    def weight(self, batch: Batch) -> jax.Array:
+        """The pairs that count."""
+        return (batch.loss_mask != 0).any(-1).sum(dtype=jnp.float32)
+
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Nothing: the loss is of no token."""
+        del means
+        return {}
+
+    def of_hidden(
+        self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """`loss`, `accuracy`, `margin`."""
+        del settings, train
+        assert batch.reference is not None, "refused before"
+        with jax.named_scope("loss"):
+            counts_BT = batch.loss_mask != 0
+            h_BTD = jnp.where(counts_BT[..., None], h_BTD, 0)
+            targets_BT = jnp.where(counts_BT, batch.targets, 0)
+            told_BT = -cross_entropy(logits(model, h_BTD), targets_BT)
+            gained_BT = jnp.where(counts_BT, told_BT - batch.reference, 0.0)
+            signs_BT = jnp.where(batch.segment_ids == CHOSEN, 1.0, -1.0)
+            margin_B = self.beta * (signs_BT * gained_BT).sum(-1)
+            pair_B = counts_BT.any(-1)
+            return {
+                "loss": jnp.where(pair_B, -jax.nn.log_sigmoid(margin_B), 0.0).sum(),
+                "accuracy": (pair_B & (margin_B > 0)).sum(dtype=jnp.float32),
+                "margin": margin_B.sum(),
+            }
