@@ -67,6 +67,10 @@ class GroupedQuerySizes(Protocol):
         return "llama3"
 
     @property
+    def rope_fraction(self) -> float:
+        return 1.0
+
+    @property
     def rope_low_frequency_factor(self) -> float:
         return 1.0
 
@@ -144,6 +148,12 @@ class GroupedQuerySizes(Protocol):
             )
         if self.rope_scaling < 1:
             raise UserError(f"{name}.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")
+        turned = int(self.key_dim * self.rope_fraction)
+        if not 0 < self.rope_fraction <= 1 or turned < 2 or turned % 2:
+            raise UserError(
+                f"{name}.rope_fraction={self.rope_fraction} turns {turned} of the {self.key_dim} "
+                "dimensions of a head; use 1.0 (all) or what leaves an even number above 0"
+            )
         if self.rope_type != "llama3" and self.rope_scaling == 1:
             raise UserError(
                 f"{name}.rope_type={self.rope_type!r} does nothing with {name}.rope_scaling=1.0; "
@@ -212,6 +222,7 @@ class GroupedQuerySizes(Protocol):
             residual_stddev=self.residual_stddev,
             biases=self.qkv_bias,
             norm=dataclasses.replace(self.norm, dim=self.key_dim) if self.qk_norm else None,
+            turned=None if self.rope_fraction == 1 else int(self.key_dim * self.rope_fraction),
             query_scale=self.query_scale,
             local=self.local,
         )

@@ -36,6 +36,7 @@ class Llama(GroupedQuerySizes):
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
         rope_original_context_length / low are slowed in full, shorter than / high not at all.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
+      rope_fraction: which part of each head is turned, its first dimensions (Phi, GPT-NeoX).
       sliding_window: tokens a query sees back, itself included (Mistral, arXiv 2310.06825); None
         is all of them.
       qkv_bias: queries, keys and values have biases (Qwen 2, arXiv 2407.10671).
@@ -59,6 +60,7 @@ class Llama(GroupedQuerySizes):
     rope_low_frequency_factor: float = 1.0
     rope_high_frequency_factor: float = 4.0
     rope_original_context_length: int = 8192
+    rope_fraction: float = 1.0
     sliding_window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False

@@ -62,6 +62,7 @@ def read_sizes(
     kv_heads: int | None,
     activations: tuple[str, ...] = ("silu", "swish"),
     tied: bool = False,
+    fraction: bool = False,
 ) -> dict[str, Any]:
     """The settings of all of them, but for a window; defaults as the family has them.
 
@@ -71,6 +72,7 @@ def read_sizes(
       kv_heads: likewise; None: as many as query heads.
       activations: names of the gate's; the first is the default.
       tied: whether the embedding is the output matrix, likewise.
+      fraction: whether a part of each head may be turned alone.
     """
     widths = read_widths(asked, kv_heads=kv_heads)
     asked.only("hidden_act", activations, default=activations[0])
@@ -79,7 +81,7 @@ def read_sizes(
         "context_length": asked.whole("max_position_embeddings", context_length),
         "norm_eps": asked.number("rms_norm_eps", norm_eps),
         "tie_embeddings": asked.flag("tie_word_embeddings", tied),
-        **_read_rope(asked, rope_theta),
+        **_read_rope(asked, rope_theta, fraction=fraction),
     }
 
 
@@ -115,7 +117,7 @@ def read_window(asked: Asked, default: int | None) -> int | None:
     return asked.whole("sliding_window", default)
 
 
-def _read_rope(asked: Asked, theta: float) -> dict[str, Any]:
+def _read_rope(asked: Asked, theta: float, *, fraction: bool) -> dict[str, Any]:
     """Rotary positions: one object in files of transformers 5, theta beside a scaling before it."""
     rope = asked.table("rope_parameters")
     if not rope.content:
@@ -123,7 +125,11 @@ def _read_rope(asked: Asked, theta: float) -> dict[str, Any]:
         theta = asked.number("rope_theta", theta)
     kind = rope.content.get("rope_type") or rope.content.get("type") or "default"
     found: dict[str, Any] = {"rope_theta": rope.number("rope_theta", theta)}
-    rope.only("partial_rotary_factor", [1.0], default=1.0)
+    if fraction:
+        of_all = asked.number("partial_rotary_factor", 1.0)
+        found["rope_fraction"] = rope.number("partial_rotary_factor", of_all)
+    else:
+        rope.only("partial_rotary_factor", [1.0], default=1.0)
     if kind == "llama3":
         found |= {
             "rope_scaling": rope.number("factor"),

@@ -19,7 +19,12 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 
 def _write(model: Llama) -> Mapping[str, Any] | None:
-    if model.sliding_window is not None or model.qkv_bias or model.qk_norm:
+    if (
+        model.sliding_window is not None
+        or model.qkv_bias
+        or model.qk_norm
+        or model.rope_fraction != 1
+    ):
         return None
     return {**grouped_query.write_sizes(model), "attention_bias": False, "mlp_bias": False}
 

@@ -21,7 +21,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 
 def _write(model: Llama) -> Mapping[str, Any] | None:
-    if model.qkv_bias or model.qk_norm:
+    if model.qkv_bias or model.qk_norm or model.rope_fraction != 1:
         return None
     return {**grouped_query.write_sizes(model), "sliding_window": model.sliding_window}
 

@@ -5,7 +5,8 @@ A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H]
 and a letter that is missing there stands in the tensor's name, `"layers.{L}.q_proj.weight"`, as a
 number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Reading the line from
 the right gives theirs to ours, from the left ours to theirs, so that one is the inverse of the
-other.
+other. Several parameters that are one tensor there have a line each, one after the other, which say
+the rows that are theirs.
 """
 
 import dataclasses
@@ -29,11 +30,14 @@ class Name:
       theirs: the tensor's name, a letter in braces for each dimension of ours that it is one of.
       ours: the parameter's name, "/" between a module and what is in it.
       form: our dimensions, "->", theirs; the letters in braces come first among ours.
+      rows: where a tensor's rows are of several parameters, the first of this one's and how many
+        there are of all; None: it is this parameter alone.
     """
 
     theirs: str
     ours: str
     form: str
+    rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert "".join(sorted(self.named + "".join(self._groups))) == "".join(sorted(self._here))
@@ -67,6 +71,11 @@ class Name:
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor, where our parameter has this one."""
+        own = self._own_shape(shape)
+        return own if self.rows is None else (self.rows[1], *own[1:])
+
+    def _own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What of each tensor is this parameter's."""
         sizes = dict(zip(self._here, shape, strict=True))
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
@@ -79,15 +88,31 @@ class Name:
         """
         sizes = dict(zip(self._here, shape, strict=True))
         there = "".join(self._groups)
+        if self.rows is not None:
+            tensor = tensor[self.rows[0] :][: self._own_shape(shape)[0]]
         apart = tensor.reshape([sizes[letter] for letter in there])
         return apart.transpose([there.index(letter) for letter in self._here[len(self.named) :]])
 
     def to_theirs(self, part: np.ndarray) -> np.ndarray:
-        """The tensor that one place of our parameter is there."""
+        """The tensor that one place of our parameter is there, or its rows of it."""
         here = self._here[len(self.named) :]
         sizes = dict(zip(here, part.shape, strict=True))
         turned = part.transpose([here.index(letter) for letter in "".join(self._groups)])
         return turned.reshape([math.prod(sizes[one] for one in group) for group in self._groups])
+
+
+def one_after_the_other(theirs: str, *parts: tuple[str, str, int]) -> tuple[Name, ...]:
+    """The lines of parameters that are one tensor there.
+
+    Args:
+      theirs: its name.
+      parts: our parameter, the form, and how many rows of it those are, in their order.
+    """
+    whole, first, lines = sum(rows for _, _, rows in parts), 0, []
+    for ours, form, rows in parts:
+        lines.append(Name(theirs, ours, form, (first, whole)))
+        first += rows
+    return tuple(lines)
 
 
 def _word(numbers: Mapping[str, int], named: re.Match) -> str:

@@ -32,7 +32,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 def _write(model: Llama) -> Mapping[str, Any] | None:
     is_other = model.head_dim is not None or model.sliding_window is not None or model.qk_norm
-    if is_other or not model.qkv_bias:
+    if is_other or not model.qkv_bias or model.rope_fraction != 1:
         return None
     said = grouped_query.write_sizes(model)
     return {**said, "use_sliding_window": False, "sliding_window": None}

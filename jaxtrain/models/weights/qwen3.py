@@ -24,7 +24,8 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 
 def _write(model: Llama) -> Mapping[str, Any] | None:
-    if not model.qk_norm or model.qkv_bias or model.sliding_window is not None:
+    is_other = model.qkv_bias or model.sliding_window is not None or model.rope_fraction != 1
+    if is_other or not model.qk_norm:
         return None
     said = grouped_query.write_sizes(model)
     return {**said, "attention_bias": False, "use_sliding_window": False, "sliding_window": None}

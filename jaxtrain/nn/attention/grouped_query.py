@@ -49,6 +49,7 @@ class GroupedQuery:
       biases: whether the projections to queries, keys and values have biases (Qwen 2).
       norm: of each head of the queries and of the keys before they are turned, each with
         parameters of its own (QK-norm, arXiv 2302.05442); None: there is none.
+      turned: dimensions of each head that positions turn, its first ones; None: all of them.
       query_scale: what queries are multiplied by, beside the 1 / sqrt(head_dim) of all attention.
       local: which layers have another window and other rotations than these; None: all are alike.
     """
@@ -62,6 +63,7 @@ class GroupedQuery:
     residual_stddev: float
     biases: bool = False
     norm: Norm | None = None
+    turned: int | None = None
     query_scale: float = 1.0
     local: Local | None = None
 
@@ -138,8 +140,8 @@ class GroupedQuery:
             k_BTKH = self.norm(under("key_norm", own), k_BTKH)
         is_local, radians = self._of_layer(execution)
         scale = self.rotary.scale
-        q_BTNH = rotate(q_BTNH, positions_BT, radians, scale=scale * self.query_scale)
-        k_BTKH = rotate(k_BTKH, positions_BT, radians, scale=scale)
+        q_BTNH = self._rotated(q_BTNH, positions_BT, radians, scale * self.query_scale)
+        k_BTKH = self._rotated(k_BTKH, positions_BT, radians, scale)
         if cache is not None:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
 
@@ -165,9 +167,19 @@ class GroupedQuery:
 
     def _of_layer(self, execution: Execution) -> tuple[jax.Array | bool, jax.Array]:
         """Whether a layer is local, and its frequencies."""
-        radians = self.rotary.frequencies(self.head_dim)
+        width = self.turned or self.head_dim
+        radians = self.rotary.frequencies(width)
         if self.local is None:
             return False, radians
         assert execution.layer is not None, "layers that differ are told their number"
         is_local = jnp.asarray(self.local.layers)[execution.layer]
-        return is_local, jnp.where(is_local, self.local.rotary.frequencies(self.head_dim), radians)
+        return is_local, jnp.where(is_local, self.local.rotary.frequencies(width), radians)
+
+    def _rotated(
+        self, x_BTNH: jax.Array, positions_BT: jax.Array, radians: jax.Array, scale: float
+    ) -> jax.Array:
+        if self.turned is None:
+            return rotate(x_BTNH, positions_BT, radians, scale=scale)
+        turned = rotate(x_BTNH[..., : self.turned], positions_BT, radians, scale=scale)
+        # What is not turned is not scaled either, as in the authors' code of Phi and GPT-NeoX.
+        return jnp.concatenate([turned, x_BTNH[..., self.turned :]], axis=-1)

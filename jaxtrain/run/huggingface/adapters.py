@@ -121,6 +121,13 @@ def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, N
     """The map's line of each weight that has an adapter, and those of its A and B."""
     family, _ = family_for(config.train.model, None)
     shapes = named(parameter_shapes(program.build))
+    for line in family.names(config.train.model):
+        if line.ours in tuning.targets and line.rows is not None:
+            raise UserError(
+                f"Finetune.lora_targets: {line.ours} is a part of {line.theirs} of "
+                f"{family.architecture}, whose adapter there is one for the whole tensor; export "
+                "the merged weights with 'jaxtrain export-hf' without an adapter's folder"
+            )
     return [
         (line, *_of_adapter(line, logical_axes(shapes[line.ours])))
         for line in family.names(config.train.model)

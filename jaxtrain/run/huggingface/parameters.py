@@ -5,6 +5,7 @@ machine holds 256 MiB of it, or one layer's part where that is more, and of the 
 one tensor.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -138,16 +139,17 @@ def their_tensors(
       order: the layer at each place of stacked arrays, -1 for none; None: the model's.
     """
     found = dict(zip(*flatten(params)[:2], strict=True))
-    for name in names:
-        leaf = found[name.ours]
-        shape = leaf.shape
-        if order is None or not _is_stacked(name):
-            for place, there in name.tensors(shape):
-                yield there, name.to_theirs(_part(leaf, place))
-            continue
-        num_layers = sum(layer >= 0 for layer in order)
-        for place, there in name.tensors((num_layers, *shape[1:])):
-            yield there, name.to_theirs(_part(leaf, (order.index(place[0]), *place[1:])))
+    for _, lines in itertools.groupby(names, key=lambda name: name.theirs):
+        # More than one: parameters that are rows of one tensor.
+        together = list(lines)
+        shape = found[together[0].ours].shape
+        stacked = order is not None and _is_stacked(together[0])
+        if order is not None and stacked:
+            shape = (sum(layer >= 0 for layer in order), *shape[1:])
+        for place, there in together[0].tensors(shape):
+            here = (order.index(place[0]), *place[1:]) if order is not None and stacked else place
+            parts = [name.to_theirs(_part(found[name.ours], here)) for name in together]
+            yield there, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _part(leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:

@@ -1,0 +1,72 @@
+"""Phi 3 and 4: Llama with projections in one tensor (arXiv 2404.14219); names elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights import grouped_query
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.names import Name, one_after_the_other
+
+_LAYER = "model.layers.{L}"
+
+
+def _names(model: Llama) -> tuple[Name, ...]:
+    queries, keys = (heads * model.key_dim for heads in (model.num_heads, model.num_kv_heads))
+    return (
+        *grouped_query.around(model),
+        Name(f"{_LAYER}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
+        *one_after_the_other(
+            f"{_LAYER}.self_attn.qkv_proj.weight",
+            ("layers/query", "LDNH->(NH)D", queries),
+            ("layers/key", "LDKH->(KH)D", keys),
+            ("layers/value", "LDKH->(KH)D", keys),
+        ),
+        Name(f"{_LAYER}.self_attn.o_proj.weight", "layers/out", "LNHD->D(NH)"),
+        Name(f"{_LAYER}.post_attention_layernorm.weight", "layers/mlp_norm_scale", "LD->D"),
+        *one_after_the_other(
+            f"{_LAYER}.mlp.gate_up_proj.weight",
+            ("layers/gate", "LDF->FD", model.mlp_dim),
+            ("layers/up", "LDF->FD", model.mlp_dim),
+        ),
+        Name(f"{_LAYER}.mlp.down_proj.weight", "layers/down", "LFD->DF"),
+    )
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    sizes = grouped_query.read_sizes(
+        asked, norm_eps=1e-5, context_length=4096, rope_theta=10000.0, kv_heads=None, fraction=True
+    )
+    if sizes.get("rope_type", "llama3") != "llama3" or sizes.get("rope_scaling", 1) != 1:
+        asked.refuse("rotary scaling; here it is 'default'")
+    return {
+        **sizes,
+        "head_dim": grouped_query.read_head_dim(asked),
+        "sliding_window": grouped_query.read_window(asked, None),
+    }
+
+
+def _write(model: Llama) -> Mapping[str, Any] | None:
+    is_other = model.qkv_bias or model.qk_norm or model.head_dim is not None
+    if is_other or model.rope_scaling != 1:
+        return None
+    return {
+        **grouped_query.write_sizes(model),
+        "sliding_window": model.sliding_window,
+        "partial_rotary_factor": model.rope_fraction,
+        "original_max_position_embeddings": model.context_length,
+    }
+
+
+FAMILY = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    model=Llama,
+    read=_read,
+    write=_write,
+    names=_names,
+    prefix=grouped_query.PREFIX,
+    copies=grouped_query.COPIES,
+    buffers=grouped_query.BUFFERS,
+)
