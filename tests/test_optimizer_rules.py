@@ -468,7 +468,14 @@ MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_leng
 BATCH = text_batch(rows=8, length=8, vocab_size=32)
 
 
-@pytest.mark.parametrize("name", rules())
+# What differs in what it keeps; the others' moments are like those of these.
+QUICK = ("adamw", "sgd", "adafactor", "muon", "schedule_free", "adam8bit", "soap", "sophia_g")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in rules()],
+)
 def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     """ZeRO 3: every dimension of the state is split as the parameter's."""
     settings = Optimizer(rule=RULES[name], learning_rate=1e-3)

@@ -163,7 +163,11 @@ def test_estimates_and_steps_on_a_mesh_are_those_of_one_device(sizes, one_device
             )
 
 
-@pytest.mark.parametrize("rule", [SophiaH(every=2), SophiaG(every=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(SophiaH(every=2), marks=pytest.mark.slow), SophiaG(every=2)],
+    ids=("sophia_h", "sophia_g"),
+)
 def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
     program = dataclasses.replace(program_on(rule, fsdp=2), accumulation=2)
     step, state = CompiledStep(program), program.create(seed=0)
@@ -191,7 +195,11 @@ def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
     assert changed == [True, False, True, False]
 
 
-@pytest.mark.parametrize("rule", [SophiaH(), SophiaG()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(SophiaH(), marks=pytest.mark.slow), SophiaG()],
+    ids=("sophia_h", "sophia_g"),
+)
 def test_only_what_is_trained_has_a_curvature(rule):
     """Of the others nothing is kept, and the estimate is the model's in which they stand still."""
     tuning = Tuning(frozen=frozenset({"token_embedding", "layers/up"}))
