@@ -66,6 +66,12 @@ def refuse(settings: Corruption, layout: Layout) -> Iterator[str]:
         )
 
 
+def switched_on(settings: Corruption) -> str | None:
+    """The first setting by which something is compared, such as `Corruption.replay_every=100`."""
+    on = [f"Corruption.{name}={every}" for name, every in vars(settings).items() if every]
+    return on[0] if on else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """An array that some devices disagree about.

@@ -12,11 +12,12 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.objective import Objective, TellsLogits, at_least_one
 from jaxtrain.training.optimizers.rounding import hashed, place_in_array
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.sophia import SophiaRule
-from jaxtrain.training.step import Program, TrainState, numbered, split_microbatches
+from jaxtrain.training.step import Program, TrainState
 
 Estimate = Callable[[Program, TrainState, Batch], nnx.State]
 

@@ -217,6 +217,13 @@ def judge(
     return Verdict(good, history, loss_scale, more)
 
 
+def selected(good: jax.Array | None, new: Any, old: Any) -> Any:
+    """The new tree after a good step, else the old one; None: it is good."""
+    if good is None:
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+
 def updates_taken(opt_state: optax.OptState, steps: jax.Array) -> jax.Array:
     """How many updates the optimizer's learning-rate schedule has seen; `steps` if it has none."""
 

@@ -40,6 +40,7 @@ from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.objectives.objective import Objective, objective_named
+from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
@@ -336,6 +337,7 @@ class Config:
     pipeline: Pipeline
     precision: Precision
     remat: Remat
+    offload: Offload
     scan: Scan
     attention: Attention
     loss: Loss

@@ -21,9 +21,18 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.parallel.gathering import GradientSlice
-from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shard, shardings
+from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
 from jaxtrain.training.finetune.tuning import Tuning, Weights, named, told_apart
-from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, judge, updates_taken
+from jaxtrain.training.guard import (
+    FIRST_LOSS_SCALE,
+    Guard,
+    History,
+    Verdict,
+    judge,
+    selected,
+    updates_taken,
+)
+from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.objectives.tokens import TokenObjective
@@ -292,34 +301,48 @@ class Program:
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
-        optimizer = optax.with_extra_args_support(self.optimizer)
         more = {}
         if curvature is not None:
-            due, estimate = curvature
-            more["curvature"] = due, reshard(estimate, layout.moment, layout)
-        updates, opt_state = optimizer.update(
-            grads, old.opt_state, old.params, layers=self.layer_order, **more
-        )
-        params: Any = apply_updates(old.params, updates, state.step, self.layer_order)
+            more["curvature"] = curvature[0], reshard(curvature[1], layout.moment, layout)
         metrics["grad_norm"] = optax.global_norm(grads)
         metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
-        new = dataclasses.replace(
-            old,
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            statistics=statistics,
-        )
+        good, new = None, dataclasses.replace(old, step=state.step + 1)
         if self.guard.in_step or self.precision.loss_scale == "dynamic":
-            new, metrics = self._keep_if_good(old, new, metrics)
-        return dataclasses.replace(
-            new, params=reshard(new.params, layout.parameter, layout)
-        ), metrics
+            verdict, metrics = self._judged(old, metrics)
+            good = verdict.good
+            new = dataclasses.replace(new, loss_scale=verdict.loss_scale, guard=verdict.history)
+        params, opt_state = self.moved(old, grads, good, **more)
+        new = dataclasses.replace(
+            new,
+            params=self.at_rest(params),
+            opt_state=opt_state,
+            statistics=selected(good, statistics, old.statistics),
+        )
+        return new, metrics
 
-    def _keep_if_good(
-        self, old: TrainState, new: TrainState, metrics: Sums
-    ) -> tuple[TrainState, Sums]:
-        """The new state after a good step, else the old one; `step` counts both."""
+    def moved(
+        self, old: TrainState, grads: nnx.State, good: jax.Array | None, **more: Any
+    ) -> tuple[nnx.State, optax.OptState]:
+        """Parameters and optimizer state after an update, the old ones where it is not good.
+
+        Args:
+          old: the state, its parameters laid out as the moments are.
+          grads: likewise.
+          good: bool scalar; None: it is.
+          more: what the rule is given besides.
+        """
+        updates, opt_state = optax.with_extra_args_support(self.optimizer).update(
+            grads, old.opt_state, old.params, layers=self.layer_order, **more
+        )
+        params: Any = apply_updates(old.params, updates, old.step, self.layer_order)
+        return selected(good, (params, opt_state), (old.params, old.opt_state))
+
+    def at_rest(self, params: nnx.State) -> nnx.State:
+        """Updated parameters as a state has them between steps."""
+        return reshard(params, self.layout.parameter, self.layout)
+
+    def _judged(self, old: TrainState, metrics: Sums) -> tuple[Verdict, Sums]:
+        """Whether a step counts, by its metrics, and these with what there is to say of it."""
         verdict = judge(
             self.guard,
             metrics,
@@ -330,11 +353,7 @@ class Program:
         # The optimizer's schedule does not move with updates that are left out.
         position = updates_taken(old.opt_state, old.step)
         rate = jnp.asarray(self.schedule(position), jnp.float32)
-        kept = jax.tree.map(lambda a, b: jnp.where(verdict.good, a, b), new, old)
-        kept = dataclasses.replace(
-            kept, step=new.step, loss_scale=verdict.loss_scale, guard=verdict.history
-        )
-        return kept, {**metrics, "learning_rate": rate, **verdict.metrics}
+        return verdict, {**metrics, "learning_rate": rate, **verdict.metrics}
 
     def gradients(
         self, state: TrainState, batch: Batch, counts: Sums | None = None
@@ -556,25 +575,6 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
         shapes,
         shardings,
     )
-
-
-def numbered(batch: Batch) -> Batch:
-    """The batch with the numbers of its rows, counted here unless that was done before."""
-    if batch.rows is not None:
-        return batch
-    return dataclasses.replace(batch, rows=shard(jnp.arange(len(batch.targets)), ("batch",)))
-
-
-def split_microbatches(batch: Batch, count: int) -> Batch:
-    """A leading microbatch dimension; row r goes to microbatch r mod count.
-
-    Rows that lie on one device stay there: splitting into runs of rows would move them.
-    """
-
-    def one(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-
-    return jax.tree.map(one, batch)
 
 
 def _with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:

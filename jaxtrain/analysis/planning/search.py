@@ -213,6 +213,7 @@ LIGHTER: tuple[dict[str, Any], ...] = (
     {"Precision.params": "bfloat16"},
     {"Optimizer.moments": "bfloat16", "Precision.params": "bfloat16"},
     {"Remat.policy": "offload"},
+    {"Offload.optimizer_state": "host"},
 )
 
 

@@ -77,6 +77,9 @@ def _memory(console: Console, plan: "Plan") -> None:
         table.add_row(name, human_bytes(size), "#" * round(_BAR * size / most))
     table.add_section()
     table.add_row("closed forms together", human_bytes(plan.estimate.total), "")
+    if plan.estimate.arguments.host:
+        host = human_bytes(plan.estimate.arguments.host)
+        table.add_row("beside them, in host memory", host, "")
     compiled = plan.compiled
     if compiled is not None:
         table.add_row("compiled: arguments", human_bytes(compiled.argument_bytes), "")

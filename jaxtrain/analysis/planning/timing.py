@@ -31,6 +31,7 @@ from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import flops_per_step, make_program, resolved
@@ -181,6 +182,7 @@ def row_flops(config: Config) -> RowFlops:
         mesh=Mesh(fsdp=1),
         sharding=type(config.sharding)(),
         exchange=type(config.exchange)(),
+        offload=Offload(),
         pipeline=type(config.pipeline)(),
         attention=dataclasses.replace(config.attention, kernel="reference"),
     )
@@ -490,7 +492,11 @@ def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]
         matmul = config.precision.matmul
         peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
     known = chip.name in FITTED
+    untimed = ()
+    if config.offload != Offload():
+        untimed = ("the time in which state comes from host memory and goes back is not in it",)
     return (
+        *untimed,
         f"{shares.products:.0%} of {peaks} in products, {shares.scores:.0%} in attention scores, "
         f"which count {skipped}; {shares.memory:.0%} of the memory's bandwidth",
         f"{rate}, {chip.links} torus direction(s) shared evenly by the mesh axes; {network}",

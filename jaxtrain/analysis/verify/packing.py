@@ -153,9 +153,8 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         places_BT = along_context(in_order_BT, method)
         return *find(all_count, shift_BTD, state, batch), places_BT
 
-    state = jax.device_put(
-        bench.one_device.created, program.state_shardings(bench.one_device.created)
-    )
+    created = bench.one_device.created
+    state = program.trained(jax.device_put(created, program.state_shardings(created)))
     shape = (*bench.batch.inputs.shape, model.embed_dim)
     rows = mesh.layout.named(mesh.layout.activation(("batch",)))
     shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)

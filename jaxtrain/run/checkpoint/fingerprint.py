@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.training.offload.streaming import is_pinned
+
 # 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
 _FACTOR = 2654435769
 _THREADS = min(8, os.cpu_count() or 1)  # sums in numpy let go of the interpreter
@@ -26,10 +28,13 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array | Future[int]]:
     """Begins to count; `numbers` waits for the result."""
     here = {name: x for name, x in arrays.items() if _is_in_memory(x)}
-    there = {name: x for name, x in arrays.items() if name not in here}
+    of_hosts = [name for name, x in arrays.items() if name not in here and is_pinned(x.sharding)]
+    there = {name: x for name, x in arrays.items() if name not in here and name not in of_hosts}
     # One program for all arrays: a program each, all in flight, starves simulated devices' threads
     # until their reductions wait for one another for ever.
     counted: dict[str, jax.Array | Future[int]] = dict(_fingerprint_all(there)) if there else {}
+    # What is kept out of the devices' memory comes there one after the other, and goes.
+    counted |= {name: _brought(arrays[name]) for name in of_hosts}
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint")
     counted |= {name: threads.submit(_fingerprint_in_memory, x) for name, x in here.items()}
     threads.shutdown(wait=False)  # they end with their work
@@ -46,6 +51,13 @@ def numbers(counted: Mapping[str, jax.Array | Future[int]]) -> dict[str, int]:
 @jax.jit
 def _fingerprint_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: _fingerprint(x) for name, x in arrays.items()}
+
+
+def _brought(x: jax.Array) -> jax.Array:
+    (found,) = _fingerprint_all(
+        {"": jax.device_put(x, x.sharding.with_memory_kind("device"))}
+    ).values()
+    return jax.block_until_ready(found)
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:

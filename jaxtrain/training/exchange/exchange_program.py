@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, is_variable, logical_axes
+from jaxtrain.training.microbatches import numbered
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState, numbered, with_shardings
+from jaxtrain.training.step import Program, TrainState, with_shardings
 
 # The spec, inside and outside `jax.shard_map`, of what every replica has its own of.
 REPLICA = P("data")

@@ -1,7 +1,7 @@
 """From settings to an optax transformation."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import optax
@@ -132,13 +132,31 @@ def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
         )
 
 
-def make_optimizer(settings: Optimizer, schedule: optax.Schedule) -> optax.GradientTransformation:
+Parts = list[optax.GradientTransformation]
+
+
+def chained(first: Parts, rest: Parts) -> optax.GradientTransformation:
+    """All of them, one after the other."""
+    return optax.chain(*first, *rest)
+
+
+def make_optimizer(
+    settings: Optimizer,
+    schedule: optax.Schedule,
+    join: Callable[[Parts, Parts], optax.GradientTransformation] = chained,
+) -> optax.GradientTransformation:
     """The optax transformation: penalties, clips, update rule, learning rate, and the average
     behind them.
 
     Its update takes `layers` too, as `moments.keep_moments` does.
+
+    Args:
+      settings: the rule, and what all have in common.
+      schedule: steps taken -> learning rate.
+      join: makes one of what needs all gradients at once, and of what updates each parameter on its
+        own.
     """
-    first: list[optax.GradientTransformation] = []
+    first: Parts = []
     if settings.l1 or settings.l2:
         first.append(add_penalties(settings.l1, settings.l2))
     if settings.clip_value is not None:
@@ -151,4 +169,4 @@ def make_optimizer(settings: Optimizer, schedule: optax.Schedule) -> optax.Gradi
     if settings.learning_rates:
         rule.append(scale_groups(settings.learning_rates))
     average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
-    return optax.chain(*first, *rule, last, *average)
+    return join(first, [*rule, last, *average])

@@ -16,13 +16,14 @@ import optax
 
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 
+# Which layer stands at each place of stacked arrays, if not the place's own: None.
+Layers = Sequence[int] | jax.Array | None
+
 # Which of an update's draws for an array is that of a parameter itself.
 _PARAMETER = 2**20 + 2
 
 
-def apply_updates(
-    params: Any, updates: Any, count: jax.Array, layers: Sequence[int] | None = None
-) -> Any:
+def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = None) -> Any:
     """The parameters after these updates, added in float32; bfloat16 ones rounded stochastically.
 
     Args:
@@ -61,9 +62,7 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def hashed(
-    path: Any, variable: Any, count: jax.Array, number: int, layers: Sequence[int] | None
-) -> jax.Array:
+def hashed(path: Any, variable: Any, count: jax.Array, number: int, layers: Layers) -> jax.Array:
     """32 random bits for each element of a named array, uint32 like it: the same on every mesh.
 
     Args:
@@ -78,15 +77,13 @@ def hashed(
     return place_in_array(variable.get_value(), count, name, layers if stacked else None)
 
 
-def place_in_array(
-    x: jax.Array, count: jax.Array, number: int, layers: Sequence[int] | None = None
-) -> jax.Array:
+def place_in_array(x: jax.Array, count: jax.Array, number: int, layers: Layers = None) -> jax.Array:
     """The same of an array without a name; `number` tells it from others."""
     key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(number))
     return _mix(_index(x, layers) ^ key)
 
 
-def _index(x: jax.Array, layers: Sequence[int] | None) -> jax.Array:
+def _index(x: jax.Array, layers: Layers) -> jax.Array:
     """Each element's place in the array, row by row, modulo 2**32; laid out as the array is."""
     sharding = jax.typeof(x).sharding
     layout = {} if sharding.mesh.empty else {"out_sharding": sharding}
@@ -95,7 +92,7 @@ def _index(x: jax.Array, layers: Sequence[int] | None) -> jax.Array:
         stride = int(np.prod(x.shape[dim + 1 :], dtype=np.uint64)) % 2**32
         place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim, **layout)
         if dim == 0 and layers is not None:
-            order = np.array(layers).astype(np.uint32).reshape(-1, *(1,) * (x.ndim - 1))
+            order = jnp.asarray(layers).astype(jnp.uint32).reshape(-1, *(1,) * (x.ndim - 1))
             place = jnp.zeros_like(place) + order
         index = index + place * jnp.uint32(stride)
     return index

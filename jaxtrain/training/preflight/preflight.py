@@ -19,6 +19,7 @@ from jaxtrain.training import corruption, curvature, guard, settings
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
+from jaxtrain.training.offload import offload
 from jaxtrain.training.optimizers import optimizer
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
@@ -137,6 +138,12 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: settings.refuse_best(c.best, c.train),
     lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
+    lambda seen, c: offload.refuse(
+        c.offload,
+        seen.sizes,
+        exchange=c.exchange.method,
+        compares=corruption.switched_on(c.corruption),
+    ),
     lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
     lambda seen, c: finetune.refuse(
         c.finetune,

@@ -1,6 +1,7 @@
 """A configuration becomes the pure functions of a run."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -19,7 +20,10 @@ from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning, named
-from jaxtrain.training.optimizers.optimizer import make_optimizer
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload.on_host import OnHost
+from jaxtrain.training.offload.streaming import streamed
+from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, parameter_shapes
@@ -80,10 +84,14 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
     if config.attention.kernel == "auto":
         config = resolved(config, platform_of(layout.mesh))
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
-    program = Program(
+    on_host = config.offload.optimizer_state == "host"
+    made = Program
+    if config.offload != Offload():
+        made = functools.partial(OnHost, offload=config.offload)
+    program = made(
         build=config.train.model.build,
         objective=config.train.task,
-        optimizer=make_optimizer(config.optimizer, schedule),
+        optimizer=make_optimizer(config.optimizer, schedule, streamed if on_host else chained),
         schedule=schedule,
         layout=layout,
         precision=config.precision,

@@ -162,8 +162,9 @@ def _facts(
         f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
         for one in misplaced(make_program(config, layout), compiled)
     ]
-    # On other chips the peak leaves out what loops keep.
-    live = stats.peak_memory_in_bytes - arguments if target.chip.kind == "tpu" else None
+    # On other chips the peak leaves out what loops keep; on a TPU the host's memory is in it.
+    live = stats.peak_memory_in_bytes - arguments - stats.host_argument_size_in_bytes
+    live = live if target.chip.kind == "tpu" else None
     return Compiled(
         argument_bytes=arguments,
         temp_bytes=stats.temp_size_in_bytes,

@@ -14,6 +14,8 @@ from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload.streaming import is_pinned
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.pipeline.slots import Slots, slots
 from jaxtrain.training.program.layouts import abstract_layout
@@ -30,15 +32,19 @@ class Arguments:
       params: the master parameters, trained or frozen.
       optimizer: the optimizer's state, and what an exchange keeps beside it.
       other: the batch, counters, running statistics.
+      host: what of a state lies in the memory of the device's host, and in none of the others.
+      streamed: the most of that which is on the device at a time, to be updated.
     """
 
     params: int
     optimizer: int
     other: int
+    host: int = 0
+    streamed: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All that is on the device."""
         return self.params + self.optimizer + self.other
 
 
@@ -69,7 +75,8 @@ class Memory:
     @property
     def update_bytes(self) -> int:
         """What the update reads, and writes again: parameters, gradients, optimizer state."""
-        return self.arguments.params + self.arguments.optimizer + self.gradients
+        held = self.arguments
+        return held.params + held.optimizer + held.host + self.gradients
 
 
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
@@ -77,20 +84,33 @@ def argument_bytes(config: Config, layout: Layout) -> Arguments:
     up to the padding of its tiles."""
     program = make_program(config, layout)
     shapes = _state_shapes(_of_state(config))
-    shardings = jax.tree.leaves(program.state_shardings(shapes))
-    parts = [
-        math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
-        for shape, sharding in zip(jax.tree.leaves(shapes), shardings, strict=True)
-    ]
+    placed = program.state_shardings(shapes)
     held = {"params": 0, "opt_state": 0, "exchange": 0}
-    for (path, _), size in zip(jax.tree_util.tree_leaves_with_path(shapes), parts, strict=True):
-        name = path[0].name
-        held[name] = held.get(name, 0) + size
+    host, together = 0, dict[int, int]()
+    for (path, leaf), where in zip(
+        jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable),
+        jax.tree.leaves(placed, is_leaf=is_variable),
+        strict=True,
+    ):
+        shape, sharding = map(_value, (leaf, where))
+        size = math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        if is_pinned(sharding):
+            host += size
+            stacked = is_variable(leaf) and logical_axes(leaf)[:1] == ("layers",)
+            count = shape.shape[0] if stacked else 1
+            together[count] = together.get(count, 0) + size // count
+        else:
+            held[path[0].name] = held.get(path[0].name, 0) + size
     params = held.pop("params") + held.pop("frozen", 0)
     optimizer = held.pop("opt_state") + held.pop("exchange")
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    return Arguments(params, optimizer, sum(held.values()) + given // layout.batch_devices())
+    other = sum(held.values()) + given // layout.batch_devices()
+    return Arguments(params, optimizer, other, host, max(together.values(), default=0))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if is_variable(leaf) else leaf
 
 
 def _of_state(config: Config) -> Config:
@@ -103,6 +123,7 @@ def _of_state(config: Config) -> Config:
         mesh=mesh,
         train=dataclasses.replace(config.train, accumulation=1),
         sharding=type(config.sharding)(),
+        offload=Offload(),
         remat=type(config.remat)(),
         attention=Attention(kernel="reference"),
         loss=type(config.loss)(),
@@ -135,6 +156,7 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
         return _of_whole_model(config, within, platform, arguments)
     # Weights that are split at rest and whole for all microbatches are a copy of their own.
     copied = layout.accumulate == "local" and layout.zero == 3
+    copied = copied or config.offload.parameters != "none"
     return _Step(config, within, platform, arguments, copied).memory()
 
 
@@ -158,6 +180,8 @@ class _Step:
 
     def memory(self) -> Memory:
         phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
+        if self.arguments.host:
+            phases.append(self._streaming())
         largest = max(phases, key=lambda phase: sum(phase.values()))
         gradients = self._accumulators + largest.pop("gradients")
         if self._copies:
@@ -336,6 +360,11 @@ class _Step:
             "collective buffers: one layer's weights": 2 * weights * self._gathers,
         }
 
+    def _streaming(self) -> dict[str, int]:
+        """The update: what it reads has another place than what it writes, and both wait."""
+        gradients = self._gradients(itemsize=4)
+        return {"gradients": gradients, "state on its way": 2 * self.arguments.streamed}
+
     def _embedding(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute)
         return {"gradients": of_layers, "residual stream": 2 * self._stream, **self._tables()}
@@ -345,7 +374,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
     """A model without a loop over equal layers: what the objective's backward pass keeps."""
     layout = on_platform(layout, platform, "planned")
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    program: Any = make_program(config, layout).plain
+    program: Any = make_program(dataclasses.replace(config, offload=Offload()), layout).plain
     rows = config.train.global_batch_size // config.train.accumulation
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         state = program.abstract_state()

@@ -88,6 +88,7 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
         train=dataclasses.replace(config.train, accumulation=1),
         sharding=dataclasses.replace(config.sharding, zero=3, accumulate="shard"),
         exchange=type(config.exchange)(),
+        offload=type(config.offload)(),
         pipeline=type(config.pipeline)(),
         remat=type(config.remat)(),
         loss=type(config.loss)(),

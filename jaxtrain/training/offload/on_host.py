@@ -1,0 +1,164 @@
+"""The program of a state that lies, in part, in the memory of the hosts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.nn.precision import to_compute
+from jaxtrain.parallel.sharding import reshard, shardings
+from jaxtrain.training.guard import selected
+from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload.streaming import (
+    is_pinned,
+    joined,
+    on_device,
+    over_layers,
+    part,
+    pinned,
+    stacks,
+)
+from jaxtrain.training.optimizers.average import Evaluated
+from jaxtrain.training.optimizers.rounding import apply_updates
+from jaxtrain.training.step import Program, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnHost(Program):
+    """The synchronous program; between steps, what `offload` says lies in pinned host memory.
+
+    Its `optimizer` is `streaming.streamed` where that is the optimizer's state.
+
+    Attributes:
+      offload: what lies there.
+    """
+
+    offload: Offload
+
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
+        """As of `Program`."""
+        return super().init(key, None if params is None else on_device(params))
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """A NamedSharding for every array of a state; a state's counts stay on the devices."""
+        of = super().state_shardings(state)
+        if self.offload.parameters == "host":
+            where = shardings(state.params, self.layout.moment, self.layout)
+            of = dataclasses.replace(of, params=jax.tree.map(pinned, where))
+        if self.offload.optimizer_state == "host":
+            where = jax.tree.map(
+                lambda x, sharding: pinned(sharding) if x.ndim else sharding,
+                state.opt_state,
+                of.opt_state,
+            )
+            of = dataclasses.replace(of, opt_state=where)
+        return of
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        """As of `Program`."""
+        held = self._fetched(state)
+        grads, metrics, statistics = super().gradients(held, batch)
+        curvature = None if self.curvature is None else self.curvature(self, held, batch)
+        return self.update(state, grads, metrics, statistics, curvature)
+
+    def gradients(
+        self, state: TrainState, batch: Batch, counts: Sums | None = None
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """As of `Program`."""
+        return super().gradients(self._fetched(state), batch, counts)
+
+    def _fetched(self, state: TrainState) -> TrainState:
+        """The state with a copy of the parameters to compute with on the devices."""
+        if self.offload.parameters == "none":
+            return state
+        dtype = self.precision.compute
+
+        def cast(_: tuple[()], params: nnx.State, layer: jax.Array) -> tuple[tuple[()], nnx.State]:
+            del layer
+            return (), to_compute(params, dtype)
+
+        parts = []
+        for layers, names in stacks(state.params):
+            mine = part(state.params, names)
+            if layers is None or dtype == self.precision.params:
+                parts.append(to_compute(on_device(mine), dtype))
+            else:
+                parts.append(over_layers(cast, (), mine)[1])
+        held = reshard(joined(parts), self.layout.parameter, self.layout)
+        return dataclasses.replace(state, params=held)
+
+    def moved(
+        self, old: TrainState, grads: nnx.State, good: jax.Array | None, **more: Any
+    ) -> tuple[nnx.State, Any]:
+        """As of `Program`; where a step is not good what lies on a host is never written."""
+        optimizer: Any = optax.with_extra_args_support(self.optimizer)
+        # A rule that is not streamed wants them whole.
+        streams = self.offload.optimizer_state == "host"
+        params = old.params if streams else on_device(old.params)
+        updates, opt_state = optimizer.update(
+            grads, old.opt_state, params, layers=self.layer_order, good=good, **more
+        )
+        if not streams:
+            opt_state = selected(good, opt_state, old.opt_state)
+
+        def add(params: nnx.State, updates: nnx.State, layer: Any) -> tuple[nnx.State, tuple[()]]:
+            new = apply_updates(params, updates, old.step, layer)
+            return selected(good, new, params), ()
+
+        if self.offload.parameters == "none":
+            return add(old.params, updates, self.layer_order)[0], opt_state
+        parts = []
+        for layers, names in stacks(old.params):
+            mine, theirs = part(old.params, names), part(updates, names)
+            if layers is None:
+                new = add(on_device(mine), theirs, None)[0]
+                parts.append(jax.tree.map(_as, new, mine))
+            else:
+                parts.append(over_layers(add, mine, theirs)[0])
+        return joined(parts), opt_state
+
+    def at_rest(self, params: nnx.State) -> nnx.State:
+        """The parameters as a state of this program has them between steps."""
+        return params if self.offload.parameters == "host" else super().at_rest(params)
+
+    # -- outside of a step -----------------------------------------------------------------------
+
+    def consensus(self, state: TrainState) -> TrainState:
+        """The state that evaluation and generation use, its parameters on the devices."""
+        parts = jax.tree.map(
+            lambda x: _brought(x) if isinstance(x, Evaluated) else x,
+            state.opt_state,
+            is_leaf=lambda x: isinstance(x, Evaluated),
+        )
+        return super().consensus(dataclasses.replace(self.trained(state), opt_state=parts))
+
+    def trained(self, state: TrainState) -> TrainState:
+        """The state with the parameters on the devices, laid out as other programs have them."""
+        if self.offload.parameters == "none":
+            return state
+        where = shardings(state.params, self.layout.parameter, self.layout)
+        return dataclasses.replace(state, params=jax.device_put(state.params, where))
+
+    def with_weights(
+        self, state: TrainState, params: nnx.State, statistics: nnx.State
+    ) -> TrainState:
+        """As of `Program`; what it makes anew is on the devices."""
+        return super().with_weights(state, on_device(params), statistics)
+
+
+def _brought(tree: Any) -> Any:
+    """Arrays of hosts in the memory of their devices, outside of a program."""
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, x.sharding.with_memory_kind("device")) if is_pinned(x.sharding) else x
+        ),
+        tree,
+    )
+
+
+def _as(x: jax.Array, like: jax.Array) -> jax.Array:
+    return jax.device_put(x, jax.typeof(like).memory_space)

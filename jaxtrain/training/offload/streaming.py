@@ -1,0 +1,189 @@
+"""Arrays in host memory, brought to the devices for an update: a layer's at a time, and back.
+
+A loop over layers reads a slice of every array, computes, and writes the slices back where they
+came from, so that a device holds one layer's beside what it holds anyway, and a host nothing twice.
+Within a layer the compiler begins to read all arrays at once and writes each as soon as it is done,
+in both directions of the link at the same time. Letter: L layers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.training.finetune.tuning import named, told_apart
+from jaxtrain.training.guard import selected
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_PINNED = "pinned_host"
+
+# (slices kept, slices given, layer) -> (slices to keep, what is made).
+OfLayer = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
+
+
+def pinned(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+    """The same parts on the same devices, each in the memory of its device's host."""
+    return sharding.with_memory_kind(_PINNED)
+
+
+def is_pinned(sharding: jax.sharding.Sharding) -> bool:
+    """Whether arrays that lie so are in the memory of hosts."""
+    return sharding.memory_kind == _PINNED
+
+
+def on_device(tree):  # noqa: ANN001, ANN201 - any pytree of arrays, the same out
+    """Every array in the memory of the devices, inside a program."""
+    return jax.tree.map(lambda x: jax.device_put(x, DEVICE), tree)
+
+
+def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
+    """`function` of one layer after the other.
+
+    Args:
+      function: takes slices [1, ...] on the devices, and int32 [1], which layer they are.
+      kept: arrays [L, ...] that it changes, each written back in place to where it lies.
+      given: arrays [L, ...] that it reads, wherever they lie; scalars are the same for all layers.
+
+    Returns:
+      What is kept, and what was made, [L, ...] on the devices.
+    """
+    homes = jax.tree.map(lambda x: jax.typeof(x).memory_space, kept)
+    kept, given = (jax.tree.map(_whole_if_small, tree) for tree in (kept, given))
+    count = next(x.shape[0] for x in jax.tree.leaves((kept, given)) if x.ndim)
+
+    def one(kept: Any, layer: jax.Array) -> tuple[Any, Any]:
+        def read(x: jax.Array) -> jax.Array:
+            if x.ndim == 0:
+                return x
+            return jax.device_put(jax.lax.dynamic_slice_in_dim(x, layer, 1), DEVICE)
+
+        def write(x: jax.Array, new: jax.Array) -> jax.Array:
+            new = jax.device_put(new, jax.typeof(x).memory_space)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, layer, 0)
+
+        slices, read_only = jax.tree.map(read, (kept, given))
+        new, made = function(slices, read_only, layer[None])
+        return jax.tree.map(write, kept, new), jax.tree.map(lambda x: x[0], made)
+
+    kept, made = jax.lax.scan(one, kept, jnp.arange(count))
+    return jax.tree.map(jax.device_put, kept, homes), made
+
+
+def _whole_if_small(x: jax.Array) -> jax.Array:
+    """Vectors of all layers go at once: a slice of them would be a row out of a tile of memory."""
+    return jax.device_put(x, DEVICE) if x.ndim < 3 else x
+
+
+def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
+    """The names of parameters that are updated together: stacks of as many layers each, the rest.
+
+    Returns:
+      L and names, where each name is one of L layers; None and the names of those of no layer.
+    """
+    found: dict[int | None, list[str]] = {}
+    for name, variable in named(params).items():
+        stacked = logical_axes(variable)[:1] == ("layers",)
+        count = variable.get_value().shape[0] if stacked else None
+        found.setdefault(count, []).append(name)
+    return [(count, frozenset(names)) for count, names in found.items()]
+
+
+def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it
+    """The same tree, each State in it with the variables of these names alone."""
+    return _states(lambda state: told_apart(state, lambda name, _: name in names)[0], tree)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The tree whose parts these are; of what stands beside its States the first part's."""
+    return _states(lambda *states: nnx.merge_state(*states), *parts)
+
+
+def _states(function: Callable[..., Any], *trees: Any) -> Any:
+    def one(first: Any, *others: Any) -> Any:
+        return function(first, *others) if isinstance(first, nnx.State) else first
+
+    return jax.tree.map(one, *trees, is_leaf=lambda x: isinstance(x, nnx.State))
+
+
+def streamed(
+    first: Iterable[optax.GradientTransformation], rest: Iterable[optax.GradientTransformation]
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.chain` of both, its state wherever it lies, streamed through the devices.
+
+    Args:
+      first: what needs all gradients at once, such as a clip by their norm; it keeps nothing.
+      rest: what updates each parameter, and each of its layers, on its own.
+    """
+    first, rest = tuple(first), tuple(rest)
+    before: Any = optax.chain(*first) if first else None
+    after: Any = optax.chain(*rest)
+
+    def init(params: Any) -> Any:
+        return (*(before.init(params) if first else ()), *after.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, good: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """As optax's; where `good` is given and false the state stays as it was."""
+        none = ()
+        if first:
+            updates, none = before.update(updates, state[: len(first)], on_device(params))
+        found = [
+            _update(after, names, layers, updates, state[len(first) :], params, good, extra)
+            for layers, names in stacks(params)
+        ]
+        return joined([one for one, _ in found]), (*none, *joined([one for _, one in found]))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _update(
+    rule: Any,
+    names: frozenset[str],
+    layers: int | None,
+    updates: Any,
+    state: Any,
+    params: Any,
+    good: jax.Array | None,
+    extra: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The rule's update of the parameters of these names, and its state of them."""
+    updates, state, params, extra = (part(x, names) for x in (updates, state, params, extra))
+    arrays, structure = jax.tree.flatten(state)
+    large = [x.ndim > 0 for x in arrays]
+    counts = [x for x in arrays if x.ndim == 0]
+
+    def whole(kept: list[jax.Array], counts: list[jax.Array]) -> Any:
+        of_kept, of_counts = iter(kept), iter(counts)
+        return structure.unflatten([next(of_kept if one else of_counts) for one in large])
+
+    def one(kept: Any, given: Any, layer: jax.Array | None) -> tuple[Any, Any]:
+        updates, held = kept
+        params, extra = given
+        if layer is not None:
+            extra = {**extra, "layers": layer}
+        updates, new = rule.update(updates, whole(held, counts), params, **extra)
+        new = jax.tree.leaves(new)
+        held = selected(good, [x for x in new if x.ndim], held)
+        made = selected(good, [x for x in new if not x.ndim], counts)
+        return (updates, held), [x[None] for x in made]
+
+    held = [x for x in arrays if x.ndim]
+    given = params, _without_layers(extra)
+    if layers is None:
+        homes = [jax.typeof(x).memory_space for x in held]
+        (updates, held), made = one((updates, on_device(held)), on_device(given), None)
+        held = [jax.device_put(x, home) for x, home in zip(held, homes, strict=True)]
+    else:
+        (updates, held), made = over_layers(one, (updates, held), given)
+    return updates, whole(held, [x[-1] for x in made])
+
+
+def _without_layers(extra: dict[str, Any]) -> dict[str, Any]:
+    """`layers` is the order of a pipeline's, which no state that is streamed has."""
+    assert extra.get("layers") is None, "a pipeline's state is not streamed"
+    return {name: value for name, value in extra.items() if name != "layers"}

@@ -1,0 +1,315 @@
+"""State in the memory of hosts: where it lies, that nothing else changes, and its bytes."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import compile_step, make_layout, needs_libtpu, text_batch
+from conftest import make_program as make_plain
+from flax import nnx
+
+from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.plan import plan
+from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.guard import Guard
+from jaxtrain.training.offload import on_host
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload.on_host import OnHost
+from jaxtrain.training.offload.streaming import is_pinned, streamed
+from jaxtrain.training.optimizers.optimizer import Optimizer, chained, make_optimizer
+from jaxtrain.training.optimizers.rule import rules
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import Program
+
+MODEL = GPT(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, context_length=16)
+BATCH = text_batch(rows=8, length=16, vocab_size=64)
+STATE, PARAMETERS = Offload(optimizer_state="host"), Offload(parameters="host")
+BOTH = Offload(optimizer_state="host", parameters="host")
+ADAMW = Optimizer(learning_rate=1e-2)
+
+
+# -- the update, one layer at a time ---------------------------------------------------------------
+
+SHAPES = {
+    "table": ((8, 4), ("vocab", "vocab_embed"), "embedding"),
+    "up": ((3, 4, 8), ("layers", "embed", "mlp"), None),
+    "qkv": ((3, 3, 4, 2, 2), ("layers", "qkv", "embed", "heads", "head_dim"), None),
+    "scale": ((3, 4), ("layers", "vector"), "norm"),
+    "last": ((4,), ("vector",), "norm"),
+}
+FAST = ("adamw", "adafactor", "adam8bit", "schedule_free", "sophia_h")
+
+
+def tree(seed: int) -> nnx.State:
+    rng = np.random.default_rng(seed)
+    return nnx.State(
+        {
+            name: nnx.Param(jnp.asarray(rng.normal(size=shape), jnp.float32), axes=axes, role=role)
+            for name, (shape, axes, role) in SHAPES.items()
+        }
+    )
+
+
+def after_three(rule: str, join: Any, **shared: Any) -> Any:
+    """Updates and the state after three steps of a rule."""
+    settings = Optimizer(rule=rules()[rule](), learning_rate=1e-2, clip_norm=0.5, **shared)
+    optimizer: Any = make_optimizer(settings, optax.constant_schedule(1e-2), join)
+    params = tree(0)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, gradients: Any, curvature: Any) -> Any:
+        more = {"curvature": (jnp.array(True), curvature)} if "sophia" in rule else {}
+        updates, state = optimizer.update(gradients, state, params, **more)
+        return optax.apply_updates(params, updates), state
+
+    for seed in range(1, 4):
+        params, state = step(params, state, tree(seed), tree(seed + 10))
+    return params, state
+
+
+@pytest.mark.parametrize(
+    "rule", [*FAST, *(pytest.param(r, marks=pytest.mark.slow) for r in rules() if r not in FAST)]
+)
+def test_a_layer_at_a_time_is_the_update_of_all(rule):
+    shared = {"average_decay": 0.9, "moments": "bfloat16"} if rule == "adamw" else {}
+    whole, layers = (after_three(rule, join, **shared) for join in (chained, streamed))
+    assert jax.tree.structure(whole) == jax.tree.structure(layers)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(layers), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+# -- the whole step --------------------------------------------------------------------------------
+
+
+def make_program(offload: Offload | None, zero: int = 3, **changes: Any) -> Program:
+    join = streamed if offload is not None and offload.optimizer_state == "host" else chained
+    optimizer = make_optimizer(ADAMW, optax.constant_schedule(1e-2), join)
+    layout = make_layout(zero, fsdp=2, tensor=2)
+    program = make_plain(MODEL, layout, optimizer=optimizer, **changes)
+    if offload is None:
+        return program
+    fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
+    return OnHost(**fields, offload=offload)
+
+
+@functools.cache
+def with_both() -> tuple[Any, list[float]]:
+    return trained(make_program(BOTH))
+
+
+def trained(program: Program, steps: int = 3) -> tuple[Any, list[float]]:
+    step, state = compile_step(program, BATCH), program.create(0)
+    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    losses = []
+    with program.layout.active():
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@functools.cache
+def never_offloaded(zero: int) -> tuple[Any, list[float]]:
+    return trained(make_program(None, zero))
+
+
+@pytest.mark.parametrize(
+    ("offload", "zero"),
+    [(BOTH, 3), pytest.param(BOTH, 1, marks=pytest.mark.slow),
+     pytest.param(STATE, 3, marks=pytest.mark.slow),
+     pytest.param(PARAMETERS, 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
+    of_both = (offload, zero) == (BOTH, 3)
+    state, losses = with_both() if of_both else trained(make_program(offload, zero))
+    plain, expected = never_offloaded(zero)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    for part, where in (("opt_state", offload.optimizer_state), ("params", offload.parameters)):
+        for variable in jax.tree.leaves(getattr(state, part), is_leaf=is_variable):
+            if is_variable(variable):
+                assert is_pinned(variable.get_value().sharding) == (where == "host")
+    found, wanted = (jax.device_get(x.params) for x in (state, plain))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        if "bias" not in name:  # a key's bias has a gradient of rounding errors alone
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monkeypatch):
+    state, losses = with_both()
+    monkeypatch.setattr(on_host, "pinned", lambda sharding: sharding)
+    on_devices, expected = trained(make_program(BOTH))
+    assert not any(is_pinned(x.sharding) for x in jax.tree.leaves(on_devices))
+    assert losses == expected
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_devices), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.slow
+def test_a_bad_step_leaves_every_bit_of_it():
+    program = make_program(BOTH, guard=Guard(policy="skip"))
+    step, state = compile_step(program, BATCH), program.create(0)
+    before = jax.device_get(state)
+    bad = dataclasses.replace(BATCH, loss_mask=np.full_like(BATCH.loss_mask, np.nan))
+    with program.layout.active():
+        state, metrics = step(state, jax.device_put(bad, program.batch_shardings(bad)))
+        assert metrics["bad"] == 1
+        for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(state.params), strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b))
+        kept = jax.tree.leaves(before.opt_state), jax.tree.leaves(state.opt_state)
+        for a, b in zip(*kept, strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b))
+        good = jax.device_put(BATCH, program.batch_shardings(BATCH))
+        state, metrics = step(state, good)
+    assert metrics["bad"] == 0
+    assert np.any(np.asarray(jax.tree.leaves(state.params)[0]) != jax.tree.leaves(before.params)[0])
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def config_of(tiny_config: Path, steps: int, offload: Offload, **bindings: Any) -> Any:
+    said = [f"Offload.{name} = {where!r}" for name, where in vars(offload).items()]
+    said += [f"{name} = {value!r}" for name, value in bindings.items()]
+    return load_config(
+        str(tiny_config), [f"Train.steps = {steps}", "Schedule.name = 'constant'", *said]
+    )
+
+
+def test_a_run_goes_on_with_and_without(tiny_config, tmp_path):
+    """Two steps with, two more without: bits as they were saved, and the losses of one run."""
+    alone = Trainer(config_of(tiny_config, 4, Offload()))
+    alone.train()
+    with_it = Trainer(config_of(tiny_config, 2, BOTH), tmp_path / "run")
+    with_it.train()
+    with_it.set_weights(with_it.weights())
+    state = with_it.state
+    assert all(is_pinned(x.sharding) for x in jax.tree.leaves(state.params))
+    saved = jax.device_get((state.params, state.opt_state))
+    with_it.close()
+
+    without = Trainer(config_of(tiny_config, 4, Offload()), tmp_path / "run")
+    assert without.steps_done == 2
+    assert not any(is_pinned(x.sharding) for x in jax.tree.leaves(without.state))
+    restored = without.state.params, without.state.opt_state
+    for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b))
+    without.train()
+    without.close()
+
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "eval_loss"):
+        found = [line[name] for line in lines if name in line and line["step"] in (1, 2, 3, 4)]
+        expected = [line[name] for line in alone.history if name in line]
+        np.testing.assert_allclose(found[-len(expected) :], expected, rtol=1e-5)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("bindings", "says"),
+    [
+        ({"Mesh.pipe": 2, "Mesh.tensor": 1}, "with Mesh.pipe=2"),
+        ({"Exchange.method": "gossip"}, "with Exchange.method='gossip'"),
+        ({"Corruption.replay_every": 2}, "with Corruption.replay_every=2"),
+    ],
+)
+def test_what_it_does_not_go_together_with(tiny_config, bindings, says):
+    config = config_of(tiny_config, 2, STATE, **bindings)
+    with pytest.raises(UserError, match=re.escape(f"Offload.optimizer_state='host' {says}")):
+        preflight.check(config, device_count=8, platform="cpu")
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+# Sizes of whole tiles: a TPU pads nothing.
+LARGE = """
+Train.model = @GPT()
+Train.data = @TextData()
+Train.steps = 2
+Train.global_batch_size = 8
+GPT.vocab_size = 2048
+GPT.num_layers = 4
+GPT.embed_dim = 1024
+GPT.num_heads = 8
+GPT.context_length = 128
+TextData.source = 'synthetic'
+TextData.synthetic_vocab_size = 2048
+TextData.sequence_length = 128
+Mesh.fsdp = 8
+"""
+
+
+def large(offload: Offload) -> Any:
+    said = [f"Offload.{name} = {where!r}" for name, where in vars(offload).items()]
+    return load_config(LARGE, said)
+
+
+@pytest.mark.parametrize("offload", [STATE, PARAMETERS, BOTH])
+def test_a_plan_has_its_bytes_on_the_host(offload):
+    layout = abstract_layout(large(offload), 8)
+    plain, found = (argument_bytes(large(one), layout) for one in (Offload(), offload))
+    counts = 8  # two numbers of 4 bytes that count updates
+    moments = plain.optimizer - counts
+    assert moments == 2 * plain.params
+    expected = moments * (offload.optimizer_state == "host")
+    expected += plain.params * (offload.parameters == "host")
+    assert found.host == expected
+    assert found.total == plain.total - expected
+    assert found.params == plain.params * (offload.parameters == "none")
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_tpus_compiler_has_them_there_too():
+    """Arguments on both sides to the byte; nothing twice on the host; one layer's state at a time
+    on the device, and written while the next array is read."""
+    config, target = large(STATE), parse_target("v5e:2x4")
+    layout = planned_layout(config, target)
+    compiled = lower(config, layout).compile()
+    stats: Any = compiled.memory_analysis()
+    found = argument_bytes(config, layout)
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == found.host
+    assert stats.host_temp_size_in_bytes == 0
+    assert abs(stats.argument_size_in_bytes - found.total) < 1 << 16  # vectors fill no tile
+    moved = re.findall(r"dynamic-(slice|update-slice)-(start|done)\(", compiled.as_text() or "")
+    order = "".join(f"{which[0]}{when[0]}" for which, when in moved)
+    assert re.search("ss.*us.*sd", order), "a layer's last array is read while the first is written"
+    assert stats.temp_size_in_bytes < found.host, (stats, found)
+
+
+def test_a_plan_shows_them():
+    found = plan(large(BOTH), "v5e:2x4", compile=False)
+    assert found.to_json()["memory"]["host"] == found.estimate.arguments.host > 0
+    assert "in host memory" in found.table()
+    assert any("host memory" in one for one in found.time.assumptions)
+
+
+def test_precision_of_the_copy_is_that_of_the_products():
+    program = make_program(PARAMETERS, precision=Precision(compute="bfloat16"))
+    with program.layout.active():
+        held = jax.eval_shape(program._fetched, program.abstract_state())
+    assert held.params["layers"]["up"].get_value().dtype == jnp.bfloat16
+    assert held.params["layers"]["mlp_norm_scale"].get_value().dtype == jnp.float32
