@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tpu_cycles import ESTIMATE, PEAK
 from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
+from jaxtrain.analysis.planning.compiled.schedule import ESTIMATE, PEAK
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.analysis.profiling.costs import CONTAINERS

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.pipeline_cycles import Tick, tick_of  # noqa: E402 - after the path
-from benchmarks.tpu_cycles import PEAK, Step, expected  # noqa: E402
+from benchmarks.tpu_cycles import expected  # noqa: E402
+from jaxtrain.analysis.planning.compiled.schedule import PEAK, Scheduled  # noqa: E402
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
 from jaxtrain.parallel.compilation import xla_options  # noqa: E402
 from jaxtrain.training.pipeline.schedules import make_schedule  # noqa: E402
@@ -25,7 +26,7 @@ pytestmark = needs_libtpu
 WIDTH = 1024
 
 
-def looped(turns: int) -> Step:
+def looped(turns: int) -> Scheduled:
     """Of `turns` products of [WIDTH, WIDTH] and an addition to what each gives."""
     target = parse_target("v5e:2x2")
     device = target_devices(target)[0]
@@ -88,7 +89,7 @@ def test_a_collective_with_nothing_beside_it_is_waited_for() -> None:
     assert step.waited == pytest.approx(3 * seconds * 459e12 / 2**18, abs=3)
 
 
-def of_two_gathered_weights(name: str, *, ours: bool = False) -> tuple[Step, int, int]:
+def of_two_gathered_weights(name: str, *, ours: bool = False) -> tuple[Scheduled, int, int]:
     """Layers of two products, both weights gathered: the step, its layers, a weight's elements."""
     target = parse_target(name)
     devices = np.array(target_devices(target))
@@ -137,7 +138,7 @@ def test_with_our_options_products_run_beside_gathers(name: str) -> None:
     assert total(ours) < 0.95 * total(plain)
 
 
-def total(step: Step) -> int:
+def total(step: Scheduled) -> float:
     """All cycles that are known."""
     return step.products + step.rest + step.waited
 

@@ -146,7 +146,7 @@ class _Walk:
                         continue
                 if kind == "all-reduce" and inside.name.startswith(_TPU_REDUCE_SCATTER):
                     kind = "reduce-scatter"
-                given = self.given_count(name)
+                given = given_count(self.branch_counts, name)
                 runs = count if given is None else _times(given, scoped)
                 taken = _TAKEN.search(name)
                 if taken and runs is not None:
@@ -157,7 +157,11 @@ class _Walk:
             if one.opcode == "while":
                 trips = self.module.trip_count(one)
                 runs = _times(count, trips)
-                within = scoped if self.given_count(name) is None else _times(scoped, trips)
+                within = (
+                    scoped
+                    if given_count(self.branch_counts, name) is None
+                    else _times(scoped, trips)
+                )
             for called in one.called:
                 below = chains if one.opcode == "fusion" else {}
                 yield from self.computation(
@@ -200,16 +204,18 @@ class _Walk:
                 launch=launch,
             )
 
-    def given_count(self, op_name: str) -> int | None:
-        if self.branch_counts is None:
-            return None
-        if not isinstance(self.branch_counts, Mapping):
-            return self.branch_counts(op_name)
-        for scope, count in self.branch_counts.items():
-            # Whole names: "send_1" is not in "send_12"; "transpose(jvp(send_1))" holds it.
-            if re.search(rf"(?<!\w){re.escape(scope)}(?!\w)", op_name):
-                return count
+
+def given_count(branch_counts: BranchCounts | None, op_name: str) -> int | None:
+    """Runs a step of what has this path of scopes, where that is given; else None."""
+    if branch_counts is None:
         return None
+    if not isinstance(branch_counts, Mapping):
+        return branch_counts(op_name)
+    for scope, count in branch_counts.items():
+        # Whole names: "send_1" is not in "send_12"; "transpose(jvp(send_1))" holds it.
+        if re.search(rf"(?<!\w){re.escape(scope)}(?!\w)", op_name):
+            return count
+    return None
 
 
 def _times(count: int | None, trips: int | None) -> int | None:
