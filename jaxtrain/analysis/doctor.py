@@ -18,6 +18,8 @@ EXTRAS = {
     "gcs": ("gcsfs",),
     "formats": ("pyarrow",),
     "chat": ("jinja2",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny",),
     "demo": ("scikit-learn", "mlxtend"),
     "dev": ("pytest", "ruff", "torch", "transformers"),
 }

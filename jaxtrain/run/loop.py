@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtrain.run.garbage import Garbage
 from jaxtrain.run.metrics import MetricsLog, lacks_evaluation
 from jaxtrain.run.recorder import Recorder
 from jaxtrain.run.saved import SavedRun
+from jaxtrain.run.tracking.tracking import Tracking
 from jaxtrain.training.guard import Guard, Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.settings import Best, Train
@@ -42,6 +43,7 @@ class Loop:
       best: which evaluation is the best.
       lines: those of the metrics so far.
       open_log: of the steps after a first one up to a last one.
+      tracking: who else takes the metrics, of lines that survive a resume.
       say: takes a line for people.
       next_batch: the number of the batch that the next step takes.
       steps_done: optimizer steps taken, known without asking the device.
@@ -59,6 +61,7 @@ class Loop:
     best: Best
     lines: Callable[[], list[dict[str, Any]]]
     open_log: Callable[[int, int], MetricsLog]
+    tracking: Sequence[Tracking]
     say: Callable[[str], None]
     next_batch: int
     steps_done: int
@@ -90,6 +93,7 @@ class Loop:
                         recorder.close()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
+            self._tell_trackers(self.saved.on_disk() if self.saved.keeps else self.steps_done)
             if self.folder is not None:
                 self.folder.push_or_report()
         return values
@@ -143,6 +147,8 @@ class Loop:
             with phases.phase("start"):
                 log = stack.enter_context(closing(self.open_log(first, last)))
                 stream = stack.enter_context(self.feed.training(self.dataset(), self.next_batch))
+                for one in self.tracking:
+                    one.go_on()
             if self._owes_evaluation(last):
                 with log.paused():
                     values = self.evaluate(log)
@@ -226,6 +232,7 @@ class Loop:
                 self._save()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
+        self._tell_trackers(self.saved.on_disk())
         self._account(log)
         raise Preempted(self.steps_done, reason)
 
@@ -237,6 +244,12 @@ class Loop:
                 next_batch=self.next_batch,
                 digest=self.dataset().digest,
             )
+        if self.saved.keeps:
+            self._tell_trackers(self.saved.on_disk())
+
+    def _tell_trackers(self, step: int) -> None:
+        for one in self.tracking:
+            one.up_to(step)
 
     def _go_back(self, rewind: Rewind, target: int) -> None:
         """Restores a state from before a bad step and passes over the batches around it."""

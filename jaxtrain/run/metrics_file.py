@@ -39,8 +39,7 @@ class MetricsFiles:
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line; infinities and NaN, which JSON does not have, become null."""
         self._lines.append((json.dumps(strict(line), allow_nan=False) + "\n").encode())
-        numbers = {n: x for n, x in line.items() if n != "step" and isinstance(x, int | float)}
-        self._events.write(int(line["step"]), numbers)
+        self._events.write(int(line["step"]), numbers_of(line))
 
     def draw(self) -> None:
         """Draws loss.png beside the training; leaves it out while the last drawing is going on."""
@@ -84,6 +83,11 @@ def strict(line: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()
     }
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """What a line says of its step, as far as that is numbers."""
+    return {n: x for n, x in line.items() if n != "step" and isinstance(x, int | float)}
 
 
 def read_lines(file: Place) -> list[dict[str, Any]]:

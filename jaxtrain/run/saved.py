@@ -19,6 +19,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
 from jaxtrain.run.start import first_parameters, restored_parameters
+from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.run.weights import with_trained
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Config
@@ -140,6 +141,15 @@ class SavedRun:
         with jax.transfer_guard("allow"):
             self._checkpoints.save(step, state, extra)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether states are kept at all."""
+        return self._checkpoints is not None
+
+    def on_disk(self) -> int:
+        """The step of the newest state that is complete there; 0 where there is none."""
+        return (None if self._checkpoints is None else self._checkpoints.latest_step()) or 0
+
     def keep_best(self, steps: Sequence[int]) -> None:
         """From now on the checkpoint of the last of these steps that is saved stays."""
         if self._checkpoints is not None:
@@ -199,4 +209,4 @@ def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
     if isinstance(workdir, BucketPath):
         require("workdir", workdir)
     refuse_held(workdir)
-    return RunFolder(workdir, pull=[METRICS_FILE], report=report)
+    return RunFolder(workdir, pull=[METRICS_FILE, *POSITION_FILES], report=report)

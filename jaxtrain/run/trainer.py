@@ -51,6 +51,8 @@ from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
 from jaxtrain.run.show.plot import loss_figure, reference_losses
 from jaxtrain.run.show.progress import quiet
+from jaxtrain.run.tracking.services import Track
+from jaxtrain.run.tracking.tracking import Tracking, trackings
 from jaxtrain.run.weights import merged, on_host, weights, with_weights
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.objectives.losses import Sums
@@ -89,6 +91,7 @@ class Trainer:
         step: int | None = None,
         devices: Sequence[jax.Device] | None = None,
         attempt: Attempt | None = None,
+        track: Track | None = None,
     ) -> None:
         """Checks, opens the data, builds the mesh, and restores the newest checkpoint or starts.
 
@@ -100,6 +103,8 @@ class Trainer:
           step: of the checkpoint to look at, where `read_only`; None: the newest.
           devices: those that the mesh is laid over, such as `jax.devices()[:1]`; None: all.
           attempt: this start of the run; None: one that nobody but this process's signals stops.
+          track: called with (step, metrics) for each line of the metrics that survives a resume, in
+            a thread of its own and in process 0 alone.
 
         Raises:
           UserError: the configuration cannot run on these devices, or is another run's; there is
@@ -150,6 +155,7 @@ class Trainer:
             before_seal=nothing if self._folder is None else self._folder.push,
             phases=self._attempt.phases,
         )
+        self._tracking = () if read_only else self._trackers(track)
         if step is None:
             state, next_batch = self._saved.newest(lambda: self._opened)
         else:
@@ -168,6 +174,7 @@ class Trainer:
             best=config.best,
             lines=lambda: self.history,
             open_log=self._open_log,
+            tracking=self._tracking,
             say=self.say,
             next_batch=next_batch,
             steps_done=int(state.step),
@@ -563,8 +570,20 @@ class Trainer:
             history=self._lines,
         )
 
+    def _trackers(self, track: Track | None) -> list[Tracking]:
+        return trackings(
+            self.config,
+            track,
+            folder=None if self._folder is None else self._folder.local,
+            named="in memory" if self.workdir is None else self.workdir.name,
+            lines=self._lines,
+            say=self.say,
+        )
+
     def close(self) -> None:
         """Waits for the checkpoint being written, and brings the rest to the run's folder."""
         self._saved.close()
+        for one in self._tracking:
+            one.close()
         if self._folder is not None and self._attempt.folder is None:
             self._folder.close()

@@ -46,6 +46,7 @@ from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.published import SCHEME, config_text
+from jaxtrain.training.tracker import Tracker
 
 
 @configurable
@@ -349,6 +350,7 @@ class Config:
     corruption: Corruption
     deadlines: Deadlines
     finetune: Finetune
+    tracker: Tracker
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 

@@ -29,6 +29,7 @@ from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
 from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
 from jaxtrain.run.cluster.token import RunToken
 from jaxtrain.run.metrics_file import METRICS_FILE
+from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.training.settings import Config
 
 FAILED = 1
@@ -78,7 +79,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             peers = _meet(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
             stack.callback(peers.close)
             lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
-            own = (METRICS_FILE, GOODPUT_FILE) if peers.process_id == 0 else ()
+            own = (METRICS_FILE, GOODPUT_FILE, *POSITION_FILES) if peers.process_id == 0 else ()
             folder = RunFolder(workdir, pull=own, may_write=_fence(lock), report=say)
             stack.callback(folder.close)
         attempt = Attempt(

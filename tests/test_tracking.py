@@ -1,0 +1,234 @@
+"""Trackers: lines that survive a resume, each once, and services that fail or are not there."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.checkpoint.retention import sealed_steps
+from jaxtrain.run.metrics_file import METRICS_FILE, lines_of, numbers_of
+from jaxtrain.run.tracking.services import open_service
+from jaxtrain.run.tracking.tracking import Tracking
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.stepper import Stepper
+from jaxtrain.training.tracker import Tracker
+
+
+class Service:
+    """Keeps what it is given; as many calls as `failing` fail first."""
+
+    name = "track"
+
+    def __init__(self, run="run 7", failing=0):
+        self.run, self.failing, self.got = run, failing, []
+
+    def track(self, step, metrics):
+        if self.failing:
+            self.failing -= 1
+            raise ConnectionError("no route")
+        self.got.append((step, metrics))
+
+    def close(self):
+        self.got.append("closed")
+
+
+def write(folder, *steps):
+    with (folder / METRICS_FILE).open("a") as file:
+        for step in steps:
+            file.write(json.dumps({"step": step, "loss": 1 / step, "mfu": None, "why": "x"}) + "\n")
+
+
+def tracking(folder, service, said=None):
+    asked = []
+
+    def opened(run):
+        asked.append(run)
+        return service
+
+    found = Tracking(opened, "track", folder, [], (said if said is not None else []).append)
+    found.go_on()
+    return found, asked[0]
+
+
+# -- what is given, and when -----------------------------------------------------------------------
+
+
+def test_a_line_is_given_once_its_step_is_saved_and_never_again(tmp_path):
+    write(tmp_path, 1, 2, 2, 3)
+    service = Service()
+    one, asked = tracking(tmp_path, service)
+    assert asked is None
+    one.up_to(2)
+    one.up_to(2)
+    one.close()
+    assert service.got == [(1, {"loss": 1}), (2, {"loss": 0.5}), (2, {"loss": 0.5}), "closed"]
+
+    # The next start knows the run, and goes on behind what was given.
+    again = Service()
+    one, asked = tracking(tmp_path, again)
+    assert asked == "run 7"
+    write(tmp_path, 4)
+    one.up_to(3)
+    one.close()
+    assert again.got == [(3, {"loss": 1 / 3}), "closed"]
+
+
+def test_lines_that_a_run_takes_back_are_given_as_they_became(tmp_path):
+    write(tmp_path, 1, 2, 3, 4)
+    service = Service()
+    one, _ = tracking(tmp_path, service)
+    one.up_to(4)
+    one.go_on()  # in its thread, behind that
+    (tmp_path / METRICS_FILE).unlink()  # back to step 2: its lines are those of a shorter file
+    write(tmp_path, 1, 2)
+    one.go_on()
+    write(tmp_path, 3)
+    one.up_to(3)
+    one.close()
+    assert [step for step, _ in service.got[:-1]] == [1, 2, 3, 4, 3]
+
+
+def test_half_a_line_waits_for_its_rest(tmp_path):
+    write(tmp_path, 1)
+    service = Service()
+    one, _ = tracking(tmp_path, service)
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 2, "lo')
+        file.flush()
+        one.up_to(2)
+        one.go_on()  # in its thread, behind that
+        assert [step for step, _ in service.got] == [1]
+        file.write('ss": 3}\n')
+    one.up_to(2)
+    one.close()
+    assert service.got[1:] == [(2, {"loss": 3}), "closed"]
+
+
+def test_a_service_that_fails_is_told_and_given_the_lines_again(tmp_path):
+    write(tmp_path, 1, 2)
+    service, said = Service(failing=1), []
+    one, _ = tracking(tmp_path, service, said)
+    one.up_to(1)
+    one.up_to(2)
+    one.close()
+    assert [step for step, _ in service.got[:-1]] == [1, 2]
+    assert said == [
+        "track did not take the metrics up to step 1 (no route); they are given to it again at the "
+        "next checkpoint"
+    ]
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+BINDINGS = [
+    "Train.global_batch_size = 8", "Train.log_every = 1", "Train.eval_every = 4",
+    "Train.save_every = 2", "Train.eval_batches = 1", "MLP.widths = (64, 10)",
+]  # fmt: skip
+
+
+def test_a_function_gets_each_line_that_survives_a_killed_run(tmp_path, monkeypatch):
+    got = []
+
+    def track(step, metrics):
+        # Its checkpoint is there before it is told.
+        assert max(sealed_steps(tmp_path / "checkpoints")) >= step
+        got.append((step, dict(metrics)))
+
+    def trainer(steps):
+        config = load_config("mlp_digits", bindings=[*BINDINGS, f"Train.steps = {steps}"])
+        return Trainer(config, tmp_path, track=track)
+
+    killed = Stepper.checked_step
+
+    def dies_at_8(self, batch, step):
+        if step == 8:
+            raise KeyboardInterrupt
+        return killed(self, batch, step)
+
+    monkeypatch.setattr(Stepper, "checked_step", dies_at_8)
+    first = trainer(9)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    first.close()
+    assert {line["step"] for line in lines_of(tmp_path)} == set(range(1, 8))
+    assert [step for step, _ in got][:5] == [1, 2, 3, 4, 4]
+    assert max(step for step, _ in got) <= 6
+    monkeypatch.setattr(Stepper, "checked_step", killed)
+    second = trainer(9)
+    second.train()
+    second.close()
+    whole = [(line["step"], numbers_of(line)) for line in lines_of(tmp_path)]
+    assert got == whole
+    assert [step for step, _ in whole] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 9]
+
+
+def test_a_run_in_memory_gives_its_lines_at_its_end():
+    got = []
+    config = load_config("mlp_digits", bindings=[*BINDINGS, "Train.steps = 2"])
+    trainer = Trainer(config, track=lambda step, metrics: got.append(step))
+    trainer.train()
+    trainer.close()
+    assert got == [line["step"] for line in trainer.history] == [1, 2, 2]
+
+
+# -- services --------------------------------------------------------------------------------------
+
+
+def settings(name):
+    return {
+        "settings": Tracker(name=name, project="birds"), "named": "run_1", "config": "A.b = 1\n",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_service_that_is_not_installed_is_refused_by_its_extra(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=rf"needs jaxtrain\[{name}\] .* pip install 'jaxtrain"):
+        open_service(run=None, folder=None, **settings(name))
+
+
+def test_mlflow_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    first = open_service(run=None, folder=None, **settings("mlflow"))
+    first.track(1, {"loss": 2.5, "mfu": 0.25})
+    first.close()
+    second = open_service(run=first.run, folder=None, **settings("mlflow"))
+    second.track(3, {"loss": 1.5})
+    second.close()
+    client = MlflowClient()
+    assert client.get_experiment_by_name("birds").name == "birds"
+    found = client.get_metric_history(first.run, "loss")
+    assert [(one.step, one.value) for one in found] == [(1, 2.5), (3, 1.5)]
+    run = client.get_run(first.run)
+    assert (run.info.run_name, run.info.status) == ("run_1", "FINISHED")
+    assert run.data.tags["config.gin"] == "A.b = 1\n"
+
+
+def test_wandb_has_the_numbers(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    service = open_service(run=None, folder=tmp_path, **settings("wandb"))
+    service.track(1, {"loss": 2.5})
+    service.track(3, {"loss": 1.5})
+    service.close()
+    (file,) = (tmp_path / "wandb").glob(f"offline-run-*/run-{service.run}.wandb")
+    for _ in range(100):  # another process writes it
+        if file.read_bytes().count(b"loss") >= 2:
+            break
+        time.sleep(0.1)
+    assert b"birds" in file.read_bytes()
+    assert file.read_bytes().count(b"loss") >= 2
+
+
+def test_a_service_that_cannot_be_reached_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
+    with pytest.raises(UserError, match="Tracker.name = 'mlflow': it cannot be reached"):
+        open_service(run=None, folder=None, **settings("mlflow"))
