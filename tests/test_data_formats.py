@@ -17,6 +17,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.text import columnar
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.store import is_store
 
 TEXTS = [f'record {number}: "tea", \u2028\r\nand cake\n' for number in range(20)]
 
@@ -249,6 +250,24 @@ def test_files_that_are_cut_short_or_something_else_are_named(tmp_path):
     pyarrow.parquet.write_table(pa.table({"text": [1, 2]}), path)
     assert f"in {path} it holds int64, where strings are wanted" in refusal(path)
     assert "bad_records=-1; use 0 or more" in refusal(path, bad_records=-1)
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "b.csv", "b.tsv"])
+def test_an_empty_shard_among_others_is_named_and_nothing_is_half_written(name, tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    write_lines(corpus / "a.jsonl", TEXTS)
+    (corpus / name).write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
+    told = f"TextData.source: {corpus / name} is empty, without any record"
+    assert told in refusal(corpus)
+    assert told in refusal(str(corpus / "*.*"))
+    store = tmp_path / "store"
+    data = TextData(source=str(corpus))
+    with pytest.raises(UserError, match="is empty, without any record"):
+        prepare(data, store, workers=1, progress=lambda characters, tokens: None)
+    assert not is_store(store)
+    (corpus / name).unlink()
+    assert documents(corpus)[1]["documents"] == len(TEXTS)
 
 
 def test_a_long_field_of_a_csv_file_is_read(tmp_path):

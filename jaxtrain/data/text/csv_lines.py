@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
-from jaxtrain.data.text.records import BadRecord, check_field
+from jaxtrain.data.text.records import BadRecord, check_field, refuse_empty
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     """The text of every row of a file (RFC 4180; tabs in a .tsv); empty lines are passed over.
 
     Raises:
-      UserError: the file cannot be read, has no such column, or quotes that do not end.
+      UserError: the file cannot be read, is empty, has no such column, or quotes that do not end.
     """
     csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for documents
     delimiter = "\t" if plain_name(path).endswith(".tsv") else ","
@@ -28,7 +28,9 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
         )
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            header = next(rows, [])
+            header = next(rows, None)
+            if header is None:
+                refuse_empty(path)
             check_field(path, text_field, header)
             column, begin = header.index(text_field), rows.line_num + 1
             for row in rows:

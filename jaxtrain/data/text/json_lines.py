@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
-from jaxtrain.data.text.records import BadRecord
+from jaxtrain.data.text.records import BadRecord, refuse_empty
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
       text_field: the name whose value is a record's text.
 
     Raises:
-      UserError: the file cannot be read, or not unpacked.
+      UserError: the file cannot be read, or not unpacked, or is empty.
     """
     return read_taken(path, lambda record: _text(record, text_field))
 
@@ -30,6 +30,7 @@ def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T |
     bad."""
     # A binary file's lines end at a line feed alone: U+2028 may stand inside a JSON string.
     with reading(path) as lines:
+        number = 0
         for number, line in enumerate(lines, start=1):
             line = (line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line).removesuffix(b"\n")
             if not line.strip():
@@ -38,6 +39,8 @@ def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T |
                 yield take(_record(line))
             except BadLineError as error:
                 yield BadRecord(f"{path}:{number}: {error}")
+        if not number:
+            refuse_empty(path)
 
 
 class BadLineError(ValueError):

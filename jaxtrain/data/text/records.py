@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jaxtrain.config.errors import UserError, did_you_mean
 
@@ -69,6 +69,14 @@ class Records:
     def _named(self) -> str:
         more = self._bad - len(self._first)
         return "; ".join(self._first) + (f"; and {more:,} more" if more else "")
+
+
+def refuse_empty(path: object) -> NoReturn:
+    """Raises UserError of a file of records without a byte, which a copy that failed leaves."""
+    raise UserError(
+        f"TextData.source: {path} is empty, without any record; make it again, or remove it from "
+        "the source"
+    )
 
 
 def check_field(path: object, text_field: str, fields: Iterable[str]) -> None:
