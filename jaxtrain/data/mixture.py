@@ -13,6 +13,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.mixing import Mixing, Source, shares_by_size
 from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
+from jaxtrain.data.text.fill_in_middle import filled
 from jaxtrain.data.text.source import SOURCE, TextData
 from jaxtrain.data.tokenizer import Tokenizer
 
@@ -144,7 +145,7 @@ class Mixture:
         once = tuple(name in self.once for name in self.sources)
         header = {"kind": "mixture", "names": list(opened), "stages": stages, "once": once}
         first = next(iter(opened.values()))
-        return Dataset(
+        mixed = Dataset(
             Concatenated(tuple(_whole(one.train) for one in opened.values())),
             Concatenated(tuple(_whole(one.heldout) for one in opened.values())),
             digest_of(header, (one.digest for one in opened.values())),
@@ -153,9 +154,12 @@ class Mixture:
             "tokens",
             Mixing(sources, stages, once),
         )
+        middle = self.data.fill_in_middle
+        return mixed if middle is None else filled(mixed, middle)
 
     def _of(self, name: str) -> TextData:
-        return dataclasses.replace(self.data, source=self.sources[name])
+        # What is done to rows when they are drawn is done to those of all sources.
+        return dataclasses.replace(self.data, source=self.sources[name], fill_in_middle=None)
 
     def _facts(self, opened: Mapping[str, Dataset]) -> dict[str, float | int | str]:
         facts: dict[str, float | int | str] = {"source": ", ".join(self.sources.values())}

@@ -44,6 +44,14 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token(self, setting: str, name: str) -> int:
+        """The id of the token that a setting names.
+
+        Raises:
+          UserError: there is none of that name.
+        """
+        ...
+
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each text in turn, as arrays of `dtype`, without the end-of-text token."""
         ...
@@ -72,6 +80,16 @@ class ByteTokenizer:
         """The text; bytes that are not UTF-8 and ids over 255 come out as U+FFFD."""
         # 0xFF appears nowhere in UTF-8, so it stands for every id that is no byte.
         return bytes(min(int(token), 0xFF) for token in ids).decode("utf-8", errors="replace")
+
+    def token(self, setting: str, name: str) -> int:
+        """As in Tokenizer: a character of one byte."""
+        ids = self.encode(name)
+        if len(ids) != 1 or ids[0] == self.end_of_text:
+            raise UserError(
+                f"{setting} = {name!r}: a token of the byte tokenizer is one character of one "
+                "byte, such as '\\x01'; or set TextData.tokenizer to a tokenizer.json that has it"
+            )
+        return ids[0]
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for text in texts:
@@ -129,6 +147,16 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def token(self, setting: str, name: str) -> int:
+        """As in Tokenizer."""
+        found = self._tokenizer.token_to_id(name)
+        if found is None:
+            raise UserError(
+                f"{setting} = {name!r}: the tokenizer.json has no such token"
+                f"{did_you_mean(name, _special_tokens(self._tokenizer))}"
+            )
+        return found
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for batch in _batches(texts):

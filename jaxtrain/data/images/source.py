@@ -7,14 +7,17 @@ import jax
 import numpy as np
 from PIL import Image
 
+from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.stores import LabelledImages, Subset
+from jaxtrain.data.images.tars import is_tar, open_tars
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
@@ -36,6 +39,7 @@ class ImageData:
     Attributes:
       source: `'digits'` (1,797 of 8x8) or `'mnist5k'` (5,000 of 28x28), both from jaxtrain[demo]; a
         folder with a folder of PNG and JPEG files for each class, numbered by sorted name;
+        WebDataset's `.tar` files, one, a folder or a pattern (`*`, `**`, `?`, `[...]`) of them;
         `'tfds:NAME'`; or `'synthetic'`, random pixels for benchmarks.
       image_size: height and width that the model reads, in pixels. Images of another size are
         scaled to it by their shorter side and cut to their middle, unless `crop` is 'resized'.
@@ -53,9 +57,10 @@ class ImageData:
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the TFDS split to train on.
-      heldout_split: the TFDS split to evaluate on; None holds out a part of `train_split`.
+      heldout_split: the TFDS split to evaluate on, or of `.tar` files those with this word in their
+        names, such as 'val'; None holds out a part of `train_split`.
       image_feature: the TFDS feature that holds the image.
-      label_feature: the TFDS feature that holds the label.
+      label_feature: the TFDS feature that holds the label, or the field of a sample's `.json`.
     """
 
     source: Annotated[str, PathOr((*stores.DEMO, "synthetic", PREFIX))] = "digits"
@@ -91,7 +96,11 @@ class ImageData:
             raise UserError(f"ImageData.std = {self.std}: a standard deviation is over 0")
         check_heldout_fraction("ImageData.heldout_fraction", self.heldout_fraction)
         check_heldout_split(
-            "ImageData", self.train_split, self.heldout_split, named=self.source.startswith(PREFIX)
+            "ImageData",
+            self.train_split,
+            self.heldout_split,
+            # Whether a folder is one of tars is seen where it is opened.
+            named=self.source not in (*stores.DEMO, "synthetic"),
         )
 
     @property
@@ -197,10 +206,44 @@ class ImageData:
         if self.source in stores.DEMO:
             images, class_names = stores.DEMO[self.source](), _numbers(10)
         else:
+            files = self._tars()
+            if files:
+                return *self._of_tars(files), _numbers(self.num_classes)
             path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
+            check_heldout_split("ImageData", self.train_split, self.heldout_split, named=False)
             images, class_names = stores.folder(path)
         self._check_num_classes(len(class_names))
         return *self._hold_out(images), class_names
+
+    def _tars(self) -> list[Place]:
+        """The `.tar` files of a source that is such; none of another."""
+        if is_glob(self.source):
+            return glob_files(self.source, "ImageData.source")
+        path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
+        if not path.is_dir():
+            return [path] if is_tar(path.name) else []
+        return sorted(one for one in path.iterdir() if is_tar(one.name))
+
+    def _of_tars(self, files: list[Place]) -> tuple[LabelledImages, LabelledImages]:
+        word = self.heldout_split
+        held = [path for path in files if word is not None and word in path.name]
+        if word is not None and len(held) in (0, len(files)):
+            which = "all" if held else "none"
+            raise UserError(
+                f"ImageData.heldout_split = {word!r} is in the names of {which} of the "
+                f"{len(files)} files of ImageData.source = {self.source!r}, such as "
+                f"{files[0].name}; use a word that some of them have, or None"
+            )
+        rest = [path for path in files if path not in held]
+        opened = [open_tars(some, self.label_feature) for some in (rest, held) if some]
+        for images in opened:
+            most = int(images.labels().max())
+            if most >= self.num_classes:
+                raise UserError(
+                    f"ImageData.num_classes = {self.num_classes}, but ImageData.source = "
+                    f"{self.source!r} has a label {most}; set ImageData.num_classes = {most + 1}"
+                )
+        return (opened[0], opened[1]) if held else self._hold_out(opened[0])
 
     def _hold_out(self, images: LabelledImages) -> tuple[Subset, Subset]:
         labels = images.labels()

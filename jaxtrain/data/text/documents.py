@@ -1,11 +1,10 @@
 """Documents of text from files in any format, alone, by folders or globs; or from Python's own."""
 
 import dataclasses
-import fnmatch
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
@@ -135,45 +134,6 @@ def files_of(source: Place, split: str, setting: str) -> Files:
         else:
             left_out[path.suffix.lower() or NO_ENDING] += 1
     return Files(paths, left_out)
-
-
-def is_glob(source: str) -> bool:
-    """Whether a source is a pattern of paths and not the path of something."""
-    return bool(re.search(r"[*?\[]", source)) and ("://" in source or not Path(source).exists())
-
-
-def glob_root(source: str) -> str:
-    """The folder under which everything is that a pattern can match."""
-    parts = source.split("/")
-    first = next(place for place, part in enumerate(parts) if re.search(r"[*?\[]", part))
-    return "/".join(parts[:first]) or ("/" if source.startswith("/") else ".")
-
-
-def glob_files(source: str, root: Place) -> Files:
-    """The files that a pattern names: `*`, `?` and `[...]` within a name, `**` for any folders.
-
-    Raises:
-      UserError: none matches, or a link leads out of `root`.
-    """
-    under = glob_root(source)
-    patterns = (source if under == "." else source.removeprefix(under)).strip("/").split("/")
-    walked = list(walk_files(root, "TextData.source"))
-    paths = [path for path, name, _ in walked if _matches(name.split("/"), patterns)]
-    if not paths:
-        raise UserError(
-            f"TextData.source = {source!r}: none of the {len(walked):,} files under {root} matches "
-            "it; '*' stays within a name, '**' stands for any folders"
-        )
-    return Files(paths, {})
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    if not patterns:
-        return not names
-    first, *others = patterns
-    if first == "**":
-        return any(_matches(names[begin:], others) for begin in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], first) and _matches(names[1:], others)
 
 
 def read_embedded() -> Iterator[str]:

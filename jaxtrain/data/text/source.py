@@ -14,6 +14,7 @@ from jaxtrain.config.errors import UserError, counted, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
@@ -26,6 +27,7 @@ from jaxtrain.data.source import (
 from jaxtrain.data.text import documents, saved_datasets, token_files
 from jaxtrain.data.text.best_fit import BestFit
 from jaxtrain.data.text.fetching import fetched
+from jaxtrain.data.text.fill_in_middle import FillInMiddle, filled
 from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
@@ -60,6 +62,7 @@ class TextData:
         lets attention run across them, which kernels without segment ids need.
       packing: 'stream' lays documents end to end and cuts them into rows, with no padding;
         'best_fit' keeps those whole that fit a row (arXiv 2404.10830), and tells its padding.
+      fill_in_middle: `@FillInMiddle()`, in some documents the middle comes last; None: in none.
       tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
         tokenizer.json.
       end_of_text: the token of tokenizer.json that ends a document; None takes the usual names.
@@ -80,6 +83,7 @@ class TextData:
     sequence_length: int = 256
     separate_documents: bool = True
     packing: Literal["stream", "best_fit"] = "stream"
+    fill_in_middle: FillInMiddle | None = None
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
     heldout_fraction: float = 0.05
@@ -107,6 +111,11 @@ class TextData:
             raise UserError(
                 "TextData.packing = 'best_fit' keeps documents whole, which TextData."
                 "separate_documents = False does not tell apart; use 'stream', or True"
+            )
+        if self.fill_in_middle is not None and not self.separate_documents:
+            raise UserError(
+                "TextData.fill_in_middle moves parts of documents, which TextData."
+                "separate_documents = False does not tell apart; use None, or True"
             )
         # Whether a path has splits with names is seen where it is opened.
         named = self.source not in ("embedded", "synthetic")
@@ -147,6 +156,10 @@ class TextData:
         Raises:
           UserError: nothing there, nothing in it, or too little for one row in each split.
         """
+        opened = self._opened(seed)
+        return opened if self.fill_in_middle is None else filled(opened, self.fill_in_middle)
+
+    def _opened(self, seed: int) -> Dataset:
         if self.source == "synthetic":
             return _open_synthetic(self, seed)
         tokenizer = self.open_tokenizer()
@@ -264,7 +277,7 @@ class TextData:
         Raises:
           UserError: nothing is there.
         """
-        if self.source in ("embedded", "synthetic") or documents.is_glob(self.source):
+        if self.source in ("embedded", "synthetic") or is_glob(self.source):
             return None
         if tfds_name("TextData.source", self.source) is not None:
             return None
@@ -278,10 +291,10 @@ class TextData:
         Raises:
           UserError: nothing is there, or no split of that name.
         """
-        if documents.is_glob(self.source):
-            root = existing_path("TextData.source", documents.glob_root(self.source))
+        if is_glob(self.source):
             self._refuse_split(named=self.is_tokens())
-            return {"train": documents.glob_files(self.source, root)}
+            found = glob_files(self.source, "TextData.source")
+            return {"train": documents.Files(found, {})}
         path = self.path()
         if path is None:
             return None

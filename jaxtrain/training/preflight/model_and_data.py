@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.data.batch import Batch, kind_of
+from jaxtrain.data.mixture import text_of
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import (
     ImageModel,
@@ -69,6 +70,12 @@ def _section(data: Any) -> str:
 
 
 def _text(config: Config, model: TokenModel, length: int, section: str) -> Iterator[str]:
+    text = text_of(config.train.data)
+    if text is not None and text.fill_in_middle is not None and model.objective != "next_token":
+        yield (
+            f"TextData.fill_in_middle is for models that tell the next token, and "
+            f"{type(model).__name__}.objective={model.objective!r}; use None"
+        )
     if length > model.context_length:
         yield (
             f"{section}.sequence_length={length} is longer than {type(model).__name__}."

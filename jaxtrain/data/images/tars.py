@@ -1,0 +1,223 @@
+"""Images in WebDataset's tar files: of each sample an image and its label, read by their places.
+
+A sample is the members whose names agree up to the first dot: `0001.jpg` with `0001.cls`, a number,
+or with `0001.json`, a field of which is one. A tar is passed over once, header by header, for where
+the images lie; that is kept in the cache folder.
+"""
+
+import dataclasses
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.disks import writing
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.files import cache_folder, refused_path, write_atomically
+from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
+from jaxtrain.data.source import part_digest
+
+_ENDINGS = frozenset(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
+_SHOWN = 3
+
+
+class _Tar(NamedTuple):
+    """Where the images of a file lie: int64 [samples] each, and sha256 hex of all its names."""
+
+    begins: np.ndarray
+    sizes: np.ndarray
+    labels: np.ndarray
+    names: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TarImages:
+    """The samples of several files, one file after the other; implements LabelledImages.
+
+    Attributes:
+      paths: the files.
+      of_file: int64 [samples], which of them has the image.
+      begins, sizes: int64 [samples], where it lies there, in bytes.
+      of_class: int64 [samples].
+      identity: sha256 hex of each file's names and sizes of members.
+    """
+
+    paths: tuple[Path, ...]
+    of_file: np.ndarray
+    begins: np.ndarray
+    sizes: np.ndarray
+    of_class: np.ndarray
+    identity: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """As in LabelledImages."""
+        path = self.paths[self.of_file[index]]
+        begin = int(self.begins[index])
+        with path.open("rb") as file:
+            file.seek(begin)
+            content = file.read(int(self.sizes[index]))
+        image = decode(io.BytesIO(content), "ImageData.source", f"{path}, byte {begin}")
+        return image, int(self.of_class[index])
+
+    def labels(self) -> np.ndarray:
+        """As in LabelledImages."""
+        return self.of_class
+
+    def content(self) -> list[bytes | np.ndarray]:
+        """As in LabelledImages."""
+        return ["\n".join(self.identity).encode(), self.of_class]
+
+
+def is_tar(name: str) -> bool:
+    """Whether a name is that of a tar file, packed or not."""
+    return name.lower().endswith((".tar", ".tar.gz", ".tgz"))
+
+
+def open_tars(paths: list[Place], label_field: str) -> TarImages:
+    """The samples of these files.
+
+    Args:
+      paths: at least one.
+      label_field: the field of a `.json` that holds the label.
+
+    Raises:
+      UserError: a file is in a bucket, packed, cut short or no tar; a sample has no label; there is
+        no image.
+    """
+    own = [_on_disk(path) for path in paths]
+    found = [_kept(path, label_field) for path in own]
+    counts = [len(tar.begins) for tar in found]
+    if not sum(counts):
+        others = f" and the {len(own) - 1} other files have" if len(own) > 1 else " has"
+        raise UserError(
+            f"ImageData.source: {own[0]}{others} no member that ends in .jpg, .jpeg or .png"
+        )
+    return TarImages(
+        tuple(own),
+        np.repeat(np.arange(len(own)), counts),
+        *(np.concatenate(column) for column in list(zip(*found, strict=True))[:3]),
+        identity=tuple(tar.names for tar in found),
+    )
+
+
+def _on_disk(path: Place) -> Path:
+    if isinstance(path, BucketPath):
+        raise UserError(
+            f"ImageData.source: {path} is in a bucket, and tar files are read in many places; copy "
+            "them to a disk of this machine"
+        )
+    if not path.name.lower().endswith(".tar"):
+        raise UserError(
+            f"ImageData.source: {path} is packed, and can only be read from its beginning; unpack "
+            "it to a .tar (its images are packed themselves)"
+        )
+    return path
+
+
+def _kept(path: Path, label_field: str) -> _Tar:
+    """What is in a file, from the cache where it was read before."""
+    state = path.stat()
+    key = f"{path.absolute()} {state.st_size} {state.st_mtime_ns} {label_field}"
+    kept = cache_folder("tars") / f"{part_digest(key.encode())[:32]}.npz"
+    if kept.is_file():
+        with np.load(kept) as arrays:
+            begins, sizes, labels, names = (arrays[field] for field in _Tar._fields)
+            return _Tar(begins, sizes, labels, str(names))
+    found = _read(path, label_field)
+    content = io.BytesIO()
+    np.savez(content, **found._asdict())
+    needs = "set JAXTRAIN_CACHE to another"
+    with refused_path(f"the cache folder {kept.parent}", needs=needs), writing(kept):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, content.getvalue())
+    return found
+
+
+def _read(path: Path, label_field: str) -> _Tar:
+    rows, names, without = list[tuple[int, int, int]](), list[str](), list[str]()
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for key, members in _samples(tar):
+                names += [f"{member.name}\0{member.size}" for member in members.values()]
+                image = next((members[one] for one in sorted(_ENDINGS & members.keys())), None)
+                if image is None:
+                    continue
+                try:
+                    label = _label(tar, members, label_field)
+                except ValueError as error:
+                    without.append(f"{key} ({error})")
+                    continue
+                rows.append((image.offset_data, image.size, label))
+            _refuse_no_end(path, tar.offset)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise UserError(
+            f"ImageData.source: {path} is no tar file that can be read to its end ({error}); copy "
+            "it here again"
+        ) from error
+    if without:
+        shown, more = "; ".join(without[:_SHOWN]), len(without) - _SHOWN
+        raise UserError(
+            f"ImageData.source: {path} has {len(without):,} images without a label: {shown}"
+            + (f"; and {more:,} more" if more > 0 else "")
+        )
+    begins, sizes, labels = np.array(rows, np.int64).reshape(-1, 3).T
+    return _Tar(begins, sizes, labels, part_digest("\n".join(names).encode()))
+
+
+def _refuse_no_end(path: Path, place: int) -> None:
+    """Raises EOFError where the members are not followed by a block of zeros, which ends a tar."""
+    with path.open("rb") as file:
+        file.seek(place)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise EOFError(f"it breaks off at byte {place:,}")
+
+
+def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Each sample's name and its members by ending; the members of one follow each other."""
+    before, members = None, dict[str, tarfile.TarInfo]()
+    for member in tar:
+        folder, _, name = member.name.rpartition("/")
+        if not member.isfile() or name.startswith("."):
+            continue
+        stem, _, ending = name.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        if key != before and before is not None:
+            yield before, members
+            members = {}
+        before = key
+        members[ending.lower()] = member
+    if before is not None:
+        yield before, members
+
+
+def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], field: str) -> int:
+    """The label of a sample; ValueError says why there is none."""
+    for ending in ("cls", "json"):
+        if ending not in members:
+            continue
+        file = tar.extractfile(members[ending])
+        assert file is not None, "a file"
+        content = file.read()
+        if ending == "cls":
+            return _number(content.decode("utf-8").strip())
+        record = json.loads(content)
+        if not isinstance(record, dict) or field not in record:
+            near = did_you_mean(field, record) if isinstance(record, dict) else ""
+            raise ValueError(f"its .json has no field {field!r}{near}")
+        return _number(record[field])
+    raise ValueError("no .cls or .json beside it")
+
+
+def _number(said: object) -> int:
+    if isinstance(said, bool) or not str(said).isdecimal():
+        raise ValueError(f"{said!r}, where a number from 0 on is wanted")
+    return int(str(said))

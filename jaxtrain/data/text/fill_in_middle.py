@@ -1,0 +1,145 @@
+"""Documents whose middle comes last, so that a model learns to fill it in between two texts.
+
+Source: Bavarian et al. 2022 (arXiv 2207.14255): in each row some documents, or what the row has of
+them, are cut at two characters anywhere, and become PRE prefix SUF suffix MID middle (PSM) or PRE
+SUF suffix MID prefix middle (SPM). Letter: T row length.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset, Examples, HasDocuments, digest_of
+from jaxtrain.data.tokenizer import Tokenizer
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FillInMiddle:
+    """Which documents of training rows are told in another order, and by which tokens.
+
+    Attributes:
+      rate: share of the documents, each time that they come round.
+      spm: of those the share in the order suffix, prefix, middle; the others have prefix, suffix,
+        middle.
+      prefix, suffix, middle: the tokens before each part; of the byte tokenizer a character of one
+        byte that the text does not have, such as '\\x01'.
+    """
+
+    rate: float = 0.5
+    spm: float = 0.5
+    prefix: str = "<|fim_prefix|>"
+    suffix: str = "<|fim_suffix|>"
+    middle: str = "<|fim_middle|>"
+
+    def __post_init__(self) -> None:
+        for name, share in (("rate", self.rate), ("spm", self.spm)):
+            if not 0 <= share <= 1:
+                raise UserError(f"FillInMiddle.{name} = {share}: a share is from 0 to 1")
+        if len({self.prefix, self.suffix, self.middle}) < 3:
+            raise UserError(
+                f"FillInMiddle: {self.prefix!r}, {self.suffix!r} and {self.middle!r} have to be "
+                "three different tokens"
+            )
+
+
+def filled(dataset: Dataset, settings: FillInMiddle) -> Dataset:
+    """A dataset of text whose training rows are such; held-out ones stay as they are.
+
+    Raises:
+      UserError: there is no tokenizer, or it has no such tokens.
+    """
+    tokenizer = dataset.tokenizer
+    if tokenizer is None:
+        raise UserError(
+            "TextData.fill_in_middle: TextData.source = 'synthetic' has no text to fill in; "
+            "use None"
+        )
+    sentinels = tuple(
+        tokenizer.token(f"FillInMiddle.{name}", getattr(settings, name))
+        for name in ("prefix", "suffix", "middle")
+    )
+    assert isinstance(dataset.train, HasDocuments), "text"
+    train = FilledRows(dataset.train, settings.rate, settings.spm, tokenizer, sentinels)
+    header = {"kind": "fill in the middle", **dataclasses.asdict(settings)}
+    return dataclasses.replace(dataset, train=train, digest=digest_of(header, [dataset.digest]))
+
+
+@dataclasses.dataclass(frozen=True)
+class FilledRows:
+    """Rows of text, some of whose documents end with their middle; implements Examples.
+
+    A document grows by three tokens, and by what cutting words costs: the end of a row that has no
+    room for that is left out, and padding is used first.
+
+    Attributes:
+      rows: with segment ids.
+      rate, spm: as of `FillInMiddle`.
+      tokenizer: made them.
+      sentinels: the ids before prefix, suffix and middle.
+    """
+
+    rows: Examples
+    rate: float
+    spm: float
+    tokenizer: Tokenizer
+    sentinels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def document_lengths(self) -> np.ndarray:
+        """Of the documents as they were."""
+        assert isinstance(self.rows, HasDocuments), "text"
+        return self.rows.document_lengths()
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`: tokens [T]; None leaves it as it is."""
+        row = self.rows.example(index, None)
+        if rng is None:
+            return row
+        length, place = len(row.inputs), 0
+        inputs, targets, segment_ids, positions = (np.zeros(length, np.int32) for _ in range(4))
+        for number, tokens in enumerate(_documents(row), 1):
+            if rng.random() < self.rate:
+                tokens = self._moved(tokens, rng)
+            size = min(len(tokens) - 1, length - place)
+            here = slice(place, place + size)
+            inputs[here], targets[here] = tokens[:size], tokens[1 : size + 1]
+            segment_ids[here], positions[here] = number, np.arange(size)
+            place += size
+        return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
+
+    def _moved(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """A document with its middle at its end, before its end-of-text token."""
+        end = tokens[-1:] if tokens[-1] == self.tokenizer.end_of_text else tokens[:0]
+        own = tokens[: len(tokens) - len(end)].tolist()
+        text = self.tokenizer.decode(own)
+        # What a row has of a document may begin or end within a character: then tokens are cut.
+        whole: str | list[int] = text if self.tokenizer.encode(text) == own else own
+        first, second = sorted(rng.integers(len(whole) + 1, size=2).tolist())
+        prefix, middle, suffix = (
+            self.tokenizer.encode(part) if isinstance(part, str) else part
+            for part in (whole[:first], whole[first:second], whole[second:])
+        )
+        before_prefix, before_suffix, before_middle = self.sentinels
+        if rng.random() < self.spm:
+            parts = [before_prefix, before_suffix, *suffix, before_middle, *prefix, *middle]
+        else:
+            parts = [before_prefix, *prefix, before_suffix, *suffix, before_middle, *middle]
+        return np.concatenate([np.asarray(parts, tokens.dtype), end])
+
+
+def _documents(row: Batch) -> list[np.ndarray]:
+    """What a row has of each document: its inputs and, where that counts, the target behind."""
+    assert row.segment_ids is not None, "documents apart"
+    found = []
+    for number in range(1, int(row.segment_ids.max()) + 1):
+        (places,) = np.nonzero(row.segment_ids == number)
+        last = places[-1]
+        behind = row.targets[last : last + 1] if row.loss_mask[last] else row.targets[:0]
+        found.append(np.concatenate([row.inputs[places], behind]))
+    return found
