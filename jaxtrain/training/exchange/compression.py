@@ -6,10 +6,11 @@ gradient (error feedback, arXiv 1901.09847): what was sent up to a step, summed,
 true gradients less what is left at that step. Letters: k replicas, M blocks, N block length.
 """
 
+import abc
 import dataclasses
 import itertools
 import math
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,17 @@ Arrays = list[jax.Array]
 
 
 class Codec(Protocol):
-    """How a device tells the others along `data` about its numbers."""
+    """How a device tells the others along `data` about its numbers.
+
+    Attributes:
+      keeps_rest: whether what a message leaves out is kept for the next.
+    """
+
+    keeps_rest: ClassVar[bool]
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
-        """What all replicas' messages add up to, the same on each, and what is left to be sent.
+        """What all replicas' messages add up to, the same on each, and what is left to be sent: []
+        where nothing is kept.
 
         Called on every device with its own shards, inside `jax.shard_map`; what an array becomes
         does not depend on the arrays beside it, so that devices along other mesh axes that hold the
@@ -53,6 +61,8 @@ class Int8:
     For n numbers a device sends 2n(k-1)/k bytes (and 4/256 of that for scales), a quarter of what
     an all-reduce of float32 sends. Rounding is to nearest: error feedback makes up for its bias.
     """
+
+    keeps_rest: ClassVar[bool] = True
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
         """As in Codec. A part's owner rounds the sum again; what that loses the owner keeps."""
@@ -86,6 +96,7 @@ class TopK:
       keep: the fraction of each array's entries that is sent, at least one entry.
     """
 
+    keeps_rest: ClassVar[bool] = True
     keep: float
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
@@ -114,26 +125,21 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressed(ExchangeProgram):
-    """The synchronous step with a compressed exchange of gradients over `data`.
+class GradientExchange(ExchangeProgram):
+    """The synchronous step with another way to add up the replicas' gradients.
 
-    Attributes:
-      codec: how gradients are told.
+    What is kept from one step to the next is `TrainState.exchange`.
     """
 
-    codec: Codec
+    @abc.abstractmethod
+    def tell(self, grads: nnx.State, state: TrainState) -> tuple[nnx.State, Any]:
+        """What arrives of the replicas' gradients, and what is kept.
 
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state; `exchange` holds what each replica has left to send, float32 [k, ...]."""
-        state = self.plain.init(key, params)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-        return dataclasses.replace(state, exchange=to_replicas(zeros, self.replicas))
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        layout = self.layout
-        left = replica_shardings(state.exchange, layout.moment, layout)
-        return dataclasses.replace(self.plain.state_shardings(state), exchange=left)
+        Args:
+          grads: each replica's part of the mean over all targets, float32 [k, ...], laid out as the
+            moments are.
+          state: before the step.
+        """
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One optimizer step; metrics as of the synchronous step, of the gradient as it arrived."""
@@ -157,18 +163,60 @@ class Compressed(ExchangeProgram):
         metrics = {name: value.sum() for name, value in metrics.items()}
         statistics = jax.tree.map(lambda x: x.mean(0), statistics)
         grads = reshard(grads, layout.moment, layout)
-        pending = jax.tree.map(jnp.add, state.exchange, grads)
-        sent, left = self._tell(pending, state.params)
-        after, metrics = self.plain.update(plain, sent, metrics, statistics)
+        arrived, kept = self.tell(grads, state)
+        after, metrics = self.plain.update(plain, arrived, metrics, statistics)
         if "skipped" in metrics:
             # A gradient that overflowed is not kept for the next step.
-            left = jax.tree.map(
-                lambda old, new: jnp.where(metrics["skipped"] > 0, old, new), state.exchange, left
+            kept = jax.tree.map(
+                lambda old, new: jnp.where(metrics["skipped"] > 0, old, new), state.exchange, kept
             )
-        return dataclasses.replace(after, exchange=left), metrics
+        return dataclasses.replace(after, exchange=kept), metrics
 
-    def _tell(self, pending: nnx.State, params: nnx.State) -> tuple[nnx.State, nnx.State]:
-        leaves, structure = jax.tree.flatten(pending)
+    def consensus(self, state: TrainState) -> TrainState:
+        """As of the synchronous program: every replica has the same."""
+        return self.plain.consensus(state)
+
+    def trained(self, state: TrainState) -> TrainState:
+        """As of the synchronous program, without what is kept of gradients."""
+        return dataclasses.replace(state, exchange=())
+
+    def with_weights(
+        self, state: TrainState, params: nnx.State, statistics: nnx.State
+    ) -> TrainState:
+        """As of the synchronous program: what is kept is of gradients, and stays."""
+        return self.plain.with_weights(state, params, statistics)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed(GradientExchange):
+    """Gradients as a codec tells them: `exchange` holds what each replica has left to send, float32
+    [k, ...]; () where nothing is kept.
+
+    Attributes:
+      codec: how gradients are told.
+    """
+
+    codec: Codec
+
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
+        """A fresh state; nothing is left of any step."""
+        state = self.plain.init(key, params)
+        if not self.codec.keeps_rest:
+            return state
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        return dataclasses.replace(state, exchange=to_replicas(zeros, self.replicas))
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """A NamedSharding for every array of a state."""
+        layout = self.layout
+        left = replica_shardings(state.exchange, layout.moment, layout)
+        return dataclasses.replace(self.plain.state_shardings(state), exchange=left)
+
+    def tell(self, grads: nnx.State, state: TrainState) -> tuple[nnx.State, Any]:
+        """As of GradientExchange."""
+        if self.codec.keeps_rest:
+            grads = jax.tree.map(jnp.add, state.exchange, grads)
+        leaves, structure = jax.tree.flatten(grads)
         specs = [jax.typeof(x).sharding.spec for x in leaves]
         whole = [P(*spec[1:]) for spec in specs]
 
@@ -176,22 +224,10 @@ class Compressed(ExchangeProgram):
             sent, left = self.codec.exchange([x[0] for x in leaves])
             return sent, [x[None] for x in left]
 
-        sent, left = on_each_device(on_one, (specs,), (whole, specs))(leaves)
-        return jax.tree.structure(params).unflatten(sent), structure.unflatten(left)
-
-    def consensus(self, state: TrainState) -> TrainState:
-        """As of the synchronous program: every replica has the same."""
-        return self.plain.consensus(state)
-
-    def trained(self, state: TrainState) -> TrainState:
-        """As of the synchronous program, without what is left to be sent."""
-        return dataclasses.replace(state, exchange=())
-
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """As of the synchronous program: what is left to be sent is of gradients, and stays."""
-        return self.plain.with_weights(state, params, statistics)
+        kept = specs if self.codec.keeps_rest else []
+        sent, left = on_each_device(on_one, (specs,), (whole, kept))(leaves)
+        sent = jax.tree.structure(state.params).unflatten(sent)
+        return sent, structure.unflatten(left) if left else ()
 
 
 def quantise(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -213,6 +249,17 @@ def dequantise(codes_N: jax.Array, scales: jax.Array) -> jax.Array:
 def largest(x: jax.Array, keep: float) -> jax.Array:
     """The places of the fraction `keep` (at least one) of largest magnitudes, int32."""
     return jax.lax.top_k(jnp.abs(x), max(1, math.ceil(keep * x.size)))[1]
+
+
+def to_flat(arrays: Arrays) -> jax.Array:
+    """Arrays one after the other [N]."""
+    return jnp.concatenate([x.reshape(-1) for x in arrays])
+
+
+def from_flat(flat: jax.Array, arrays: Arrays) -> Arrays:
+    """The arrays, in the form of these, that stand one after the other [N]."""
+    ends = _ends([x.size for x in arrays])
+    return _like(jnp.split(flat, ends[:-1]), arrays)
 
 
 def _to_blocks(arrays: Arrays) -> jax.Array:

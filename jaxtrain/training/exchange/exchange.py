@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.exchange.graphs import Graph, sides
 
 # Which settings a method reads; the others must stay at their defaults.
 _READS: dict[str, tuple[str, ...]] = {
@@ -15,8 +16,22 @@ _READS: dict[str, tuple[str, ...]] = {
     "diloco": ("period", "outer_learning_rate", "outer_momentum"),
     "int8": (),
     "top_k": ("keep",),
-    "gossip": (),
+    "gossip": ("graph",),
+    "sign_sgd": (),
+    "power_sgd": ("rank",),
+    "asynchronous": ("staleness", "compensation"),
 }
+Method = Literal[
+    "synchronous",
+    "local_sgd",
+    "diloco",
+    "int8",
+    "top_k",
+    "gossip",
+    "sign_sgd",
+    "power_sgd",
+    "asynchronous",
+]
 
 
 @configurable
@@ -28,19 +43,32 @@ class Exchange:
       method: 'synchronous' reduces every step's gradients; 'local_sgd' (arXiv 1805.09767) averages
         parameters and moments every `period` steps; 'diloco' (arXiv 2311.08105) gives the mean
         movement of that many steps to an outer Nesterov optimizer; 'int8' and 'top_k' compress the
-        gradients with error feedback (arXiv 1901.09847); 'gossip' averages parameters with the two
-        neighbours on a ring after every step (D-PSGD, arXiv 1705.09056).
+        gradients with error feedback (arXiv 1901.09847); 'power_sgd' likewise, telling two narrow
+        matrices of `rank` columns of each (arXiv 1905.13727); 'sign_sgd' makes 1 or -1 of each
+        number of the gradient, as most replicas vote (arXiv 1810.05291); 'gossip' averages
+        parameters with the neighbours in a graph after every step (D-PSGD, arXiv 1705.09056);
+        'asynchronous' takes gradients at the parameters of `staleness` steps ago, on any mesh.
       period: inner steps between two exchanges, for local_sgd and diloco.
       outer_learning_rate: diloco's; 1 with no momentum is plain averaging.
       outer_momentum: diloco's Nesterov decay rate.
       keep: the fraction of each gradient's entries that top_k sends.
+      rank: columns of what power_sgd tells of a matrix; a matrix that is no larger is told whole.
+      graph: who is whose neighbour in gossip: 'ring'; 'torus', a grid as square as Mesh.data
+        allows; 'exponential', those 1, 2, 4, ... places on (arXiv 2110.13363).
+      staleness: of asynchronous gradients, in steps; with 0 it is the synchronous step.
+      compensation: lambda of the way that parameters have gone since, which asynchronous gradients
+        are corrected by to first order (DC-ASGD, arXiv 1609.08326), such as 0.04; 0 corrects none.
     """
 
-    method: Literal["synchronous", "local_sgd", "diloco", "int8", "top_k", "gossip"] = "synchronous"
+    method: Method = "synchronous"
     period: int = 1
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     keep: float = 0.01
+    rank: int = 4
+    graph: Graph = "ring"
+    staleness: int = 1
+    compensation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -51,6 +79,8 @@ class Exchange:
             )
         if not 0 <= self.outer_momentum < 1:
             raise UserError(f"Exchange.outer_momentum={self.outer_momentum}; use 0 to below 1")
+        refuse_below(0, self, "staleness", "compensation")
+        refuse_below(1, self, "rank")
         if not 0 < self.keep <= 1:
             raise UserError(f"Exchange.keep={self.keep}; use a fraction above 0 and at most 1")
 
@@ -70,19 +100,31 @@ def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
     if method == "synchronous" or layout is None:
         return
     mesh = layout.mesh.shape
+    if mesh["pipe"] > 1:
+        yield (
+            f"Exchange.method={method!r} with Mesh.pipe={mesh['pipe']}: pipelines reduce their "
+            "gradients synchronously; set Mesh.pipe=1 or Exchange.method='synchronous'"
+        )
+    if method != "asynchronous":
+        yield from _refuse_replicas(settings, layout)
+
+
+def _refuse_replicas(settings: Exchange, layout: Layout) -> Iterator[str]:
+    """Where replicas take their gradients alone: what splits a step otherwise than over `data`."""
+    method, replicas = settings.method, layout.mesh.shape["data"]
     if layout.accumulate != "shard":
         yield (
             f"Exchange.method={method!r} with Sharding.accumulate={layout.accumulate!r}: replicas "
             "that agree in another way sum along fsdp for every microbatch; set "
             "Sharding.accumulate='shard' or Exchange.method='synchronous'"
         )
-    if mesh["data"] == 1:
+    if replicas == 1:
         yield (
             f"Exchange.method={method!r} with Mesh.data=1: there are no replicas to exchange with; "
             "set Mesh.data above 1 or Exchange.method='synchronous'"
         )
-    if mesh["pipe"] > 1:
+    if settings.graph == "torus" and 1 in sides(replicas):
         yield (
-            f"Exchange.method={method!r} with Mesh.pipe={mesh['pipe']}: pipelines reduce their "
-            "gradients synchronously; set Mesh.pipe=1 or Exchange.method='synchronous'"
+            f"Exchange.graph='torus' with Mesh.data={replicas}, which is no grid of two sides "
+            "above 1; use Exchange.graph='ring', or a number such as 4, 6, 8 or 9"
         )

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import on_each_device
 from jaxtrain.training.exchange.exchange_program import over_replicas, spread_out
+from jaxtrain.training.exchange.graphs import Graph, neighbours
 from jaxtrain.training.step import TrainState
 
 Memory = dict[str, Any]
@@ -114,13 +115,17 @@ class DiLoCo:
 
 @dataclasses.dataclass(frozen=True)
 class Gossip:
-    """D-PSGD (arXiv 1705.09056): the mean with both neighbours on a ring, after every step.
+    """D-PSGD (arXiv 1705.09056): the mean with all neighbours in a graph, after every step.
 
-    The mixing matrix is circulant with 1/3 on and beside the diagonal (1/2 with two replicas): the
-    mean over all replicas stays, and the distance from it shrinks by the second eigenvalue,
-    |1/3 + 2/3 cos(2 pi / k)|, or more.
+    The mixing matrix has 1 / (1 + neighbours) on the diagonal and where there is an edge: the mean
+    over all replicas stays, and the distance from it shrinks by the largest singular value below
+    1: on a ring |1/3 + 2/3 cos(2 pi / k)| or more.
+
+    Attributes:
+      graph: who is whose neighbour.
     """
 
+    graph: Graph = "ring"
     period: int = 1
 
     def first_memory(self, params: nnx.State) -> Memory:
@@ -129,32 +134,31 @@ class Gossip:
     def exchange(
         self, state: TrainState, memory: Memory, weights: jax.Array
     ) -> tuple[TrainState, Memory, nnx.State]:
-        params = mix_with_neighbours(state.params)
+        params = mix_with_neighbours(state.params, self.graph)
         state = dataclasses.replace(
-            state, params=params, statistics=mix_with_neighbours(state.statistics)
+            state, params=params, statistics=mix_with_neighbours(state.statistics, self.graph)
         )
         return state, memory, params
 
 
-def mix_with_neighbours(tree):  # noqa: ANN001, ANN201 - any pytree of arrays [k, ...]
-    """The mean of every replica's arrays with those of its neighbours on the ring."""
+def mix_with_neighbours(tree, graph: Graph = "ring"):  # noqa: ANN001, ANN201
+    """The mean of every replica's arrays [k, ...] with those of its neighbours in the graph."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
     specs = [jax.typeof(x).sharding.spec for x in leaves]
-    return structure.unflatten(on_each_device(_mix, (specs,), specs)(leaves))
+    mix = functools.partial(_mix, graph)
+    return structure.unflatten(on_each_device(mix, (specs,), specs)(leaves))
 
 
-def _mix(leaves: list[jax.Array]) -> list[jax.Array]:
-    k = jax.lax.axis_size("data")
-    shifts = sorted({1, k - 1})  # two replicas have one neighbour each
+def _mix(graph: Graph, leaves: list[jax.Array]) -> list[jax.Array]:
+    edges = neighbours(graph, jax.lax.axis_size("data"))
 
     def one(x: jax.Array) -> jax.Array:
         total = x.astype(jnp.float32)
-        for shift in shifts:
-            ring = [(source, (source + shift) % k) for source in range(k)]
-            total += jax.lax.ppermute(x, "data", ring)
-        return (total / (1 + len(shifts))).astype(x.dtype)
+        for to in edges:
+            total += jax.lax.ppermute(x, "data", list(enumerate(to)))
+        return (total / (1 + len(edges))).astype(x.dtype)
 
     return [one(x) for x in leaves]
 

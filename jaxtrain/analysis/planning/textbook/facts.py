@@ -267,7 +267,8 @@ class Facts:
     @functools.cached_property
     def replicas_alone(self) -> bool:
         """Whether each replica along data takes its gradients for itself (see `Exchange`)."""
-        return self.config.exchange.method != "synchronous" and self.size("data") > 1
+        together = ("synchronous", "asynchronous")
+        return self.config.exchange.method not in together and self.size("data") > 1
 
     @functools.cached_property
     def gathers_weights(self) -> bool:

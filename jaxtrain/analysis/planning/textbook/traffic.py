@@ -14,6 +14,8 @@ from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, split_ove
 from jaxtrain.analysis.planning.textbook.weight_traffic import weight_traffic
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.compression import BLOCK
+from jaxtrain.training.exchange.graphs import neighbours
+from jaxtrain.training.exchange.power_sgd import narrow
 from jaxtrain.training.optimizers.rule import Kept
 from jaxtrain.training.settings import Config
 
@@ -70,10 +72,10 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
         case "local_sgd" | "diloco":
             yield from _means_of_replicas(facts)
         case "gossip":
-            neighbours = 2 if k > 2 else 1
+            count = len(neighbours(settings.graph, k))
             for size in _shards(facts):
                 yield Expected(
-                    "collective-permute", "data", neighbours, facts.master_bytes * size,
+                    "collective-permute", "data", count, facts.master_bytes * size,
                     "replicas: parameters to neighbours", "n a neighbour",
                 )  # fmt: skip
         case "int8":
@@ -83,6 +85,12 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
                 cause = f"replicas: {cause} of gradients"
                 yield Expected("all-to-all", "data", 1, blocks * width, cause, "n (k-1)/k")
                 yield Expected("all-gather", "data", 1, blocks * width // k, cause, "n (k-1)/k")
+        case "sign_sgd":
+            size = math.ceil(sum(_shards(facts)) / 8 / k) * k
+            for kind, own in (("all-to-all", size), ("all-gather", size // k)):
+                yield Expected(kind, "data", 1, own, "replicas: signs of gradients", "n/8 (k-1)/k")
+        case "power_sgd":
+            yield from _narrow_matrices(facts, settings.rank)
         case "top_k":
             kept = sum(max(1, math.ceil(settings.keep * size)) for size in _shards(facts))
             for cause in ("values", "places"):
@@ -90,6 +98,25 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
                     "all-gather", "data", 1, 4 * kept, f"replicas: {cause} of the largest",
                     "keep n (k-1)",
                 )  # fmt: skip
+
+
+def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
+    """Of each matrix P and Q, of a vector itself."""
+    for weight in facts.weights:
+        told, axes = narrow(weight.shape, weight.axes, rank), weight.axes
+        parts: list[tuple[tuple[int, ...], tuple[str, ...]]] = [(weight.shape, axes)]
+        if told is not None:
+            sides = ((*told.stack, *told.rows), (*told.stack, *told.columns))
+            parts = [
+                ((*(weight.shape[i] for i in side), told.rank), (*(axes[i] for i in side), "rank"))
+                for side in sides
+            ]
+        for shape, names in parts:
+            size = (facts.L if weight.is_layer else 1) * _shard(facts, shape, names)
+            yield Expected(
+                "all-reduce", "data", 1, 4 * size, "replicas: narrow matrices of gradients",
+                "2 n (k-1)/k each",
+            )  # fmt: skip
 
 
 def _means_of_replicas(facts: Facts) -> Iterator[Expected]:

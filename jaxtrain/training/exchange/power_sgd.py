@@ -1,0 +1,155 @@
+"""PowerSGD: of each matrix of gradients two narrow ones, by a step of power iteration.
+
+Letters: k replicas, r rank; a matrix's rows and columns may be several dimensions each.
+"""
+
+import dataclasses
+import string
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import is_variable, logical_axes, reshape, shardings
+from jaxtrain.training.exchange.compression import GradientExchange
+from jaxtrain.training.exchange.exchange_program import replica_shardings, to_replicas
+from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.optimizers.matrices import sides
+from jaxtrain.training.step import TrainState
+
+
+class Narrow(NamedTuple):
+    """How a matrix [rows, columns] is told by two, of as many rows and as many columns.
+
+    Attributes:
+      stack, rows, columns: its dimensions, as of `matrices.Sides`.
+      rank: columns of both.
+    """
+
+    stack: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    rank: int
+
+
+def narrow(shape: tuple[int, ...], axes: tuple[str, ...], rank: int) -> Narrow | None:
+    """How a parameter of this shape is told; None: whole, being a vector or no larger so.
+
+    Args:
+      shape: of the parameter.
+      axes: what its dimensions mean.
+      rank: of the two.
+    """
+    dims = sides(axes)
+    if not dims.rows:
+        return None
+    n, m = (_product(shape, part) for part in (dims.rows, dims.columns))
+    return Narrow(*dims, rank) if rank * (n + m) < n * m else None
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(GradientExchange):
+    """PowerSGD (arXiv 1905.13727, algorithms 1 and 2), with error feedback and its warm start.
+
+    With M the sum of the replicas' matrices and Q the last step's: P = M Q, its columns made
+    orthonormal; Q = M^T P; what arrives is P Q^T, the projection of M on P's columns, and what is
+    left stays with each replica: its own matrix less its own projection. A device puts 4 r (rows +
+    columns) bytes into two all-reduces in place of 4 rows x columns. An M of rank r arrives itself.
+
+    Attributes:
+      rank: r.
+    """
+
+    rank: int
+
+    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
+        """A fresh state; `exchange` holds what each replica has `left` to send, float32 [k, ...],
+        and each matrix's `basis` Q, float32 [..., columns, r], first of random numbers."""
+        state = self.plain.init(key, params)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        left = to_replicas(zeros, self.replicas)
+        return dataclasses.replace(state, exchange={"left": left, "basis": self._first(zeros)})
+
+    def _first(self, params: nnx.State) -> dict[str, nnx.Param]:
+        found = {}
+        for name, variable in named(params).items():
+            shape, axes = variable.get_value().shape, logical_axes(variable)
+            told = narrow(shape, axes, self.rank)
+            if told is not None:
+                kept = (*told.stack, *told.columns)
+                key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
+                drawn = jax.random.normal(key, (*(shape[i] for i in kept), told.rank))
+                found[name] = nnx.Param(drawn, axes=(*(axes[i] for i in kept), "rank"))
+        return found
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """A NamedSharding for every array of a state."""
+        layout = self.layout
+        left = replica_shardings(state.exchange["left"], layout.moment, layout)
+        basis = shardings(state.exchange["basis"], layout.moment, layout)
+        of = self.plain.state_shardings(state)
+        return dataclasses.replace(of, exchange={"left": left, "basis": basis})
+
+    def tell(self, grads: nnx.State, state: TrainState) -> tuple[nnx.State, Any]:
+        """As of GradientExchange."""
+        pending = jax.tree.map(jnp.add, state.exchange["left"], grads)
+        leaves, structure = jax.tree.flatten(pending, is_leaf=is_variable)
+        params = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
+        basis = dict(state.exchange["basis"])
+        sent, left = [], []
+        for (path, param), variable in zip(params, leaves, strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            x, axes = variable.get_value(), logical_axes(param)
+            told = narrow(x.shape[1:], axes, self.rank)
+            if told is None:
+                arrived, rest = x.sum(0), jnp.zeros_like(x)
+            else:
+                arrived, rest, new = _told(x, basis[name].get_value(), told)
+                basis[name] = basis[name].replace(new)
+            sent.append(param.replace(arrived))
+            left.append(variable.replace(rest))
+        of_params = jax.tree.structure(state.params, is_leaf=is_variable)
+        kept = {"left": structure.unflatten(left), "basis": basis}
+        return of_params.unflatten(sent), kept
+
+
+def _told(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What arrives of the matrices [k, ...], what is left of each, and the next Q."""
+    letters = string.ascii_lowercase
+    stack, rows, columns = ("".join(letters[i] for i in part) for part in told[:3])
+    whole = letters[: x.ndim - 1]
+    spec: dict[str, Any] = {"R": None}
+    spec.update(zip("K" + whole, jax.typeof(x).sharding.spec, strict=True))
+
+    def product(a: str, b: str, out: str, one: jax.Array, other: jax.Array) -> jax.Array:
+        where = P(*(spec[letter] for letter in out))
+        return jnp.einsum(
+            f"{a},{b}->{out}", one, other, out_sharding=where, precision=jax.lax.Precision.HIGHEST
+        )
+
+    matrix, of_rows, of_columns = "K" + whole, f"{stack}{rows}R", f"{stack}{columns}R"
+    p = product(matrix, of_columns, "K" + of_rows, x, q).sum(0)
+    p = _orthonormal(p, len(stack), [spec[letter] for letter in of_rows])
+    own = product(matrix, of_rows, "K" + of_columns, x, p)
+    new = own.sum(0)
+    rest = x - product(of_rows, "K" + of_columns, matrix, p, own)
+    return product(of_rows, of_columns, whole, p, new), rest, new
+
+
+def _orthonormal(p: jax.Array, stack: int, parts: list[Any]) -> jax.Array:
+    """The matrices [stack, rows, r] with orthonormal columns that span the same."""
+    gathered = [*parts[:stack], *(None,) * (p.ndim - stack)]
+    size = (*p.shape[:stack], _product(p.shape, range(stack, p.ndim - 1)), p.shape[-1])
+    whole = reshape(jax.sharding.reshard(p, P(*gathered)), size, [*parts[:stack], None, None])
+    found = jnp.linalg.qr(whole)[0]
+    return jax.sharding.reshard(reshape(found, p.shape, gathered), P(*parts))
+
+
+def _product(shape: tuple[int, ...], dims: Any) -> int:
+    found = 1
+    for i in dims:
+        found *= shape[i]
+    return found
