@@ -18,7 +18,7 @@ from jaxtrain.training.settings import Config
 _SECTIONS = {
     "Train": "train", "Mesh": "mesh", "Sharding": "sharding", "Pipeline": "pipeline",
     "Precision": "precision", "Remat": "remat", "Attention": "attention", "Loss": "loss",
-    "Optimizer": "optimizer",
+    "Optimizer": "optimizer", "Offload": "offload",
 }  # fmt: skip
 
 Changes = Mapping[str, Any]
