@@ -22,7 +22,6 @@ from scipy import optimize, stats
 
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import FITTED, Fitted, Pieces, peak_flops, pieces
@@ -81,7 +80,7 @@ def read(row: dict[str, str]) -> Point:
     peak = peak_flops(config, target)
     assert peak is not None
     needed = memory(config, layout, target.chip.kind)
-    moved = [_once(one, config.train.accumulation) for one in expected(config, layout)]
+    moved = expected(config, layout)
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=needed.update_bytes)
     return Point(
         row["id"],
@@ -92,13 +91,6 @@ def read(row: dict[str, str]) -> Point:
         counted,
         row["use_for_fit"] == "True",
     )
-
-
-def _once(one: Expected, accumulation: int) -> Expected:
-    """Gradients cross `context` once a step in these stacks, with each microbatch in ours."""
-    if one.axis.split("+")[0] != "context" or not one.cause.startswith("gradients:"):
-        return one
-    return dataclasses.replace(one, count=one.count // accumulation)
 
 
 def shares_of(chip: str) -> Fitted:

@@ -409,8 +409,8 @@ def pieces(
         by_axis[one.axis] = by_axis.get(one.axis, 0.0) + runs * (inside + outside)
         between += runs * outside
         names = set(links.names_of(one.axis))
-        # Attention moves activations over `context`, and reduces none of them whole.
-        gradients = one.kind == "all-reduce" and names == {"context"}
+        # Attention moves activations over `context`, experts over `expert`: neither reduces them.
+        gradients = one.kind == "all-reduce" and names <= {"context", "expert"}
         of_weights = "tensor" not in names and (names & _OF_WEIGHTS or gradients)
         if one.kind == "collective-permute" or of_weights:
             weights += runs * inside
