@@ -125,13 +125,13 @@ def test_attention_looks_where_the_facts_say(name):
     model = dataclasses.replace(MODELS[name], num_layers=1)
     T = model.context_length
     structure, params = nnx.split(model.build(jax.random.key(0)))
-    tokens = jnp.arange(T)[None] % model.vocab_size
+    tokens, first = jnp.arange(T)[None] % model.vocab_size, Execution().of_layer(0)
 
     def hidden_states(shift_TD):  # noqa: ANN001, ANN202
         module = nnx.merge(structure, params)
         x_BTD = module.embed(tokens, jnp.arange(T)[None]) + shift_TD
         layer = jax.tree.map(lambda leaf: leaf[0], module.layers)
-        y, _, _ = module.run_layer(layer, x_BTD, jnp.arange(T)[None], given, Execution())
+        y, _, _ = module.run_layer(layer, x_BTD, jnp.arange(T)[None], given, first)
         return y @ jnp.arange(model.embed_dim)  # the sum alone is 0 behind a layer norm
 
     @jax.jit

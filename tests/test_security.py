@@ -83,6 +83,7 @@ WALL_CLOCKS = {
     "run/attempts/goodput.py",
     "run/attempts/watchdog.py",
     "run/event_file.py",
+    "run/tracking/services.py",
 }
 
 
