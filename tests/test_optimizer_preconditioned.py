@@ -1,5 +1,9 @@
 """Shampoo and SOAP: reference implementations, formulas, every mesh, whole matrices nowhere."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,3 +214,37 @@ def test_updates_on_a_mesh_are_those_of_one_device(rule, sizes):
         if is_variable(variable):
             wanted = layout.named(layout.moment(logical_axes(variable)))
             assert variable.get_value().sharding.is_equivalent_to(wanted, variable.get_value().ndim)
+
+
+# Devices that come to a decomposition together, as after every sum: large enough for LAPACK's
+# kernels to be shared out among threads.
+TOGETHER = """
+import jax
+import jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 8)
+from jaxtrain.parallel.mesh import Mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.optimizers.preconditioners import eigenbasis, turned
+
+def turns(x):
+    def turn(_, x):
+        for function in (eigenbasis, lambda x: turned(x, x)[0]):
+            x = function(x) + 0 * x.sum()
+        return x
+    return jax.lax.fori_loop(0, 5, turn, x)
+
+layout = Layout(make_mesh(Mesh(fsdp=8)))
+with layout.active():
+    x = jax.device_put(jnp.broadcast_to(jnp.eye(96), (32, 96, 96)), layout.named(jax.P("fsdp")))
+    print(jax.jit(turns)(x).shape)
+"""
+
+
+def test_simulated_devices_that_decompose_together_do_not_wait_for_one_another():
+    """In a process of its own: those that do wait cannot be stopped otherwise."""
+    words = [sys.executable, "-c", TOGETHER]
+    alone = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, check=False, env=alone
+    )
+    assert done.stdout == "(32, 96, 96)\n", done.stderr[-2000:]

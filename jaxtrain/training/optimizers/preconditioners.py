@@ -136,12 +136,21 @@ def permuted(permutation: jax.Array, m: jax.Array, side: int) -> jax.Array:
 def _each_whole(function: Any, square: jax.Array) -> jax.Array:
     dims = Sides(tuple(range(square.ndim - 2)), (square.ndim - 2,), (square.ndim - 1,))
 
+    def of_stack(x: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(x, cpu=one_by_one, default=function)
+
+    def one_by_one(x: jax.Array) -> jax.Array:
+        """jaxlib's LAPACK hands a stack of large matrices to the threads that its devices run in,
+        and waits: where all simulated devices come to it they wait for one another for ever."""
+        found = jax.lax.map(function, x.reshape(-1, *x.shape[-2:]))
+        return found.reshape(x.shape)
+
     def local(x: jax.Array) -> jax.Array:
         sharding = jax.typeof(x).sharding
         if sharding.mesh.empty:
-            return function(x)
+            return of_stack(x)
         # By hand: the compiler need not know how to decompose its own part of a stack.
-        return on_each_device(function, sharding.spec, sharding.spec)(x)
+        return on_each_device(of_stack, sharding.spec, sharding.spec)(x)
 
     return on_whole(local, square, dims)
 
