@@ -33,7 +33,8 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.program.program import flops_per_step, make_program, resolved
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
@@ -202,9 +203,24 @@ def _row_flops(config: Config) -> RowFlops:
     return RowFlops(counted.matmul, counted.chosen, counted.narrow)
 
 
+def computed(config: Config, devices: int) -> Config:
+    """The configuration with as many layers as a pipeline's stages have places for.
+
+    All ranks go in lockstep, and the places of shorter stages are computed and masked.
+    """
+    model, ranks = config.train.model, config.mesh.sizes(devices)["pipe"]
+    if ranks == 1 or model.layers is None:
+        return config
+    stages = deal(shapes_of(model), ranks, config.pipeline.virtual_stages)
+    if stages.valid.all():
+        return config
+    padded = dataclasses.replace(model, **{model.settings["layers"]: len(stages.valid)})
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, model=padded))
+
+
 def executed_flops(config: Config, layout: Layout) -> float:
     """FLOPs of products that one device executes in a step, with a kernel that is named."""
-    row = row_flops(config)
+    row = row_flops(computed(config, layout.mesh.size))
     flops = float(row.executed)
     if KERNELS[config.attention.kernel].skips_hidden:
         flops -= row.scores / 2
@@ -397,8 +413,9 @@ def pieces(
     sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
     assert bandwidth is not None, "a chip with a peak has memory"
     pipelined = sizes["pipe"] > 1
-    products, scores = _work(config, pipelined=pipelined, devices=layout.mesh.size)
-    read = activation_bytes(config, pipelined=pipelined) / layout.mesh.size
+    done = computed(config, layout.mesh.size)
+    products, scores = _work(done, pipelined=pipelined, devices=layout.mesh.size)
+    read = activation_bytes(done, pipelined=pipelined) / layout.mesh.size
     by_axis: dict[str, float] = {}
     weights = tensor = others = between = 0.0
     for one in moved:
@@ -419,7 +436,7 @@ def pieces(
         else:
             others += runs * inside
     return Pieces(
-        products=_product_seconds(config, target, products, peak),
+        products=_product_seconds(done, target, products, peak),
         scores=scores / peak,
         activations=read / bandwidth,
         update=2 * update_bytes / bandwidth,
