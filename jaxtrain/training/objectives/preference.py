@@ -16,6 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.preferences import CHOSEN
 from jaxtrain.models.model import Model
+from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy
 from jaxtrain.training.objectives.tokens import TokenObjective
@@ -80,10 +81,12 @@ class DPO(TokenObjective):
             told_BT = -cross_entropy(logits(model, h_BTD), targets_BT)
             gained_BT = jnp.where(counts_BT, told_BT - batch.reference, 0.0)
             signs_BT = jnp.where(batch.segment_ids == CHOSEN, 1.0, -1.0)
-            margin_B = self.beta * (signs_BT * gained_BT).sum(-1)
-            pair_B = counts_BT.any(-1)
-            return {
+            margin_B = self.beta * sum_of_sequence((signs_BT * gained_BT).sum(-1))
+            pair_B = sum_of_sequence(counts_BT.sum(-1)) > 0
+            sums = {
                 "loss": jnp.where(pair_B, -jax.nn.log_sigmoid(margin_B), 0.0).sum(),
                 "accuracy": (pair_B & (margin_B > 0)).sum(dtype=jnp.float32),
                 "margin": margin_B.sum(),
             }
+            # Devices that have places of one row have the same pairs, and their sums are added up.
+            return {name: value / split_before() for name, value in sums.items()}
