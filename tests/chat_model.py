@@ -31,15 +31,17 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return peer
 
 
-def save_model(folder: Path, *, context_length: int = 128) -> LlamaForCausalLM:
+SIZES = {
+    "vocab_size": 352, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def save_model(folder: Path, *, seed: int = 0, **sizes: int) -> LlamaForCausalLM:
     """A Llama with random weights for that tokenizer."""
-    torch.manual_seed(0)
-    sizes = LlamaConfig(
-        vocab_size=352, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context_length,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(sizes).eval()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).eval()
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(2.0)  # so that attention tells tokens apart

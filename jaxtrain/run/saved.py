@@ -18,7 +18,7 @@ from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
-from jaxtrain.run.start import first_parameters, restored_parameters
+from jaxtrain.run.start import first_parameters, restored_parameters, with_teacher
 from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.run.weights import with_trained
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
@@ -173,6 +173,7 @@ class SavedRun:
         return self._created(params)
 
     def _created(self, params: nnx.State | None) -> TrainState:
+        params = with_teacher(params, self._config, self._program.plain)
         state = self._program.create(self._config.train.seed, params)
         finetune = self._config.finetune
         if finetune.adapter is not None:

@@ -1,5 +1,6 @@
 """Where a run's first parameters come from, when they are not drawn: `Train.start_from`."""
 
+import dataclasses
 from pathlib import Path
 
 from flax import nnx
@@ -13,31 +14,36 @@ from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.parameters import read_parameters
-from jaxtrain.training.finetune.finetune import matching
-from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.finetune.finetune import Finetune, matching
+from jaxtrain.training.finetune.tuning import TEACHER, Tuning
+from jaxtrain.training.finetune.tuning import named as by_name
+from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, parameter_shapes
 
 
-def first_parameters(source: str, config: Config, program: Program) -> nnx.State:
+def first_parameters(
+    source: str, config: Config, program: Program, *, named: str = "Train.start_from"
+) -> nnx.State:
     """The parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF file.
 
     Args:
       source: the folder or the file.
       config: the run that starts with them.
       program: its program, in whose layout they come.
+      named: the setting that names the source, for messages.
 
     Raises:
       UserError: there is neither there, or another model.
       CheckpointError: the checkpoint is damaged.
     """
-    folder = place(source)
+    folder, program = place(source), _of_model(config, program)
     if isinstance(folder, Path) and (folder.suffix == ".gguf" or (folder / CONFIG).is_file()):
-        found = published(source, named="Train.start_from")
+        found = published(source, named=named)
         return read_parameters(found, program, config.train.model, _fresh(config, program))
     if not sealed_steps(folder / FOLDER):
         raise UserError(
-            f"Train.start_from={source!r}: no run with a complete checkpoint there, and no Hugging "
+            f"{named}={source!r}: no run with a complete checkpoint there, and no Hugging "
             f"Face folder (no {CONFIG}); name one of them, or None to draw the parameters"
         )
     checkpoints = Checkpoints(folder, config.checkpoint, read_only=True)
@@ -52,12 +58,46 @@ def restored_parameters(
 ) -> nnx.State:
     """The parameters of a checkpoint but for `Finetune.fresh`; UserError, with the settings that
     differ, if another's."""
+    program = _of_model(config, program)
     try:
         return resume.restore_parameters(checkpoints, step, program, _fresh(config, program))
     except OtherLeavesError as error:
         raise resume.with_settings(error, checkpoints.extra(step)["config"], config) from error
 
 
+def with_teacher(params: nnx.State | None, config: Config, program: Program) -> nnx.State | None:
+    """A run's first parameters and, where its objective has a teacher, that one's.
+
+    Args:
+      params: the model's; None draws them.
+      config: the run.
+      program: its program.
+
+    Raises:
+      UserError: as of `first_parameters`, of the teacher.
+    """
+    task = config.train.task
+    if not isinstance(task, Distillation):
+        return params
+    assert task.teacher is not None, "asked for its sizes before"
+    train = dataclasses.replace(config.train, model=task.sizes, objective=None)
+    theirs = dataclasses.replace(config, train=train, finetune=Finetune())
+    layout = program.tuning.teacher_layout(program.layout)
+    found = first_parameters(
+        task.teacher, theirs, dataclasses.replace(program, layout=layout),
+        named="Distillation.teacher",
+    )  # fmt: skip
+    teacher = nnx.from_flat_state(
+        {(TEACHER, *path): variable for path, variable in nnx.to_flat_state(found)}
+    )
+    return teacher if params is None else nnx.merge_state(params, teacher)
+
+
+def _of_model(config: Config, program: Program) -> Program:
+    """The program without what its objective puts around the model."""
+    return dataclasses.replace(program, build=config.train.model.build, tuning=Tuning())
+
+
 def _fresh(config: Config, program: Program) -> list[str]:
     """Names of the parameters that are drawn."""
-    return matching(config.finetune.fresh, list(named(parameter_shapes(program.build))))
+    return matching(config.finetune.fresh, list(by_name(parameter_shapes(program.build))))

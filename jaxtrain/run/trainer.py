@@ -227,7 +227,7 @@ class Trainer:
         return export_run(
             str(path),
             self.config,
-            self.program.plain.whole,
+            dataclasses.replace(self.program.plain.whole, build=self.config.train.model.build),
             merged(self.program.plain, self.program.consensus(self.state)),
             self.workdir,
             dtype=dtype,

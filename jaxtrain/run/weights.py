@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.finetune.tuning import TEACHER, told_apart
 from jaxtrain.training.pipeline.stages import Stages, is_layer
 from jaxtrain.training.step import Program, TrainState
 
@@ -123,11 +124,13 @@ def _placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.Sta
 
 
 def merged(program: Program, state: TrainState) -> nnx.State:
-    """The model's parameters, adapters added to their weights: in the form of `program.whole`'s."""
+    """The model's parameters, adapters added to their weights: in the form of `program.whole`'s,
+    without a teacher's."""
     if not program.tuning.frozen:
         return state.params
     with program.layout.active():
-        return _merged(program, state.weights)
+        found = _merged(program, state.weights)
+    return told_apart(found, lambda name, _: not name.startswith(f"{TEACHER}/"))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -188,7 +188,7 @@ class Program:
             "statistics": shardings(state.statistics, layout.weight, layout),
             "loss_scale": layout.named(P()),
             "guard": jax.tree.map(lambda _: layout.named(P()), state.guard),
-            "frozen": shardings(state.frozen, layout.parameter, layout),
+            "frozen": self.tuning.frozen_shardings(state.frozen, layout),
         }
         return TrainState(**of)
 
@@ -387,7 +387,7 @@ class Program:
         self, layout: Layout, batch: Batch, *arguments: Any
     ) -> tuple[nnx.State, Sums, nnx.State]:
         """What `_of_rows` gives, of the rows of all devices that sum their gradients once."""
-        axes = summed_once(layout, self.passes)
+        axes = () if self.tuning.splits_more(layout) else summed_once(layout, self.passes)
         if not axes:
             return self._of_rows(layout, batch, *arguments)
         batch = self.objective.arranged(batch, self.execution)

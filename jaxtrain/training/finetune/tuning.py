@@ -7,8 +7,12 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtrain.parallel.sharding import Layout, shardings
+
 # What is trained, and what is held as it is: each a tree of named arrays.
 Weights = tuple[nnx.State, nnx.State]
+
+TEACHER = "teacher"  # under this name a model holds another one that it learns from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +21,30 @@ class Tuning:
 
     Attributes:
       frozen: names of the parameters that are held as they are, such as `layers/up`.
+      teacher_zero: as of `Layout.zero`, for a teacher's parameters; None: as the layout has it.
     """
 
     frozen: frozenset[str] = frozenset()
+    teacher_zero: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def frozen_shardings(self, frozen: nnx.State, layout: Layout) -> nnx.State:
+        """A NamedSharding for each frozen array of a state."""
+        teacher, others = told_apart(frozen, lambda name, _: name.startswith(f"{TEACHER}/"))
+        theirs = self.teacher_layout(layout)
+        return nnx.merge_state(
+            shardings(others, layout.parameter, layout),
+            shardings(teacher, theirs.parameter, theirs),
+        )
+
+    def teacher_layout(self, layout: Layout) -> Layout:
+        """Where a teacher's parameters lie, beside a model in this layout."""
+        zero = layout.zero if self.teacher_zero is None else self.teacher_zero
+        return dataclasses.replace(layout, zero=zero)
+
+    def splits_more(self, layout: Layout) -> bool:
+        """Whether a teacher is split over fsdp where gradients are summed over it once a step: in
+        that sum each device has all parameters at hand, so that they are summed as they come."""
+        return layout.zero < 2 and self.teacher_layout(layout).zero == 3
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
         """What is trained beside the model's own parameters, freshly drawn: nothing.

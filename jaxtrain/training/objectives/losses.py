@@ -97,6 +97,17 @@ def losses(
     return jnp.where(counts, of_targets, 0.0) * mask
 
 
+def refuse_unread(settings: Loss, objective: str) -> Iterator[str]:
+    """A sentence for each setting that is not at its default, where an objective reads none."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            yield (
+                f"Loss.{field.name}={value!r} does nothing for {objective}; leave it at "
+                f"{field.default!r}"
+            )
+
+
 def refuse(settings: Loss, *, length: int, context: int) -> Iterator[str]:
     """A sentence where no chunk is like the one asked for; arguments as of `settle`."""
     chunk = settings.chunk_size

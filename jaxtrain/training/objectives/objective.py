@@ -4,11 +4,12 @@ import abc
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, final
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jaxtrain.training.objectives
 from jaxtrain.config.errors import UserError, did_you_mean
@@ -17,6 +18,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.losses import Loss, Sums
 
 # The modules that it trains.
@@ -60,6 +62,26 @@ class Objective(abc.ABC, Generic[M]):
         Raises:
           UserError: the model cannot take these data.
         """
+
+    def built(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
+        """What makes the module, from a key: the model's own, or more around it."""
+        return model.build
+
+    def tuned(self, tuning: Tuning) -> Tuning:
+        """What is trained of it, where `tuning` is what is trained of the model."""
+        return tuning
+
+    def refuse_run(self, model: Model, *, length: int, pipe: int, exchange: str) -> Iterator[str]:
+        """Why a run cannot train to it.
+
+        Args:
+          model: the model's settings.
+          length: of a row.
+          pipe: stages of the pipeline.
+          exchange: the method by which replicas agree.
+        """
+        del model, length, pipe, exchange
+        yield from ()
 
     @abc.abstractmethod
     def counts(self, batch: Batch) -> Sums:

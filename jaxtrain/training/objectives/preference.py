@@ -18,7 +18,7 @@ from jaxtrain.data.text.preferences import CHOSEN
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer import Transformer, logits
-from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy
+from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 
 
@@ -51,13 +51,7 @@ class DPO(TokenObjective):
 
     def refuse_loss(self, settings: Loss) -> Iterator[str]:
         """What is of a cross entropy."""
-        for field in dataclasses.fields(settings):
-            value = getattr(settings, field.name)
-            if value != field.default:
-                yield (
-                    f"Loss.{field.name}={value!r} does nothing for Train.objective=@DPO(); leave "
-                    f"it at {field.default!r}"
-                )
+        yield from refuse_unread(settings, "Train.objective=@DPO()")
 
     def weight(self, batch: Batch) -> jax.Array:
         """The pairs that count."""

@@ -103,7 +103,6 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         """`perplexity`."""
         return {"perplexity": perplexity(means["loss"])}
 
-    @final
     def sums(
         self,
         model: Transformer,

@@ -167,6 +167,9 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: corruption.refuse(c.corruption, seen.layout),
     _matmul,
     lambda seen, c: c.train.task.refuse_model(c.train.model),
+    lambda seen, c: c.train.task.refuse_run(
+        c.train.model, length=seen.length, pipe=seen.size("pipe"), exchange=c.exchange.method
+    ),
     lambda seen, c: model_and_data.refuse(c, reads_data=seen.reads_data),
     _scan,
     lambda seen, c: losses.refuse(c.loss, length=seen.length, context=seen.size("context")),

@@ -89,7 +89,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
     if config.offload != Offload():
         made = functools.partial(OnHost, offload=config.offload)
     program = made(
-        build=config.train.model.build,
+        build=config.train.task.built(config.train.model),
         objective=config.train.task,
         optimizer=make_optimizer(config.optimizer, schedule, streamed if on_host else chained),
         schedule=schedule,
@@ -108,7 +108,7 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         guard=config.guard,
         curvature=estimate_of(config.optimizer.rule),
         seed=config.train.seed,
-        tuning=tuning_of(config.finetune, config.train.model.build),
+        tuning=config.train.task.tuned(tuning_of(config.finetune, config.train.model.build)),
     )
     return with_exchange(config.exchange, program)
 

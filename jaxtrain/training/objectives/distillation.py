@@ -1,0 +1,221 @@
+"""Distillation: a model learns what a frozen teacher says of every next token.
+
+Source: Hinton et al. 2015 (arXiv 1503.02531), section 2. Letters: B batch, T length, V vocab.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.buckets import place
+from jaxtrain.config.errors import UserError, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import Model, TokenModel, reads_tokens
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.transformer import Transformer, hidden, logits
+from jaxtrain.training.finetune.tuning import TEACHER, Tuning, named
+from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, perplexity, refuse_unread
+from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.published import SCHEME
+from jaxtrain.training.settings import load_config
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation(TokenObjective):
+    """What a frozen teacher says (arXiv 1503.02531): (1 - share) cross entropy + share
+    temperature^2 KL(teacher || model), both softened by the temperature, the mean over the targets
+    that count. Metrics: `cross_entropy` and `divergence`, the two parts.
+
+    Attributes:
+      teacher: the folder of a run, its newest checkpoint, or a Hugging Face folder; it has the
+        model's tokenizer.
+      temperature: what the logits of both are divided by.
+      share: of the divergence, 0 to 1.
+      teacher_zero: as of Sharding.zero, for the teacher's parameters: 3 splits them over fsdp, 0
+        does not; None: as the model's.
+    """
+
+    teacher: Annotated[str | None, PathOr()] = None
+    temperature: float = 2.0
+    share: float = 0.5
+    teacher_zero: int | None = None
+
+    name: ClassVar[str] = "distillation"
+    causal: ClassVar[bool] = True
+    own: ClassVar[tuple[str, ...]] = ("loss", "cross_entropy", "divergence")
+
+    def __post_init__(self) -> None:
+        refuse_not_positive(self, "temperature")
+        if not 0 <= self.share <= 1:
+            raise UserError(f"Distillation.share={self.share}; use 0 to 1, such as 0.5")
+        if self.teacher_zero not in (None, 0, 1, 2, 3):
+            raise UserError(
+                f"Distillation.teacher_zero={self.teacher_zero}; use None, or 0 to 3, such as 3"
+            )
+
+    @functools.cached_property
+    def sizes(self) -> TokenModel:
+        """The teacher's settings, as its folder says them.
+
+        Raises:
+          UserError: there is none, or it is no model of tokens.
+        """
+        if self.teacher is None:
+            raise UserError(
+                "Distillation.teacher has no value: bind it to the folder of a run, or of Hugging "
+                "Face"
+            )
+        file = place(self.teacher) / "config.gin"
+        source = str(file) if file.is_file() else f"{SCHEME}{self.teacher}"
+        model = load_config(source).train.model
+        if not reads_tokens(model):
+            raise UserError(
+                f"Distillation.teacher={self.teacher!r} reads {model.inputs}; name one that reads "
+                "tokens"
+            )
+        return model
+
+    def built(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
+        """The model with its teacher in it."""
+        return _WithTeacher(model.build, self.sizes.build)
+
+    def tuned(self, tuning: Tuning) -> Tuning:
+        """The teacher is not trained."""
+        shapes = nnx.state(nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0))), nnx.Param)
+        names = frozenset(f"{TEACHER}/{name}" for name in named(shapes))
+        return dataclasses.replace(
+            tuning, frozen=tuning.frozen | names, teacher_zero=self.teacher_zero
+        )
+
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """The same."""
+        del model
+        return dataset
+
+    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+        """What is of a cross entropy alone."""
+        yield from refuse_unread(settings, "Train.objective=@Distillation()")
+
+    def refuse_run(self, model: Model, *, length: int, pipe: int, exchange: str) -> Iterator[str]:
+        """Another vocabulary, and what does not hold a teacher."""
+        theirs, said = self.sizes, f"Distillation.teacher={self.teacher!r}"
+        if reads_tokens(model) and theirs.vocab_size != model.vocab_size:
+            yield (
+                f"{said} tells {theirs.vocab_size} tokens, but {type(model).__name__}.vocab_size="
+                f"{model.vocab_size}; both have one tokenizer, and as many logits"
+            )
+        if theirs.context_length < length:
+            yield (
+                f"{said} reads {theirs.context_length} tokens at most, and rows have {length}; "
+                "use shorter ones"
+            )
+        if theirs.attention is not None and not theirs.attention.causal:
+            yield f"{said} sees the tokens that it is to tell; name a model that looks back"
+        if pipe > 1:
+            yield (
+                f"{said} with Mesh.pipe={pipe}: a pipeline's stages hold one model; use Mesh.pipe=1"
+            )
+        if exchange != "synchronous":
+            yield (
+                f"{said} with Exchange.method={exchange!r}: such replicas train all parameters; "
+                "use Exchange.method='synchronous'"
+            )
+
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """`perplexity`, of the cross entropy."""
+        return {"perplexity": perplexity(means["cross_entropy"])}
+
+    def sums(
+        self,
+        model: Transformer,
+        statistics: Any,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> tuple[Sums, Any]:
+        """As in Objective: those of both models' hidden states, and the model's layers'."""
+        del settings, train
+        batch = self.arranged(batch, execution)
+        assert batch.positions is not None, "a batch of text has positions"
+        teacher, arguments = _teacher_of(model), (batch.inputs, batch.positions, self.mask(batch))
+        with jax.named_scope("teacher"):
+            # Nothing of it is differentiated: layers are neither kept nor run again.
+            h_of_teacher, _, _ = hidden(teacher, *arguments, execution)
+        h_BTD, _, of_layers = hidden(model, *arguments, execution)
+        with jax.named_scope("loss"):
+            counts_BT = batch.loss_mask != 0
+
+            def told(by: Transformer, h: jax.Array) -> jax.Array:
+                return logits(by, jnp.where(counts_BT[..., None], h, 0)).astype(jnp.float32)
+
+            logits_BTV = told(model, h_BTD)
+            of_teacher = jax.lax.stop_gradient(told(teacher, h_of_teacher))
+            own_BT = cross_entropy(logits_BTV, jnp.where(counts_BT, batch.targets, 0))
+            both_BT = divergence(of_teacher, logits_BTV, self.temperature)
+
+            def total(x_BT: jax.Array) -> jax.Array:
+                return (jnp.where(counts_BT, x_BT, 0.0) * batch.loss_mask).sum()
+
+            own, both = total(own_BT), total(both_BT)
+        whole = (1 - self.share) * own + self.share * self.temperature**2 * both
+        return {"loss": whole, "cross_entropy": own, "divergence": both, **of_layers}, statistics
+
+    def of_hidden(
+        self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """Not to be had: the teacher reads the tokens too."""
+        raise AssertionError("a pipeline is refused")
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithTeacher:
+    """Builds a model that holds another one.
+
+    Attributes:
+      model: key -> the model.
+      teacher: key -> the other.
+    """
+
+    model: Callable[[jax.Array], nnx.Module]
+    teacher: Callable[[jax.Array], nnx.Module]
+
+    def __call__(self, key: jax.Array) -> nnx.Module:
+        """The model from `key`, as it is without a teacher."""
+        made = self.model(key)
+        setattr(made, TEACHER, self.teacher(key))
+        return made
+
+
+def _teacher_of(model: Any) -> Transformer:
+    return vars(model)[TEACHER]
+
+
+def divergence(teacher: jax.Array, model: jax.Array, temperature: float) -> jax.Array:
+    """KL(softmax(teacher / temperature) || softmax(model / temperature)), in nats.
+
+    Args:
+      teacher, model: logits, float32 [B, T, V]; V may be sharded.
+      temperature: above 0.
+    """
+    p_BTV, log_p_BTV = _softened(teacher, temperature)
+    _, log_q_BTV = _softened(model, temperature)
+    return (p_BTV * (log_p_BTV - log_q_BTV)).sum(-1)
+
+
+def _softened(logits_BTV: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+    """Probabilities and their logarithms."""
+    x_BTV = logits_BTV / temperature
+    x_BTV = x_BTV - jax.lax.stop_gradient(x_BTV.max(-1, keepdims=True))
+    log_BTV = x_BTV - jnp.log(jnp.exp(x_BTV).sum(-1, keepdims=True))
+    return jnp.exp(log_BTV), log_BTV
