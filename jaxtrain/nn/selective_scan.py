@@ -16,7 +16,8 @@ from jaxtrain.parallel.sharding import shard
 # Places whose states exist at one time: the backward pass makes those of each chunk again.
 CHUNK = 64
 
-INNER = ("inner_batch", "length", "mlp")
+LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a fresh layer's channels
+
 STATE = ("inner_batch", "mlp", "state")
 
 
@@ -47,9 +48,10 @@ def causal_convolution(
       The sums, and the last K - 1 places of x and what was before it, zeros where these are not of
       the last place's document.
     """
-    K, (B, T, F) = kernel_KF.shape[0], x_BTF.shape
+    K, T = kernel_KF.shape[0], x_BTF.shape[1]
     if before_BKF is None:
-        before_BKF = shard(jnp.zeros((B, K - 1, F), x_BTF.dtype), INNER)
+        # Out of x, and laid out as it is, whatever its channels mean.
+        before_BKF = jnp.concatenate([jnp.zeros_like(x_BTF[:, :1])] * (K - 1), axis=1)
     x_BPF = jnp.concatenate([before_BKF.astype(x_BTF.dtype), x_BTF], axis=1)
     ids_BP = _documents(mask, K - 1)
 
@@ -126,3 +128,10 @@ def _then(first: Any, second: Any) -> Any:
     """Two stretches of places as one: what is kept of the state before them, what they add."""
     (kept, added), (kept_after, added_after) = first, second
     return kept * kept_after, added * kept_after + added_after
+
+
+def steps(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Biases that softplus turns into steps drawn evenly in their logarithm."""
+    low, high = math.log(LEAST_STEP), math.log(MOST_STEP)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, low, high))
+    return step + jnp.log(-jnp.expm1(-step))

@@ -23,11 +23,9 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
-from jaxtrain.nn.selective_scan import causal_convolution, goes_on, selective_scan
+from jaxtrain.nn.selective_scan import causal_convolution, goes_on, selective_scan, steps
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
-
-LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a fresh layer's channels
 
 
 @configurable
@@ -186,7 +184,7 @@ class MambaLayer:
             "conv_bias": param(keys[1], (F,), ("mlp",), constant(0.0)),
             "select": param(keys[2], (F, R + 2 * S), ("mlp", "narrow"), uniform(F)),
             "step": param(keys[3], (R, F), ("narrow", "mlp"), uniform(R)),
-            "step_bias": param(keys[4], (F,), ("mlp",), _steps),
+            "step_bias": param(keys[4], (F,), ("mlp",), steps),
             "decay": param(key, (F, S), ("mlp", "state"), _rates),
             "skip": param(key, (F,), ("mlp",), constant(1.0)),
             "out": param(keys[5], (F, D), ("mlp", "embed"), uniform(F, self.num_layers)),
@@ -251,13 +249,6 @@ class MambaLayer:
         y_BTF *= jax.nn.silu(gate_BTF)
         y_BTD = execution.contract("BTF,FD->BTD", y_BTF, own["out"], RESIDUAL)
         return y_BTD, None if cache is None else (last_BKF.astype(cache[0].dtype), state_BFS)
-
-
-def _steps(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Biases that softplus turns into steps drawn evenly in their logarithm."""
-    low, high = math.log(LEAST_STEP), math.log(MOST_STEP)
-    step = jnp.exp(jax.random.uniform(key, shape, dtype, low, high))
-    return step + jnp.log(-jnp.expm1(-step))
 
 
 def _rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

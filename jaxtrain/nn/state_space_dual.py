@@ -1,0 +1,84 @@
+"""A state space whose states of a head decay alike: as attention within chunks, as a scan between.
+
+Source: Dao and Gu 2024 (arXiv 2405.21060), listing 1. Letters: B batch, T length, N heads,
+P channels of a head, S states of a channel, C places of a chunk.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.parallel.sharding import shard
+
+CHUNK = 64  # places whose scores among each other exist at one time
+
+STATE = ("inner_batch", "heads", "head_dim", "state")
+
+
+def state_space_dual(
+    x_BTNP: jax.Array,
+    step_BTN: jax.Array,
+    rate_N: jax.Array,
+    into_BTS: jax.Array,
+    out_BTS: jax.Array,
+    goes_on_BT1: jax.Array | None,
+    state_BNPS: jax.Array | None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """y = h out with h = exp(step rate) h + step x into at every place, and the last h.
+
+    Args:
+      x_BTNP: what goes in; everything is float32.
+      step_BTN: the step of every head.
+      rate_N: of its states, A, below 0.
+      into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
+      goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
+      state_BNPS: before the first place; None: zeros.
+      chunk: places that are taken together.
+    """
+    B, T, N, P = x_BTNP.shape
+    if state_BNPS is None:
+        state_BNPS = shard(jnp.zeros((B, N, P, into_BTS.shape[-1]), jnp.float32), STATE)
+    if goes_on_BT1 is None:
+        goes_on_BT1 = jnp.ones_like(into_BTS[..., :1], bool)
+    C = min(chunk, T)
+    count = math.ceil(T / C)
+
+    def chunked(x: jax.Array, *, last: float = 0.0) -> jax.Array:
+        """[chunks, B, C, ...]; places after the last have a step of 0, which changes no state."""
+        rest = [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, ((0, 0), (0, count * C - T), *rest), constant_values=last)
+        return jnp.moveaxis(x.reshape(B, count, C, *x.shape[2:]), 1, 0)
+
+    before_CC = jnp.tril(jnp.ones((C, C), bool))
+
+    @jax.checkpoint
+    def run(state_BNPS: jax.Array, places: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x_BCNP, step_BCN, into_BCS, out_BCS, goes_on_BC1 = places
+        # The logarithm of what is left of the chunk's beginning, and the documents begun in it.
+        left_BCN = jnp.cumsum(step_BCN * rate_N, axis=1)
+        begun_BC = jnp.cumsum(~goes_on_BC1[..., 0], axis=1, dtype=jnp.int32)
+        given_BCNP = step_BCN[..., None] * x_BCNP
+        same_BCC = (begun_BC[:, :, None] == begun_BC[:, None, :]) & before_CC
+        left_BNC = jnp.swapaxes(left_BCN, 1, 2)
+        between_BNCC = left_BNC[..., :, None] - left_BNC[..., None, :]
+        # Hidden places decay upwards: exp of them may be infinite, and its gradient none.
+        kept_BNCC = jnp.exp(jnp.where(same_BCC[:, None], between_BNCC, -jnp.inf))
+        scores_BCC = jnp.einsum("bts,bus->btu", out_BCS, into_BCS)
+        y_BCNP = jnp.einsum("bntu,bunp->btnp", scores_BCC[:, None] * kept_BNCC, given_BCNP)
+        # What is left of the states before the chunk, and what of each place is left behind it.
+        since_BCN = jnp.where((begun_BC == 0)[..., None], jnp.exp(left_BCN), 0)
+        y_BCNP += jnp.einsum("bts,bnps->btnp", out_BCS, state_BNPS) * since_BCN[..., None]
+        last_BC = begun_BC == begun_BC[:, -1:]
+        to_end_BCN = jnp.where(last_BC[..., None], left_BCN[:, -1:] - left_BCN, -jnp.inf)
+        given_BCNP *= jnp.exp(to_end_BCN)[..., None]
+        state_BNPS *= since_BCN[:, -1, :, None, None]
+        state_BNPS += jnp.einsum("btnp,bts->bnps", given_BCNP, into_BCS)
+        return state_BNPS, y_BCNP
+
+    inputs = tuple(map(chunked, (x_BTNP, step_BTN, into_BTS, out_BTS)))
+    goes_on = chunked(goes_on_BT1, last=True)
+    state_BNPS, y = jax.lax.scan(run, state_BNPS, (*inputs, goes_on))
+    return jnp.moveaxis(y, 0, 1).reshape(B, count * C, N, P)[:, :T], state_BNPS

@@ -1,0 +1,211 @@
+"""Mamba 2 equals transformers', place after place too, and one device on every mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+from flax import nnx
+from parity import assert_equal, evaluate
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.state_space.mamba2 import Mamba2
+from jaxtrain.models.weights.names import Name
+from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.state_space_dual import state_space_dual
+from jaxtrain.run.generation.decoding import next_logits
+from jaxtrain.training.pipeline.schedules import Pipeline
+
+SHAPES = {
+    "small": Mamba2(vocab_size=64, num_layers=2, embed_dim=32, head_dim=8, state_dim=8,
+                    context_length=16),
+    "odd": Mamba2(vocab_size=61, num_layers=3, embed_dim=18, head_dim=4, state_dim=5, conv_width=3,
+                  context_length=17),
+    "one_head": Mamba2(vocab_size=23, num_layers=1, embed_dim=8, expand=3, head_dim=24, state_dim=1,
+                       conv_width=2, context_length=16, norm_eps=1e-3),
+}  # fmt: skip
+
+
+def names(model: Mamba2) -> tuple[Name, ...]:
+    """The map, where the tensors that hold several of ours are apart: see `pair_of`."""
+    own, ours = "backbone.layers.{L}", "layers"
+    mixer = f"{own}.mixer"
+    return (
+        Name("backbone.embeddings.weight", "token_embedding", "VD->VD"),
+        Name("backbone.norm_f.weight", "norm_scale", "D->D"),
+        Name(f"{own}.norm.weight", f"{ours}/norm_scale", "LD->D"),
+        Name(f"{mixer}.in_{{P:gate|x}}", f"{ours}/in", "LPDF->FD"),
+        Name(f"{mixer}.in_select", f"{ours}/select", "LDR->RD"),
+        Name(f"{mixer}.in_step", f"{ours}/step", "LDN->ND"),
+        Name(f"{mixer}.conv_x.weight", f"{ours}/conv", "LKF->F()K"),
+        Name(f"{mixer}.conv_x.bias", f"{ours}/conv_bias", "LF->F"),
+        Name(f"{mixer}.conv_select.weight", f"{ours}/select_conv", "LKR->R()K"),
+        Name(f"{mixer}.conv_select.bias", f"{ours}/select_conv_bias", "LR->R"),
+        Name(f"{mixer}.dt_bias", f"{ours}/step_bias", "LN->N"),
+        Name(f"{mixer}.A_log", f"{ours}/decay", "LN->N"),
+        Name(f"{mixer}.D", f"{ours}/skip", "LN->N"),
+        Name(f"{mixer}.norm.weight", f"{ours}/gated_norm_scale", "LF->F"),
+        Name(f"{mixer}.out_proj.weight", f"{ours}/out", "LFD->DF"),
+    )
+
+
+def pair_of(sizes: Mamba2):
+    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+    from against_transformers import Pair, draw  # noqa: PLC0415
+
+    F, S = sizes.layer.inner_dim, sizes.state_dim
+
+    class Apart(Pair):
+        """Their tensors of several parts, one after the other."""
+
+        def names(self):
+            return names(self.sizes)
+
+        def ours(self, tensors):
+            found = {}
+            for name, value in tensors.items():
+                if name.endswith("in_proj.weight"):
+                    stem = name.removesuffix("in_proj.weight")
+                    parts = value.split([F, F, 2 * S, sizes.layer.num_heads])
+                    for part, piece in zip(("gate", "x", "select", "step"), parts, strict=True):
+                        found[f"{stem}in_{part}"] = piece
+                elif ".conv1d." in name:
+                    for part, piece in zip(("x", "select"), value.split([F, 2 * S]), strict=True):
+                        found[name.replace("conv1d", f"conv_{part}")] = piece
+                else:
+                    found[name] = value
+            return super().ours(found)
+
+    config = transformers.Mamba2Config(
+        vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, state_size=S,
+        num_hidden_layers=sizes.num_layers, expand=sizes.expand, conv_kernel=sizes.conv_width,
+        num_heads=sizes.layer.num_heads, head_dim=sizes.head_dim, n_groups=1, chunk_size=4,
+        layer_norm_epsilon=sizes.norm_eps, use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Apart(sizes, draw(transformers.Mamba2ForCausalLM(config)), "mamba2")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_every_gradient_equal_transformers(name):
+    sizes = SHAPES[name]
+    pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
+
+
+def test_thirty_steps_have_the_losses_of_transformers():
+    sizes = dataclasses.replace(SHAPES["small"], num_layers=1)
+    text = text_batch(rows=4, length=8, vocab_size=sizes.vocab_size)
+    places = np.broadcast_to(np.arange(8, dtype=np.int32), text.inputs.shape)
+    row = dataclasses.replace(text, segment_ids=np.ones_like(text.inputs), positions=places)
+    pair_of(sizes).train([row])
+
+
+def test_parameters_are_the_published_ones():
+    """state-spaces/mamba2-130m: 128,989,632, its vocabulary padded to 50,288 rows."""
+    sizes = Mamba2()
+    shapes = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
+    D, F, N, S, K = 768, 1536, 24, 128, 4
+    layer = D * (2 * F + 2 * S + N) + (F + 2 * S) * (K + 1) + 3 * N + F + F * D + D
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 24 * layer + 50288 * D + D
+    assert 24 * layer + 50288 * D + D == 128_989_632
+
+
+# -- the scan --------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+B, T, N, P, S = 2, 11, 3, 4, 5
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def inputs() -> tuple:
+    goes_on = RNG.random((B, T, 1)) > 0.2
+    step, rate = np.exp(drawn(B, T, N) - 1), -np.exp(drawn(N))
+    return drawn(B, T, N, P), step, rate, drawn(B, T, S), drawn(B, T, S), goes_on, drawn(B, N, P, S)
+
+
+def one_after_another(x, step, rate, into, out, goes_on, state):
+    found = []
+    for t in range(T):
+        state = np.where(goes_on[:, t, :, None, None], state, 0)
+        state = state * np.exp(step[:, t] * rate)[..., None, None]
+        given = step[:, t, :, None] * x[:, t]
+        state = state + given[..., None] * into[:, t, None, None]
+        found.append((state * out[:, t, None, None]).sum(-1))
+    return np.stack(found, 1), state
+
+
+@pytest.mark.parametrize("chunk", [1, 4, T, 64])
+def test_chunks_are_one_place_after_another(chunk):
+    given = inputs()
+    y, state = jax.jit(lambda *a: state_space_dual(*a, chunk=chunk))(*given)
+    expected, last = one_after_another(*given)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_finite_where_a_later_place_would_be_infinite():
+    """Rates so far from 0 that what is hidden overflows."""
+    x, step, _, into, out, goes_on, state = inputs()
+    rate = np.full(N, -300.0, np.float32)
+
+    def total(x, step):
+        return (state_space_dual(x, step, rate, into, out, goes_on, state)[0] ** 2).sum()
+
+    for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(x, step):
+        assert np.isfinite(gradient).all()
+
+
+def test_cached_logits_are_those_of_the_whole_text():
+    """Of rows that are padded on the left too."""
+    sizes, padding = SHAPES["odd"], np.array([0, 3])
+    program = make_program(sizes, make_layout(fsdp=1))
+    state, objective, execution = program.create(0), program.objective, program.execution
+    tokens = np.random.default_rng(0).integers(0, sizes.vocab_size, (2, 9)).astype(np.int32)
+    with program.layout.active():
+        model = program.model(state)
+        texts = [row[None, before:] for row, before in zip(tokens, padding, strict=True)]
+        whole = [objective.logits(model, {}, objective.reading(x), execution)[0] for x in texts]
+        cache = empty_cache(sizes.cached, layers=3, rows=2, room=9, dtype=jnp.dtype("float32"))
+        run = jax.jit(lambda t, c: next_logits(model, t, c, padding, execution, room=9, last=1))
+        done = 0
+        for part in np.split(tokens, [4, 5], 1):
+            found, cache = run(part, cache)
+            done += part.shape[1]
+            for row, before in enumerate(padding):
+                expected = whole[row][done - before - 1]
+                np.testing.assert_allclose(found[row, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+ON_MESH = SHAPES["small"]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    batch = text_batch(rows=16, length=8, vocab_size=ON_MESH.vocab_size)
+    return batch, evaluate(make_program(ON_MESH, make_layout()), batch)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"fsdp": 2, "tensor": 4, "sequence_parallel": True, "zero": 1}, {"accumulation": 2}),
+        ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
+    ],
+    ids=["tensor", "sequence_parallel", "pipe"],
+)
+def test_every_mesh_computes_the_same(layout, changes, one_device):
+    batch, expected = one_device
+    assert_equal(evaluate(make_program(ON_MESH, make_layout(**layout), **changes), batch), expected)
+
+
+def test_sizes_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match=r"does not divide by Mamba2.head_dim=5; the nearest"):
+        Mamba2(embed_dim=12, head_dim=5)
