@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.weights.family import families
+from jaxtrain.models.weights.names import Name
 from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
@@ -46,14 +47,26 @@ class Pair:
     theirs: torch.nn.Module
     model_type: str
 
+    def names(self) -> tuple[Name, ...]:
+        """The map between the names of both."""
+        family = next(one for one in families() if one.model_type == self.model_type)
+        return family.names(self.sizes)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Theirs of every place, each row a text of its own."""
+        return self.theirs(torch.tensor(batch.inputs).long()).logits
+
+    def reading(self, objective: Any, batch: Batch) -> Batch:
+        """The same for ours."""
+        return objective.reading(batch.inputs)
+
     def ours(self, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
         """Their tensors as our parameters, by path; all of them are taken."""
-        family = next(one for one in families() if one.model_type == self.model_type)
         shapes = nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0)))
         names, leaves, _ = flatten(nnx.state(shapes, nnx.Param))
         of = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
         left, found = dict(tensors), {}
-        for name in family.names(self.sizes):
+        for name in self.names():
             value = np.full(of[name.ours], np.nan, np.float32)
             for place, tensor in name.tensors(value.shape):
                 there = np.array(left.pop(tensor).detach())
@@ -101,10 +114,10 @@ class Pair:
         state = self.state(program)
         objective = program.objective
         with torch.no_grad():
-            expected = self.theirs(torch.tensor(batch.inputs).long()).logits.numpy()
+            expected = self.logits(batch).numpy()
         assert np.abs(expected).max() > 0.5, "logits in which an error would not show"
         with program.layout.active():
-            reading = objective.reading(batch.inputs)
+            reading = self.reading(objective, batch)
             run = jax.jit(
                 lambda s: objective.logits(program.model(s), {}, reading, program.execution)
             )

@@ -95,7 +95,8 @@ def test_a_component_takes_its_own_settings(path):
 
 # What models implement, and what name maps are made of: no architecture itself.
 INTERFACES = {
-    "models.model", "models.transformers.grouped_query_sizes", "models.recurrent.recurrent_sizes",
+    "models.model", "models.transformers.grouped_query_sizes", "models.transformers.stacks",
+    "models.recurrent.recurrent_sizes",
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
                                             "grouped_query")),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.weights.family import families, family_for, model_of
 from jaxtrain.models.weights.folder import Folder, match
 from jaxtrain.models.weights.names import their_shapes
@@ -70,6 +71,17 @@ MODELS = {
         norm_eps=1e-6,
     ),
     "bert": BERT(**SMALL, mlp_dim=7, token_types=3, norm_eps=1e-6),
+    "t5": T5(
+        **SMALL,
+        head_dim=5,
+        mlp_dim=7,
+        mlp="gated_gelu",
+        tie_embeddings=False,
+        scale_outputs=False,
+        buckets=8,
+        distance=9,
+        norm_eps=1e-5,
+    ),
 }
 
 

@@ -13,21 +13,26 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One batch of text, images or vectors; `B` rows, `T` tokens a row, `HWC` pixels, `D` numbers.
+    """One batch of text, pairs, images or vectors; `B` rows, `T` tokens a row (`S` of a source),
+    `HWC` pixels, `D` numbers.
 
     Attributes:
-      inputs: int32 tokens [B, T], float32 images [B, H, W, C], or float32 vectors [B, D].
+      inputs: int32 tokens [B, T], of pairs those that the target's are told from one after the
+        other; float32 images [B, H, W, C], or float32 vectors [B, D].
       targets: int32 tokens to be told [B, T], or labels [B], of mixed images each image's [B, 2];
         or float32 numbers [B, K].
       loss_mask: float32 of the labels' or tokens' shape, of numbers [B]; 1 where the target counts,
         0 where it does not: there targets may be anything.
       segment_ids: int32 [B, T]; the document a token belongs to, counted from 1 within the row,
-        0 for padding. None for all but text.
+        0 for padding. None for all but text and pairs.
       positions: int32 [B, T]; the token's place in its document, from 0. None for all but text.
       rows: int32 [B]; which row of the global batch each is. None: the step counts them, where an
         objective asks for it.
       reference: float32 [B, T]; a reference model's log-probability of each target, where an
         objective compares with one. None: none does.
+      source: int32 tokens [B, S] of pairs' sources. None for all but pairs.
+      source_segment_ids: int32 [B, S]; which of its row's targets a source belongs to, as
+        `segment_ids` counts them, 0 for padding. None for all but pairs.
     """
 
     inputs: Array
@@ -37,10 +42,21 @@ class Batch:
     positions: Array | None = None
     rows: Array | None = None
     reference: Array | None = None
+    source: Array | None = None
+    source_segment_ids: Array | None = None
 
 
-def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors"]:
+def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:
     """What the inputs of a batch are, or of its shapes."""
+    if batch.source is not None:
+        return "pairs"
     if jnp.issubdtype(batch.inputs.dtype, jnp.integer):
         return "tokens"
     return "vectors" if batch.inputs.ndim == 2 else "images"
+
+
+def example_shape(batch: Batch) -> tuple[int, ...]:
+    """The shape of one example's inputs, as `Model.flops` takes it: of pairs (S, T)."""
+    if batch.source is not None:
+        return batch.source.shape[1], batch.inputs.shape[1]
+    return batch.inputs.shape[1:]

@@ -94,7 +94,7 @@ class Dataset:
     digest: str
     facts: dict[str, float | int | str]
     tokenizer: Tokenizer | None
-    unit: Literal["tokens", "images", "vectors"]
+    unit: Literal["tokens", "images", "vectors", "pairs"]
     mixing: Mixing | None = None
     workers: int = 0
 

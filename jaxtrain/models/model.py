@@ -12,8 +12,8 @@ from jaxtrain.nn.cache import Cached
 
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
 __all__ = [
-    "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "TokenModel",
-    "VectorModel",
+    "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "PairModel",
+    "TokenModel", "VectorModel",
 ]  # fmt: skip
 
 Inputs = Literal["tokens", "images", "pairs", "vectors"]
@@ -31,6 +31,7 @@ class AttentionFacts:
       window: tokens that a query sees back, itself included; None is all of them.
       causal: whether a query sees no later token.
       layers_differ: whether only some layers have the window.
+      biased: whether something is added to the scores, as relative positions are.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class AttentionFacts:
     window: int | None = None
     causal: bool = True
     layers_differ: bool = False
+    biased: bool = False
 
     @property
     def keys_and_values(self) -> tuple[Cached, Cached]:
@@ -70,7 +72,7 @@ class ExpertsFacts:
 class Model(Protocol):
     """What is asked of an architecture's settings, a frozen dataclass of sizes.
 
-    What a model says besides stands in `TokenModel`, `ImageModel` and `VectorModel`.
+    What a model says besides stands in `TokenModel`, `PairModel`, `ImageModel` and `VectorModel`.
 
     Attributes:
       inputs: what it reads: rows of tokens, images, pairs of rows of tokens (source and target),
@@ -151,6 +153,34 @@ class TokenModel(Model, Protocol):
 
 
 @runtime_checkable
+class PairModel(Model, Protocol):
+    """What is asked besides of a model whose inputs are pairs; its module is an `EncoderDecoder`.
+
+    Its `layers` are those of each of its two stacks.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Different tokens, of sources and targets."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The longest source, and the longest target, in tokens."""
+        ...
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of what goes from layer to layer."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Equal layers in each of the two stacks."""
+        ...
+
+
+@runtime_checkable
 class ImageModel(Model, Protocol):
     """What is asked besides of a model whose inputs are images; its module is a `Predictor`."""
 
@@ -190,6 +220,11 @@ def reads_tokens(model: Model) -> TypeGuard[TokenModel]:
     return model.inputs == "tokens"
 
 
+def reads_pairs(model: Model) -> TypeGuard[PairModel]:
+    """Whether a model's inputs are pairs of rows of tokens."""
+    return model.inputs == "pairs"
+
+
 def reads_images(model: Model) -> TypeGuard[ImageModel]:
     """Whether a model's inputs are images."""
     return model.inputs == "images"
@@ -202,8 +237,10 @@ def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
 
 def refuse_incomplete(model: Model) -> None:
     """Raises UserError where a model's settings do not say what models of its inputs do."""
-    kinds = {"tokens": TokenModel, "images": ImageModel, "vectors": VectorModel}
-    kind = kinds.get(model.inputs, Model)
+    kinds: dict[Inputs, Any] = {
+        "tokens": TokenModel, "pairs": PairModel, "images": ImageModel, "vectors": VectorModel
+    }  # fmt: skip
+    kind = kinds[model.inputs]
     lacking = lacks(model, kind)
     if lacking:
         raise UserError(
@@ -221,4 +258,10 @@ def token_model(model: Model) -> TokenModel:
 def vector_model(model: Model) -> VectorModel:
     """The same model, which is known to read vectors."""
     assert reads_vectors(model), f"{type(model).__name__} reads {model.inputs}"
+    return model
+
+
+def pair_model(model: Model) -> PairModel:
+    """The same model, which is known to read pairs."""
+    assert reads_pairs(model), f"{type(model).__name__} reads {model.inputs}"
     return model

@@ -28,12 +28,14 @@ class SwiGLU:
       mlp_dim: width inside.
       residual_stddev: spread of the weight that makes the result.
       function: the gate's: with `gelu` this is GeGLU of the same paper.
+      stddev: spread of the other weights.
     """
 
     embed_dim: int
     mlp_dim: int
     residual_stddev: float
     function: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    stddev: float = 0.02
 
     num_keys: ClassVar[int] = 3
     scope: ClassVar[str] = "mlp"
@@ -43,8 +45,8 @@ class SwiGLU:
         D, F = self.embed_dim, self.mlp_dim
         key_gate, key_up, key_down = keys
         return {
-            "gate": param(key_gate, (D, F), ("embed", "mlp"), normal(0.02)),
-            "up": param(key_up, (D, F), ("embed", "mlp"), normal(0.02)),
+            "gate": param(key_gate, (D, F), ("embed", "mlp"), normal(self.stddev)),
+            "up": param(key_up, (D, F), ("embed", "mlp"), normal(self.stddev)),
             "down": param(key_down, (F, D), ("mlp", "embed"), normal(self.residual_stddev)),
         }
 
@@ -65,6 +67,53 @@ class SwiGLU:
         del mask
         gate_BTF = self.function(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]))
         h_BTF = gate_BTF * execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReLU:
+    """down(max(up x, 0)), without biases.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      mlp_dim: width inside.
+      residual_stddev: spread of the weight that makes the result.
+      stddev: spread of the other.
+    """
+
+    embed_dim: int
+    mlp_dim: int
+    residual_stddev: float
+    stddev: float = 0.02
+
+    num_keys: ClassVar[int] = 2
+    scope: ClassVar[str] = "mlp"
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Up [D, F] and down [F, D]."""
+        D, F = self.embed_dim, self.mlp_dim
+        key_up, key_down = keys
+        return {
+            "up": param(key_up, (D, F), ("embed", "mlp"), normal(self.stddev)),
+            "down": param(key_down, (F, D), ("mlp", "embed"), normal(self.residual_stddev)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All of them."""
+        return 2 * self.embed_dim * self.mlp_dim
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+    ) -> tuple[jax.Array, Auxiliary]:
+        """The network's outputs; arguments and results as in `block.Feeds`."""
+        del mask
+        h_BTF = jax.nn.relu(execution.contract("BTD,DF->BTF", h_BTD, own["up"]))
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
 
 

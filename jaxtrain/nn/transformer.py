@@ -67,11 +67,23 @@ class Transformer(Protocol):
         ...
 
 
+class TellsTokens(Protocol):
+    """What logits are made with: the last two members of a `Transformer`."""
+
+    def output_matrix(self) -> nnx.Param:
+        """As in `Transformer`."""
+        ...
+
+    def output_bias(self) -> nnx.Param | None:
+        """As in `Transformer`."""
+        ...
+
+
 # How the output matrix makes logits.
 LOGITS = "BTD,VD->BTV"
 
 
-def logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
+def logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of finished hidden states."""
     logits_BTV, size = padded_logits(model, x_BTD), vocabulary(model)
     if logits_BTV.shape[-1] == size:
@@ -81,13 +93,13 @@ def logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
     return jax.sharding.reshard(logits_BTV, P(*spec[:-1], None))[..., :size]
 
 
-def padded_logits(model: Transformer, x_BTD: jax.Array) -> jax.Array:
+def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V or more], 0 for tokens from V on: split over `tensor`, whatever V is."""
     logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
     return logits_BTV if bias is None else add_bias(logits_BTV, bias)
 
 
-def vocabulary(model: Transformer) -> int:
+def vocabulary(model: TellsTokens) -> int:
     """V, the tokens that logits are told of."""
     value = model.output_matrix().get_value()
     return (value.weight if isinstance(value, GradientSlice) else value).shape[0]

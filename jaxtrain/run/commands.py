@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.markup import escape
 from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path
+from jaxtrain.models.model import reads_pairs
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.run.attempts import begin
@@ -154,7 +156,15 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, float], work
             f"Held-out loss {values['eval_loss']:.4f} nats a token, against the text's unigram "
             f"entropy {facts['unigram_entropy']:.4f}"
         )
-    if trainer.dataset.tokenizer is not None and trainer.config.train.model.cached:
+    tokenizer, model = trainer.dataset.tokenizer, trainer.config.train.model
+    if tokenizer is not None and reads_pairs(model):
+        example = trainer.dataset.heldout.example(0, None)
+        source_S: Any = example.source
+        source = tokenizer.decode(source_S[example.source_segment_ids > 0].tolist())
+        console.print("A held-out source, and what is told of it:")
+        told = f"{source} -> {trainer.generate(source, temperature=0.0)}"
+        console.print(escape(printable(told)), highlight=False)
+    elif tokenizer is not None and model.cached:
         prompt = "def "
         sample = trainer.generate(prompt, temperature=0.7)
         console.print("A sample (temperature 0.7):")

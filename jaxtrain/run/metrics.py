@@ -50,7 +50,7 @@ class MetricsLog:
         workdir: Path | None,
         *,
         total_steps: int,
-        unit: Literal["tokens", "images", "vectors"],
+        unit: Literal["tokens", "images", "vectors", "pairs"],
         units_per_step: int,
         flops_per_step: float | None,
         peak_flops: float | None,
@@ -67,7 +67,7 @@ class MetricsLog:
           workdir: the run's folder; None writes no files.
           total_steps: the step the run ends at.
           unit: what throughput counts.
-          units_per_step: tokens or images in one global batch.
+          units_per_step: tokens, images and so on in one global batch.
           flops_per_step: model FLOPs of one optimizer step on the global batch; None: no MFU.
           peak_flops: FLOP/s of all devices of the run together; None where it is not known.
           first_step: steps already done, 0 for a new run. A resumed run's older lines stay, those

@@ -18,6 +18,7 @@ from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import reads_pairs
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
     chosen_devices,
@@ -35,6 +36,7 @@ from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import BATCH_SIZE, generate
 from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.targets import tell
 from jaxtrain.run.generation.write import write
 from jaxtrain.run.huggingface.adapters import write_adapter
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
@@ -445,7 +447,7 @@ class Trainer:
         top_p: float | None = None,
         seed: int = 0,
     ) -> Prompt:
-        """What a trained language model writes after `prompt`.
+        """What a trained language model writes after `prompt`, an encoder-decoder of it.
 
         Args:
           prompt: text, which is answered in text up to its end; or a list of token ids, which is
@@ -475,7 +477,8 @@ class Trainer:
         batch_size: int = BATCH_SIZE,
         show: Callable[[str], None] | None = None,
     ) -> list[Answer]:
-        """What a trained language model writes after each of several prompts, and why it ended.
+        """What a trained language model writes after each of several prompts, an encoder-decoder
+        of each, and why it ended.
 
         Args:
           prompts: texts, or lists of token ids.
@@ -492,6 +495,11 @@ class Trainer:
         sampling = sampling or Sampling()
         program, train = self.program.plain, self.config.train
         state = self.program.consensus(self.state)
+        if reads_pairs(train.model):
+            return tell(
+                program, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+                stop=stop, seed=seed, batch_size=batch_size,
+            )  # fmt: skip
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if len(texts) == len(prompts):
             return write(

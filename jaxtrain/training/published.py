@@ -8,7 +8,7 @@ are random tokens, until a source and a tokenizer are bound.
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtrain.models.model import token_model
+from jaxtrain.models.model import Model, PairModel, reads_pairs, token_model
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
@@ -27,21 +27,40 @@ def config_text(name: str) -> str:
 
 
 def _lines(source: Published) -> Iterator[str]:
-    model = token_model(source.asked[1])
+    model = source.asked[1]
     kind = type(model).__name__
     yield f"Train.model = @{kind}()"
     for field in dataclasses.fields(model):
         yield f"{kind}.{field.name} = {getattr(model, field.name)!r}"
     yield f"Train.start_from = {str(source.path)!r}"
+    # A learning rate of a tenth of pretraining's.
+    yield "Train.steps = 1000"
+    yield "Train.global_batch_size = 8"
+    yield "Optimizer.learning_rate = 2e-5"
+    yield "Mesh.fsdp = -1"
+    yield from _pairs(source, model) if reads_pairs(model) else _text(source, model)
+
+
+def _text(source: Published, published: Model) -> Iterator[str]:
+    model = token_model(published)
     yield "Train.data = @TextData()"
     if (source.path / TOKENIZER).is_file():
         yield f"TextData.tokenizer = {str(source.path / TOKENIZER)!r}"
     else:  # bytes would be other tokens than those that it was trained on
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
-    # A row is as long as the usual fine-tuning's, a learning rate a tenth of pretraining's.
+    # A row is as long as the usual fine-tuning's.
     yield f"TextData.sequence_length = {min(model.context_length, 1024)}"
-    yield "Train.steps = 1000"
-    yield "Train.global_batch_size = 8"
-    yield "Optimizer.learning_rate = 2e-5"
-    yield "Mesh.fsdp = -1"
+
+
+def _pairs(source: Published, model: PairModel) -> Iterator[str]:
+    """Random tokens until pairs are bound, for which the tokenizer is named already."""
+    yield "Train.data = @PairData()"
+    yield "PairData.source = 'synthetic'"
+    yield f"PairData.synthetic_vocab_size = {model.vocab_size}"
+    if (source.path / TOKENIZER).is_file():
+        yield f"PairData.tokenizer = {str(source.path / TOKENIZER)!r}"
+    begin = source.content.get("decoder_start_token_id")
+    yield f"PairData.begin = {begin or 0}"
+    for name in ("source_length", "target_length"):
+        yield f"PairData.{name} = {min(model.context_length, 128)}"

@@ -22,7 +22,7 @@ from jaxtrain.analysis.verify.figures import (
 from jaxtrain.analysis.verify.going_on import STEPS_AFTER, STEPS_BEFORE
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import kind_of
-from jaxtrain.models.model import reads_images
+from jaxtrain.models.model import reads_images, reads_pairs
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.precision import is_matrix
@@ -68,7 +68,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
     if text and own.train.model.attention is not None:
         yield Claim("kernel", f"attention {attend.written(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip
-    if text:
+    if text or reads_pairs(small.train.model):
         yield Claim("execution", "recomputation, layer loop, loss chunks and kernel = none of them",
                     lambda: execution(bench))  # fmt: skip
 

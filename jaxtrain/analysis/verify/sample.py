@@ -1,4 +1,4 @@
-"""Random data for the proofs: packed documents and images whose targets count unevenly."""
+"""Random data for the proofs: documents, pairs and images whose targets count unevenly."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch, kind_of
-from jaxtrain.data.source import Dataset, Examples
+from jaxtrain.data.source import Dataset, Examples, Part
 from jaxtrain.data.text.packing import PackedText, pack
-from jaxtrain.models.model import reads_tokens
+from jaxtrain.models.model import reads_pairs, reads_tokens
 from jaxtrain.training.objectives.classification import classes_of
 from jaxtrain.training.settings import Config
 
@@ -33,6 +33,26 @@ class UnevenText:
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Row `index`, tokens [T]; the same for any `rng`."""
         row = self.rows.example(index, rng)
+        mask = row.loss_mask * _keep(index, row.loss_mask.shape)
+        return dataclasses.replace(row, loss_mask=mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenPairs:
+    """Pairs of which between a third and all of the targets count; implements Examples.
+
+    Attributes:
+      pairs: as the data make them.
+    """
+
+    pairs: Examples
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Pair `index`; the same for any `rng`."""
+        row = self.pairs.example(index, rng)
         mask = row.loss_mask * _keep(index, row.loss_mask.shape)
         return dataclasses.replace(row, loss_mask=mask)
 
@@ -88,6 +108,9 @@ def dataset(config: Config) -> Dataset:
         offsets = np.append(packed.offsets[:kept], len(tokens))
         packed = dataclasses.replace(packed, tokens=tokens, offsets=offsets)
         examples = UnevenText(packed)
+    elif reads_pairs(model):
+        opened = config.train.data.open(seed=SEED)
+        examples = UnevenPairs(Part(opened.train, range(rows)))
     else:
         inputs = rng.normal(size=(rows, *batch.inputs.shape[1:])).astype(np.float32)
         targets = rng.normal(size=(rows, *batch.targets.shape[1:])).astype(np.float32)

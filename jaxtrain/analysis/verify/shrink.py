@@ -10,14 +10,17 @@ import numpy as np
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.mixture import text_of
+from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
     AttentionFacts,
     ImageModel,
+    PairModel,
     TokenModel,
     VectorModel,
     reads_images,
+    reads_pairs,
     reads_tokens,
     reads_vectors,
 )
@@ -117,7 +120,7 @@ def shrink(own: Config) -> Small:
     ]
     # At least two microbatches of two rows; of images enough that a batch norm is well conditioned.
     model = own.train.model
-    rows = math.lcm(4 if reads_tokens(model) else 32, *parts)
+    rows = math.lcm(4 if reads_tokens(model) or reads_pairs(model) else 32, *parts)
     train = dataclasses.replace(own.train, global_batch_size=rows, accumulation=accumulation)
     config = dataclasses.replace(
         own,
@@ -132,6 +135,8 @@ def shrink(own: Config) -> Small:
     )
     if reads_tokens(model):
         config = _text(config, own, model, sizes, most, pipeline.virtual_stages)
+    elif reads_pairs(model):
+        config = _pairs(config, own, model, sizes, most)
     elif reads_images(model):
         config = _images(config, own, model, most)
     elif reads_vectors(model):
@@ -255,6 +260,37 @@ def _text(
         attention=dataclasses.replace(own.attention, kernel=kernel),
         scan=dataclasses.replace(own.scan, layers_per_iteration=block),
         loss=dataclasses.replace(own.loss, chunk_size=_chunk(own.loss, length)),
+    )
+
+
+def _pairs(
+    config: Config, own: Config, model: PairModel, sizes: dict[str, float], most: MeshSizes
+) -> Config:
+    """Both stacks of as many layers, and random pairs that do not fill their rows."""
+    fields, block = vars(model), min(own.scan.layers_per_iteration, 2)
+    small = {"vocab_size": VOCABULARY, "num_layers": _layers(model.layers, 1, block, 1, 1)}
+    assert model.attention is not None, "two stacks meet in attention"
+    heads = _heads(own, model.attention, sizes, most)["num_heads"]
+    small |= {"num_heads": heads, "head_dim": HEAD_DIM, "embed_dim": HEAD_DIM * heads}
+    ratio = fields["mlp_dim"] / model.embed_dim
+    small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
+    small["context_length"] = SEQUENCE
+    small = {name: value for name, value in small.items() if name in fields}
+    pairs = PairData(
+        source="synthetic",
+        synthetic_vocab_size=VOCABULARY,
+        source_length=SEQUENCE,
+        target_length=SEQUENCE // 2,
+    )
+    train = dataclasses.replace(config.train, model=dataclasses.replace(model, **small), data=pairs)
+    named = KERNELS.get(own.attention.kernel)
+    elsewhere = named is not None and named.only_on is not None
+    kernel = "xla" if elsewhere else own.attention.kernel
+    return dataclasses.replace(
+        config,
+        train=train,
+        attention=dataclasses.replace(own.attention, kernel=kernel),
+        scan=dataclasses.replace(own.scan, layers_per_iteration=block),
     )
 
 

@@ -14,7 +14,8 @@ from jaxtrain.analysis.verify.runs import Bench
 from jaxtrain.analysis.verify.shrink import Small, shrink
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.mixture import text_of
-from jaxtrain.models.model import reads_tokens
+from jaxtrain.data.pairs.source import PairData
+from jaxtrain.models.model import reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.devices import simulate_devices
 from jaxtrain.parallel.mesh import MESH_AXES
@@ -87,6 +88,9 @@ def refuse(config: Config) -> None:
         data = dataclasses.replace(
             text, source="synthetic", heldout_split=None, synthetic_vocab_size=vocabulary
         )
+    if isinstance(data, PairData) and reads_pairs(model):
+        vocabulary = max(model.vocab_size, 2)
+        data = dataclasses.replace(data, source="synthetic", synthetic_vocab_size=vocabulary)
     train = dataclasses.replace(config.train, data=data)
     sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]
     fixed = math.prod(size for size in sizes if size != -1)

@@ -53,7 +53,7 @@ def attention(
     kernel: str = "reference",
     context_parallel: str = "ring",
 ) -> Float[Array, "B T N H"]:
-    """softmax(q k / sqrt(H)) v over the visible keys, softmax in float32, N a multiple of K.
+    """softmax(q k / sqrt(H) + bias) v over the visible keys, softmax in float32, N a multiple of K.
 
     Where the layout splits sequences, `context_parallel` says how they are put together, and the
     tokens must lie as `jaxtrain.nn.attention.context.along_context` lays them for it. The
@@ -72,6 +72,7 @@ def attention(
         head_dim=q_BTNH.shape[-1],
         T=q_BTNH.shape[1],
         S=k_BSKH.shape[1],
+        biased=mask.bias_NTS is not None,
     )
     refusals = list(refuse(kernel, request))
     parts, layout = context.split(), current_layout()

@@ -41,6 +41,7 @@ class Request:
       T: queries.
       S: keys.
       in_ring: whether a ring over Mesh.context merges the results of several blocks of keys.
+      biased: whether something is added to the scores: `Mask.bias_NTS`.
     """
 
     platform: str
@@ -53,6 +54,7 @@ class Request:
     T: int
     S: int
     in_ring: bool = False
+    biased: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,14 @@ def _not_in_a_cache(request: Request) -> list[str]:
     return [no] if request.cached else []
 
 
+def _not_biased(request: Request) -> list[str]:
+    return ["adds no relative positions to scores"] if request.biased else []
+
+
+def _not_by_tiles(request: Request) -> list[str]:
+    return _not_in_a_cache(request) + _not_biased(request)
+
+
 def _not_by_xla(request: Request) -> list[str]:
     # jax.nn.dot_product_attention asks for float16 products summed in float32.
     if request.platform == "cpu" and request.dtype == "float16":
@@ -174,7 +184,7 @@ def _not_of_form(request: Request, *dtypes: str) -> list[str]:
     reasons = []
     if request.dtype not in dtypes:
         reasons.append(f"computes in {' or '.join(dtypes)}, not in {request.dtype}")
-    return reasons + _not_in_a_cache(request)
+    return reasons + _not_by_tiles(request)
 
 
 def _not_whole_tiles(request: Request, tile: int) -> list[str]:
@@ -189,7 +199,7 @@ def _not_whole_tiles(request: Request, tile: int) -> list[str]:
 KERNELS = {
     "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
     "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),
-    "blocked": Kernel(run=blocked_attention, cannot=_not_in_a_cache, skips_hidden=True),
+    "blocked": Kernel(run=blocked_attention, cannot=_not_by_tiles, skips_hidden=True),
     "cudnn": Kernel(run=flash.cudnn, cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"),
     "triton": Kernel(
         run=flash.triton,

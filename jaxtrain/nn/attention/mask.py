@@ -1,10 +1,13 @@
-"""Which keys a query sees. Letters: B batch, T query length, S key length."""
+"""Which keys a query sees, and what is added to its scores.
+
+Letters: B batch, T query length, S key length, N query heads.
+"""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -18,6 +21,8 @@ class Mask:
       segment_ids_BT, segment_ids_BS: documents of queries and keys: a query sees its own document.
       query_start: the place of the first query among the keys, where these come from a key-value
         cache; None where there is no cache and queries and keys start together.
+      bias_NTS: float32, what is added to the scores of each head, as relative positions are (arXiv
+        1910.10683); None: nothing.
     """
 
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -25,6 +30,7 @@ class Mask:
     segment_ids_BT: Int[Array, "B T"] | None = None
     segment_ids_BS: Int[Array, "B S"] | None = None
     query_start: Int[Array, ""] | int | None = None
+    bias_NTS: Float[Array, "N T S"] | None = None
 
     def visible(self, T: int, S: int) -> jax.Array | None:
         """Booleans [1 or B, 1, T, S]; None where every query sees every key."""

@@ -16,6 +16,8 @@ def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mas
     # Upcast, not preferred_element_type: the CPU has no float16 products.
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
     logits = jnp.einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k) * H**-0.5
+    if mask.bias_NTS is not None:
+        logits += mask.bias_NTS.astype(jnp.float32).reshape(K, N // K, T, S)
     visible = mask.visible(T, S)
     if visible is not None:
         logits = jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min)
@@ -26,4 +28,7 @@ def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mas
 def xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     """`jax.nn.dot_product_attention`, in the arrays' dtype."""
     visible = mask.visible(q_BTNH.shape[1], k_BSKH.shape[1])
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=visible, implementation="xla")
+    bias = None if mask.bias_NTS is None else mask.bias_NTS[None].astype(q_BTNH.dtype)
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKH, bias=bias, mask=visible, implementation="xla"
+    )

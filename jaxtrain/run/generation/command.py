@@ -6,6 +6,7 @@ import sys
 from typing import Literal
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import reads_tokens
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
@@ -44,7 +45,8 @@ def generate(arguments: argparse.Namespace) -> int:
     trainer = open_run(arguments)
     in_lines = arguments.prompts is not None or arguments.log_probabilities
     plain = isinstance(sampling, Sampling) and arguments.draft is None
-    streams = sys.stdout.isatty() and not in_lines and plain
+    goes_on = reads_tokens(trainer.config.train.model)
+    streams = sys.stdout.isatty() and not in_lines and plain and goes_on
     if streams:
         show(arguments.prompt)
     if arguments.draft is not None:
@@ -62,7 +64,7 @@ def generate(arguments: argparse.Namespace) -> int:
     if streams:
         print()  # noqa: T201
     elif not in_lines:
-        text = f"{arguments.prompt}{answers[0].text}"
+        text = f"{arguments.prompt if goes_on else ''}{answers[0].text}"
         # A file or a pipe gets the text itself.
         print(printable(text) if sys.stdout.isatty() else text)  # noqa: T201
     else:

@@ -8,7 +8,8 @@ Letters: B rows, T length, S longest sequence, N new tokens, V vocab.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ class Texts:
     """Rows that are being written.
 
     Attributes:
-      cache: what the layers keep of the tokens so far, padding too.
+      cache: what the layers keep of the tokens so far, padding too; a `Cache` where `next_logits`
+        goes on with them, else what the function keeps that does.
       logits_BV: of the next token, float32.
       padding_B: places before a row's text.
       seen_BV: tokens that stand in the text so far; None where no setting asks.
@@ -46,7 +48,7 @@ class Texts:
       count: how many were drawn.
     """
 
-    cache: Cache
+    cache: Any
     logits_BV: jax.Array
     padding_B: jax.Array
     seen_BV: jax.Array | None
@@ -142,7 +144,9 @@ def prefill(
     return logits_BTV[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="texts")
+@functools.partial(
+    jax.jit, static_argnames=("program", "room", "following"), donate_argnames="texts"
+)
 def advance(
     program: Program,
     state: TrainState,
@@ -153,6 +157,7 @@ def advance(
     until: jax.Array | int,
     *,
     room: int,
+    following: Callable[..., Any] | None = None,
 ) -> Texts:
     """The texts with `until` tokens drawn for each, or as many as any of them wants.
 
@@ -165,8 +170,9 @@ def advance(
       ends_E: tokens that end a text.
       until: how many tokens there are then.
       room: places of the cache.
+      following: makes the next logits as `next_logits` does, which None means.
     """
-    model = program.model(state)
+    model, following = program.model(state), following or next_logits
 
     def wanted(texts: Texts) -> jax.Array:
         return (texts.count < until) & ~texts.finished_B.all()
@@ -181,7 +187,7 @@ def advance(
         if seen_BV is not None:
             seen_BV |= token_B[:, None] == jnp.arange(seen_BV.shape[1])
         count = texts.count + 1
-        logits_BTV, cache = next_logits(
+        logits_BTV, cache = following(
             model, token_B[:, None], texts.cache, texts.padding_B, program.execution,
             room=room, last=1,
         )  # fmt: skip

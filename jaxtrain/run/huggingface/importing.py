@@ -11,8 +11,8 @@ from rich.console import Console
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
-from jaxtrain.models.model import token_model
 from jaxtrain.models.weights.folder import TOKENIZER, match
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
@@ -73,7 +73,7 @@ def import_run(
     finally:
         checkpoints.close()
     write_atomically(workdir / "config.gin", config.operative().encode())
-    (family, _), model = folder.asked, token_model(config.train.model)
+    (family, _), model = folder.asked, config.train.model
     stored = match(family, model, shapes_of(program), folder.tensors(), where=source)
     made = their_tensors(family.names(model), params, program.layer_order)
     found = receipt.compare(folder.path, family.architecture, stored, made, program, model, params)
@@ -101,7 +101,7 @@ def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Co
     """
     data, is_file = config.train.data, source.path.is_file()
     theirs = "byte" if is_file else str(source.path / TOKENIZER)
-    if not isinstance(data, TextData) or data.tokenizer != theirs:
+    if not isinstance(data, TextData | PairData) or data.tokenizer != theirs:
         return config
     if TOKENIZER not in source.carried():
         return config

@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from jaxtrain.models.model import TokenModel
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Model, reads_pairs, token_model
 from jaxtrain.models.weights.folder import StoredTensor
 from jaxtrain.models.weights.safetensors import raw
 from jaxtrain.nn.execution import Execution
@@ -111,7 +112,7 @@ def compare(
     stored: Mapping[str, StoredTensor],
     made: Iterable[tuple[str, np.ndarray]],
     program: Program,
-    model: TokenModel,
+    model: Model,
     params: nnx.State,
     *,
     called: Path | None = None,
@@ -148,17 +149,16 @@ def compare(
     elif count > MOST_PARAMETERS:
         why_not = f"more than {MOST_PARAMETERS:,} parameters would be in memory twice"
     else:
-        tokens = np.random.default_rng(0).integers(
-            0, model.vocab_size, (1, min(_LENGTH, model.context_length))
-        )
-        theirs = _logits_of_transformers(folder, architecture, tokens)
+        inputs, given = _drawn(model)
+        theirs = _logits_of_transformers(folder, architecture, given)
         if isinstance(theirs, str):
             why_not = theirs
         else:
-            ours = logits_of(program, model, params, tokens)
+            ours = logits_of(program, model, params, inputs)
             difference = float(np.abs(ours - theirs).max())
             version = importlib.metadata.version("transformers")
-            found = Logits(tokens.size, difference, float(np.abs(theirs).max()), version)
+            told = theirs.shape[0] * theirs.shape[1]
+            found = Logits(told, difference, float(np.abs(theirs).max()), version)
     return Receipt(
         str(called or folder), architecture, count, digests, tuple(differing), found, why_not
     )
@@ -170,19 +170,34 @@ def _same(theirs: np.ndarray, ours: np.ndarray) -> bool:
     return np.array_equal(raw(theirs.astype(narrow)), raw(ours.astype(narrow)))
 
 
+def _drawn(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
+    """Tokens from a seed, of one row, for `Trainer.logits` and by transformers' names."""
+    rng = np.random.default_rng(0)
+    if not reads_pairs(model):
+        sizes = token_model(model)
+        shape = (1, min(_LENGTH, sizes.context_length))
+        tokens_BT = rng.integers(0, sizes.vocab_size, shape)
+        return tokens_BT, {"input_ids": tokens_BT}
+    shape = (1, min(_LENGTH, model.context_length))
+    source_BS, tokens_BT = rng.integers(0, model.vocab_size, (2, *shape))
+    ones, counts = np.ones(shape, np.int32), np.ones(shape, np.float32)
+    pair = Batch(tokens_BT, tokens_BT, counts, ones, source=source_BS, source_segment_ids=ones)
+    return pair, {"input_ids": source_BS, "decoder_input_ids": tokens_BT}
+
+
 def logits_of(
-    program: Program, model: TokenModel, params: nnx.State, tokens_BT: np.ndarray
+    program: Program, model: Model, params: nnx.State, inputs: np.ndarray | Batch
 ) -> np.ndarray:
-    """Our logits [B, T, V], computed in float32."""
+    """Our logits [B, T, V] of tokens or of a batch, computed in float32."""
     precision = dataclasses.replace(program.precision, compute="float32")
     program = dataclasses.replace(program, precision=precision, execution=Execution())
     nothing, zero = program.shapes().statistics, jnp.zeros(())
     state = TrainState(step=zero, params=params, opt_state=(), statistics=nothing, loss_scale=zero)
-    return logits(program, model, state, tokens_BT)
+    return logits(program, model, state, inputs)
 
 
 def _logits_of_transformers(
-    folder: Path, architecture: str, tokens: np.ndarray
+    folder: Path, architecture: str, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray | str:
     """Theirs, or why there are none: only for this comparison, and never more than installed."""
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
@@ -196,4 +211,5 @@ def _logits_of_transformers(
     except (ImportError, OSError, ValueError) as error:
         return f"transformers cannot load it ({str(error).splitlines()[0]})"
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(tokens)).logits.float().numpy()
+        given = {name: torch.from_numpy(tokens) for name, tokens in inputs.items()}
+        return model.eval()(**given).logits.float().numpy()

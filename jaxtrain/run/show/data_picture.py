@@ -25,12 +25,12 @@ def data_picture(batch: Batch, dataset: Dataset) -> Picture:
       dataset: the opened data.
 
     Raises:
-      UserError: the data are vectors.
+      UserError: the data are vectors or pairs.
     """
     if dataset.unit == "images":
         return _sheet(batch, dataset)
-    if dataset.unit == "vectors":
-        raise UserError("--png: vectors are not drawn; leave it out")
+    if dataset.unit in ("vectors", "pairs"):
+        raise UserError(f"--png: {dataset.unit} are not drawn; leave it out")
     return _text(batch, dataset)
 
 

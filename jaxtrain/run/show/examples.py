@@ -46,6 +46,12 @@ def show_examples(batch: Batch, dataset: Dataset, count: int, say: Callable[[str
         if dataset.unit in ("images", "vectors"):
             say(f"Example {row + 1}: {_numbers(example, dataset)}")
             continue
+        if dataset.unit == "pairs":
+            given: Any = example.source
+            source = _text(_real(given, example.source_segment_ids), dataset.tokenizer)
+            target = _text(_real(example.targets, example.segment_ids), dataset.tokenizer)
+            say(f"Example {row + 1}: {source!r} -> {target!r}")
+            continue
         say(f"Example {row + 1}: {_tokens(example)}")
         for line in drawn(example):
             say(line)

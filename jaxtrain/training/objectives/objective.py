@@ -38,6 +38,7 @@ class Objective(abc.ABC, Generic[M]):
       minimised: the sums whose means, added up, the gradient is of; those that a model gives.
       draws: whether its models may draw random numbers in training, for which rows are counted.
       refers: whether its batches have a reference model's log-probabilities.
+      evaluated: the counts, means over which are told of held-out examples.
     """
 
     name: ClassVar[str]
@@ -45,6 +46,7 @@ class Objective(abc.ABC, Generic[M]):
     minimised: ClassVar[tuple[str, ...]] = ("loss",)
     draws: ClassVar[bool] = False
     refers: ClassVar[bool] = False
+    evaluated: ClassVar[tuple[str, ...]] = ("weight",)
 
     @abc.abstractmethod
     def refuse_model(self, model: Model) -> Iterator[str]:
@@ -160,15 +162,15 @@ class Objective(abc.ABC, Generic[M]):
         yield from ()
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """What of held-out examples is told beside the means over their `weight`, given by name."""
+        """What of held-out examples is told beside the means over `evaluated`, given by name."""
         del means
         return {}
 
     @final
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples."""
-        over_targets = [name for name in sums if name != "weight" and self.over(name) == "weight"]
-        means = {name: sums[name] / sums["weight"] for name in over_targets}
+        found = [n for n in sums if n not in self.evaluated and self.over(n) in self.evaluated]
+        means = {name: sums[name] / sums[self.over(name)] for name in found}
         told = {**means, **self.more_of_evaluation(means)}
         return {f"eval_{name}": value for name, value in told.items()}
 

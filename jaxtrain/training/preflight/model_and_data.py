@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.data.batch import Batch, kind_of
+from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.mixture import text_of
+from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import (
     ImageModel,
     Model,
+    PairModel,
     TokenModel,
     VectorModel,
     reads_images,
+    reads_pairs,
     reads_tokens,
     reads_vectors,
 )
@@ -27,6 +30,7 @@ _OF_LAYERS = "Remat.policy", "Scan.layers_per_iteration"
 # What a model reads -> what to call that, and the source that gives it.
 _KINDS = {
     "tokens": ("text", "TextData"),
+    "pairs": ("pairs", "PairData"),
     "images": ("images", "ImageData"),
     "vectors": ("vectors", "VectorData"),
 }
@@ -42,7 +46,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
     model, data, name = config.train.model, config.train.data, type(config.train.model).__name__
     batch = data.abstract_batch(config.train.global_batch_size)
     inputs = batch.inputs
-    wants, source = _KINDS.get(model.inputs, (model.inputs, "TextData"))
+    wants, source = _KINDS[model.inputs]
     if model.inputs != kind_of(batch):
         yield (
             f"Train.model=@{name}() learns from {wants}, but Train.data=@{type(data).__name__}() "
@@ -52,6 +56,10 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
         yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
         yield from config.train.task.refuse_loss(config.loss)
         yield from _text(config, model, inputs.shape[1], _section(data))
+        if reads_data:
+            yield from _vocabulary(model, data)
+    elif reads_pairs(model):
+        yield from _pairs(config, model, batch)
         if reads_data:
             yield from _vocabulary(model, data)
     else:
@@ -66,7 +74,8 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 def _section(data: Any) -> str:
     """Whose settings are said of text; a mixture has TextData's."""
-    return type(data).__name__ if isinstance(data, Templated) else "TextData"
+    has_own = isinstance(data, Templated | PairData)
+    return type(data).__name__ if has_own else "TextData"
 
 
 def _text(config: Config, model: TokenModel, length: int, section: str) -> Iterator[str]:
@@ -87,7 +96,30 @@ def _text(config: Config, model: TokenModel, length: int, section: str) -> Itera
         )
 
 
-def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:
+def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
+    yield from _without_effect(config, "Loss.chunk_size", "Sharding.tensor_layout")
+    name = type(model).__name__
+    for setting, length in zip(
+        ("source_length", "target_length"), example_shape(batch), strict=True
+    ):
+        if length > model.context_length:
+            yield (
+                f"PairData.{setting}={length} is longer than {name}.context_length="
+                f"{model.context_length}; use at most {model.context_length}"
+            )
+    for axis, why in (
+        ("pipe", "the decoder's layers all read what the encoder's last one gives"),
+        ("context", "source and target have lengths of their own, and no ring goes through both"),
+    ):
+        size = getattr(config.mesh, axis)
+        if size != 1:
+            yield (
+                f"Mesh.{axis}={size}: {name} has two stacks of layers, which cannot be split over "
+                f"it: {why}; use Mesh.{axis}=1 and data, fsdp or tensor instead"
+            )
+
+
+def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:
     name, vocab_size = type(model).__name__, data.vocab_size
     if vocab_size > model.vocab_size:
         yield (

@@ -103,8 +103,9 @@ class Outlook:
     def usable(self) -> list[str]:
         """The mesh axes that can split something of the model."""
         usable = usable_axes(self.logical, attends=self.model.attention is not None)
-        # Stages and parts of a sequence are what objectives over tokens are put together from.
-        is_text = self.model.inputs == "tokens"
+        # Stages and parts of a sequence are what objectives over tokens are put together from; why
+        # those of pairs are not, `model_and_data` says.
+        is_text = self.model.inputs in ("tokens", "pairs")
         return [axis for axis in usable if is_text or axis not in ("pipe", "context")]
 
     @property

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.models.model import Model, reads_tokens
+from jaxtrain.data.batch import example_shape
+from jaxtrain.models.model import Model, reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import role_of
@@ -45,10 +46,14 @@ def resolve_kernel(config: Config, platform: str) -> Choice | None:
 
 
 def kernel_request(config: Config, platform: str) -> Request | None:
-    """What a configuration's model asks of a kernel; None where there is no attention over text."""
+    """What a configuration's model asks of a kernel; None where there is no attention over text.
+
+    Of pairs it is the target's attention to the source: a kernel that can do that without a causal
+    mask can do theirs to themselves.
+    """
     model, batch = config.train.model, config.train.data.abstract_batch(1)
     attention = model.attention
-    if not reads_tokens(model) or attention is None:
+    if not (reads_tokens(model) or reads_pairs(model)) or attention is None:
         return None
     length = batch.inputs.shape[1]
     return Request(
@@ -60,7 +65,8 @@ def kernel_request(config: Config, platform: str) -> Request | None:
         cached=False,
         head_dim=attention.key_dim,
         T=length,
-        S=length,
+        S=length if batch.source is None else batch.source.shape[1],
+        biased=attention.biased,
         in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
     )
 
@@ -121,7 +127,7 @@ def flops_per_step(config: Config) -> float:
     that nothing before the first trained weight needs is not taken off.
     """
     train = config.train
-    example = train.data.abstract_batch(1).inputs.shape[1:]
+    example = example_shape(train.data.abstract_batch(1))
     whole = train.model.flops(example)
     if config.finetune != Finetune() and reads_tokens(train.model):
         tuning = tuning_of(config.finetune, train.model.build)

@@ -1,0 +1,94 @@
+"""Files of pairs of texts: JSON lines, and tables of tabs or commas with a line of names."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
+
+ENDINGS = (".jsonl", ".json", ".tsv", ".csv")
+Texts = tuple[str, str]
+
+
+def read(path: Place, setting: str, source_field: str, target_field: str) -> Iterator[Texts]:
+    """The pairs of a file, one after the other; empty lines are passed over.
+
+    Args:
+      path: the file, perhaps compressed (.gz, .zst).
+      setting: what names the file, for messages.
+      source_field, target_field: the names of a record's, or of a column's, two texts.
+
+    Raises:
+      UserError: it has another ending, cannot be read, or a record of it holds no such texts.
+    """
+    said, name = f"{setting} = {str(path)!r}", plain_name(path)
+    if not name.endswith(ENDINGS):
+        raise UserError(f"{said}: it takes a file that ends in {', '.join(ENDINGS)}")
+    with reading(path) as stream:
+        # A binary file's lines end at a line feed alone: U+2028 may stand inside a text.
+        lines = (
+            line.removeprefix(BYTE_ORDER_MARK) if not number else line
+            for number, line in enumerate(stream)
+        )
+        if name.endswith((".tsv", ".csv")):
+            delimiter = "\t" if name.endswith(".tsv") else ","
+            yield from _of_table(lines, delimiter, (source_field, target_field), said)
+        else:
+            yield from _of_records(lines, (source_field, target_field), said)
+
+
+def _of_records(lines: Iterator[bytes], fields: Texts, said: str) -> Iterator[Texts]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:  # covers text that is not UTF-8
+            raise UserError(f"{said}: line {number} is no JSON in UTF-8 ({error})") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{said}: line {number} is no record in braces")
+        source, target = (_field(record, field, f"{said}: line {number}") for field in fields)
+        yield source, target
+
+
+def _field(record: dict[str, Any], field: str, said: str) -> str:
+    if field not in record:
+        raise UserError(f"{said} has no field {field!r}{did_you_mean(field, record)}")
+    if not isinstance(record[field], str):
+        raise UserError(f"{said}: {field!r} is no string, which a text is")
+    return _text(record[field], f"{said}: {field!r}")
+
+
+def _text(text: str, said: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{said} is not UTF-8 text") from error
+    return text
+
+
+def _of_table(lines: Iterator[bytes], delimiter: str, fields: Texts, said: str) -> Iterator[Texts]:
+    csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for texts
+    # A byte that is no UTF-8 passes as half of a surrogate pair, to be found in its row.
+    decoded = (line.decode("utf-8", errors="surrogateescape") for line in lines)
+    rows = csv.reader(decoded, delimiter=delimiter, strict=True)
+    try:
+        header = next(rows, [])
+        for field in fields:
+            if field not in header:
+                raise UserError(f"{said} has no column {field!r}{did_you_mean(field, header)}")
+        columns = [header.index(field) for field in fields]
+        for row in rows:
+            if not row:
+                continue
+            where = f"{said}: line {rows.line_num}"
+            if len(row) != len(header):
+                raise UserError(f"{where} has {len(row)} fields, the line of names {len(header)}")
+            source, target = (_text(row[column], where) for column in columns)
+            yield source, target
+    except csv.Error as error:
+        raise UserError(f"{said} is no whole table (line {rows.line_num}: {error})") from error

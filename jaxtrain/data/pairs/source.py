@@ -1,0 +1,273 @@
+"""PairData: pairs of texts out of a file, sums of numbers, or random tokens.
+
+Letters: B rows, S source length, T target length.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.pairs import files
+from jaxtrain.data.source import (
+    Dataset,
+    check_heldout_fraction,
+    digest,
+    existing_path,
+    is_heldout,
+)
+from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+
+WORDS = ("addition", "synthetic")
+SYNTHETIC_PAIRS = 4096
+SEED = 0  # of the sums: they are the same in every run
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairData:
+    """Pairs of a source and a target, one in a row.
+
+    Attributes:
+      source: a file of JSON lines (`.jsonl`), or of columns with a line of names (`.tsv`, `.csv`),
+        each of them perhaps `.gz` or `.zst`; `'addition'`, sums such as `014+250` and `0264`;
+        or `'synthetic'`, random tokens.
+      source_field, target_field: names of the two texts in a record, or of their columns.
+      source_length: tokens of the longest source.
+      target_length: tokens of the longest target, the one that ends it with them. Pairs of which
+        either is longer are left out; the facts say how many.
+      tokenizer: `'byte'`, or the path of a Hugging Face `tokenizer.json`.
+      end_of_text: the token that ends a target; None takes the tokenizer's own.
+      begin: the id of the token that the decoder's first is told from (T5's is its padding's, 0).
+      heldout_fraction: share of the pairs that is held out, evenly spaced over their order.
+      addition_digits: of the two numbers that `'addition'` adds; their sums have one more.
+      addition_pairs: how many different sums there are.
+      synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
+    """
+
+    source: Annotated[str, PathOr(WORDS)] = "addition"
+    source_field: str = "source"
+    target_field: str = "target"
+    source_length: int = 16
+    target_length: int = 16
+    tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
+    end_of_text: str | None = None
+    begin: int = 0
+    heldout_fraction: float = 0.05
+    addition_digits: int = 3
+    addition_pairs: int = 20_000
+    synthetic_vocab_size: int = 256
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "source_length", "addition_digits")
+        refuse_below(2, self, "target_length", "addition_pairs", "synthetic_vocab_size")
+        refuse_below(0, self, "begin")
+        check_heldout_fraction("PairData.heldout_fraction", self.heldout_fraction)
+        possible = 10 ** (2 * self.addition_digits)
+        if self.addition_pairs > possible // 2:
+            raise UserError(
+                f"PairData.addition_pairs={self.addition_pairs}: of {self.addition_digits} digits "
+                f"there are {possible} sums; use at most {possible // 2}, or more digits"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are under this."""
+        if self.source == "synthetic":
+            return self.synthetic_vocab_size
+        return max(self.open_tokenizer().vocab_size, self.begin + 1)
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, without reading any pair.
+
+        Raises:
+          UserError: no such file, it is no tokenizer.json, has no token that ends a text, or the
+            tokens are random.
+        """
+        if self.source == "synthetic":
+            raise UserError(
+                "PairData.source = 'synthetic' has no tokenizer: random tokens stand for no text"
+            )
+        path = None
+        if self.tokenizer != "byte":
+            path = existing_path("PairData.tokenizer", self.tokenizer, words=("byte",))
+        tokenizer = open_tokenizer(self.tokenizer, end_of_text=self.end_of_text, path=path)
+        if tokenizer.end_of_text is None:
+            raise UserError(
+                f"PairData.tokenizer = {self.tokenizer!r} has no token that is known to end a "
+                "text, and nothing else ends a target; name it in PairData.end_of_text"
+            )
+        return tokenizer
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+
+        def rows(length: int, dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct((global_batch_size, length), dtype)
+
+        target, source = rows(self.target_length, np.int32), rows(self.source_length, np.int32)
+        return Batch(
+            target, target, rows(self.target_length, np.float32), target,
+            source=source, source_segment_ids=source,
+        )  # fmt: skip
+
+    def open(self, *, seed: int) -> Dataset:
+        """Reads, tokenizes and splits the pairs; only `'synthetic'` depends on `seed`.
+
+        Raises:
+          UserError: nothing there, or too few pairs that fit for one in each split.
+        """
+        tokenizer = None
+        if self.source == "synthetic":
+            pairs, count = self._synthetic(seed), SYNTHETIC_PAIRS
+        else:
+            tokenizer = self.open_tokenizer()
+            pairs, count = self._fitting(self._texts(), tokenizer)
+        held = is_heldout(len(pairs), self.heldout_fraction)
+        if held.all() or not held.any():
+            raise UserError(
+                f"PairData.source = {self.source!r}: of its {count} pairs {len(pairs)} fit into "
+                f"PairData.source_length={self.source_length} and PairData.target_length="
+                f"{self.target_length}, of which {held.sum()} would be held out; use more, or "
+                f"another PairData.heldout_fraction (now {self.heldout_fraction})"
+            )
+        train, heldout = (
+            Pairs(
+                _joined([pairs[place][0] for place in np.flatnonzero(chosen)]),
+                _joined([pairs[place][1] for place in np.flatnonzero(chosen)]),
+                (self.source_length, self.target_length),
+                self.begin,
+            )
+            for chosen in (~held, held)
+        )
+        facts: dict[str, float | int | str] = {
+            "source": self.source,
+            "vocab_size": self.vocab_size,
+            "train_pairs": len(train),
+            "heldout_pairs": len(heldout),
+            "train_tokens": int(train.targets.offsets[-1]),
+        }
+        if count > len(pairs):
+            facts["pairs_left_out"] = count - len(pairs)
+        header = {
+            "kind": "pairs", "tokenizer": None if tokenizer is None else tokenizer.digest,
+            "lengths": [self.source_length, self.target_length], "begin": self.begin,
+        }  # fmt: skip
+        sequences = (train.sources, train.targets, heldout.sources, heldout.targets)
+        parts = [array for one in sequences for array in (one.tokens, one.offsets)]
+        return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "pairs")
+
+    def _texts(self) -> Iterable[files.Texts]:
+        if self.source == "addition":
+            return _sums(self.addition_digits, self.addition_pairs)
+        path = existing_path("PairData.source", self.source, words=WORDS)
+        return files.read(path, "PairData.source", self.source_field, self.target_field)
+
+    def _fitting(
+        self, texts: Iterable[files.Texts], tokenizer: Tokenizer
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+        """The tokens of the pairs that fit, each target with its end, and how many there were."""
+        found, count, end = [], 0, tokenizer.end_of_text
+        for source, target in texts:
+            count += 1
+            tokens, told = tokenizer.encode(source), [*tokenizer.encode(target), end]
+            if 0 < len(tokens) <= self.source_length and len(told) <= self.target_length:
+                found.append((np.array(tokens, np.int32), np.array(told, np.int32)))
+        return found, count
+
+    def _synthetic(self, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        rng, most = np.random.default_rng(seed), (self.source_length, self.target_length)
+        lengths = [rng.integers((length + 1) // 2, length + 1, SYNTHETIC_PAIRS) for length in most]
+
+        def draw(length: int) -> np.ndarray:
+            return rng.integers(0, self.synthetic_vocab_size, length).astype(np.int32)
+
+        return [(draw(s), draw(t)) for s, t in zip(*lengths, strict=True)]
+
+
+def _sums(digits: int, count: int) -> Iterable[files.Texts]:
+    """Different sums, in an order that is drawn."""
+    rng, most = np.random.default_rng(SEED), 10**digits
+    found = np.unique(rng.integers(0, most * most, 2 * count))
+    while len(found) < count:
+        found = np.union1d(found, rng.integers(0, most * most, count))
+    for both in rng.permutation(found)[:count].tolist():
+        first, second = divmod(both, most)
+        yield f"{first:0{digits}}+{second:0{digits}}", f"{first + second:0{digits + 1}}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Rows of tokens of any length, behind one another.
+
+    Attributes:
+      tokens: int32, of all of them.
+      offsets: int64, where each begins, and the end of the last.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def _joined(rows: Sequence[np.ndarray]) -> Sequences:
+    lengths = np.array([0, *map(len, rows)], np.int64)
+    return Sequences(np.concatenate(rows), np.cumsum(lengths))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Sources and targets, in memory; implements Examples.
+
+    Attributes:
+      sources, targets: their tokens, of targets with the one that ends them.
+      lengths: of a row of sources, and of one of targets.
+      begin: the token before a target.
+    """
+
+    sources: Sequences
+    targets: Sequences
+    lengths: tuple[int, int]
+    begin: int
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Pair `index`: rows [S] and [T] that end with padding; the same for any `rng`."""
+        del rng
+        return pair(self.sources[index], self.targets[index], self.lengths, self.begin)
+
+
+def pair(source: np.ndarray, target: np.ndarray, lengths: tuple[int, int], begin: int) -> Batch:
+    """One pair: each of the target's tokens is told from those before it and from the source.
+
+    Args:
+      source, target: their tokens.
+      lengths: of the rows [S] and [T] that are made of them, padded at their ends.
+      begin: the token before the target.
+    """
+    told = np.arange(lengths[1]) < len(target)
+    return Batch(
+        inputs=_padded(np.concatenate([[begin], target[:-1]]), lengths[1]),
+        targets=_padded(target, lengths[1]),
+        loss_mask=told.astype(np.float32),
+        segment_ids=told.astype(np.int32),
+        source=_padded(source, lengths[0]),
+        source_segment_ids=(np.arange(lengths[0]) < len(source)).astype(np.int32),
+    )
+
+
+def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(tokens, (0, length - len(tokens))).astype(np.int32)

@@ -1,0 +1,157 @@
+"""T5: an encoder-decoder with relative positions, RMS norms and no biases.
+
+Source: Raffel et al. 2019 (arXiv 1910.10683), without its dropout; version 1.1 has gated GELUs and
+an output matrix of its own (arXiv 2002.05202).
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+import jax
+
+from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import AttentionFacts
+from jaxtrain.models.transformers.stacks import Stacks
+from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
+from jaxtrain.nn.block import Block, Feeds
+from jaxtrain.nn.cross_block import CrossBlock
+from jaxtrain.nn.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.mlp import ReLU, SwiGLU, gelu
+from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.places import Relative
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5(Stacks):
+    """Sizes of a T5; the defaults are the small model's of version 1.0.
+
+    Attributes:
+      vocab_size: rows of the embedding table, of sources and targets.
+      num_layers: blocks of the encoder, and of the decoder.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads.
+      head_dim: width of each; need not be embed_dim / num_heads.
+      mlp_dim: width inside the MLP.
+      context_length: the longest source, and the longest target, in tokens.
+      mlp: 'relu', or 'gated_gelu' as version 1.1 has it.
+      tie_embeddings: logits are made with the embedding table; False, as in version 1.1: with a
+        matrix of their own.
+      scale_outputs: logits are made of hidden states over sqrt(embed_dim); False in version 1.1.
+      buckets: distances between tokens that are told apart.
+      distance: tokens that are farther away are all alike.
+      norm_eps: epsilon of the RMS norms.
+    """
+
+    vocab_size: int = 32128
+    num_layers: int = 6
+    embed_dim: int = 512
+    num_heads: int = 8
+    head_dim: int = 64
+    mlp_dim: int = 2048
+    context_length: int = 512
+    mlp: Literal["relu", "gated_gelu"] = "relu"
+    tie_embeddings: bool = True
+    scale_outputs: bool = True
+    buckets: int = 32
+    distance: int = 128
+    norm_eps: float = 1e-6
+
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        others = ("norm_eps", "mlp", "tie_embeddings", "scale_outputs", "buckets", "distance")
+        refuse_below(1, self, *[f.name for f in dataclasses.fields(self) if f.name not in others])
+        refuse_not_positive(self, "norm_eps")
+        refuse_below(4, self, "buckets")
+        if self.buckets % 4:
+            raise UserError(
+                f"T5.buckets={self.buckets}: use a multiple of 4, halves of halves of which hold "
+                f"one distance each; the nearest is {nearest_multiple(self.buckets, 4)}"
+            )
+        if self.distance <= self.buckets // 2:
+            raise UserError(
+                f"T5.distance={self.distance} is not beyond the {self.buckets // 2} distances that "
+                f"have a bucket each; use at least {self.buckets // 2 + 1}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """head_dim."""
+        return self.head_dim
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """With relative positions in its scores."""
+        return dataclasses.replace(super().attention, biased=True)
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm of every part, and of what comes out of each stack."""
+        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+
+    @property
+    def encoder(self) -> Block:
+        """Attention of the source to itself, and an MLP."""
+        return Block(attention=SelfAttention(**self._projections), mlp=self._feeds, norm=self.norm)
+
+    @property
+    def decoder(self) -> CrossBlock:
+        """Attention of the target to itself and to the source, and an MLP."""
+        return CrossBlock(
+            attention=SelfAttention(**self._projections),
+            cross=CrossAttention(**self._projections),
+            mlp=self._feeds,
+            norm=self.norm,
+        )
+
+    def build(self, key: jax.Array) -> EncoderDecoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_output, key_stacks = jax.random.split(key, 3)
+        D, shape, axes = self.embed_dim, (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
+        output = None
+        if not self.tie_embeddings:
+            output = param(key_output, shape, axes, normal(1 / math.sqrt(D)), role="output")
+        return EncoderDecoder(
+            self.encoder,
+            self.decoder,
+            key_stacks,
+            num_layers=self.num_layers,
+            token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
+            source_places=self._places(both_ways=True),
+            target_places=self._places(both_ways=False),
+            norm=self.norm,
+            output=output,
+            output_scale=1 / math.sqrt(D) if self.scale_outputs else 1.0,
+        )
+
+    def _places(self, *, both_ways: bool) -> Relative:
+        return Relative(
+            num_heads=self.num_heads, buckets=self.buckets, distance=self.distance,
+            both_ways=both_ways, stddev=1 / math.sqrt(self.embed_dim),
+        )  # fmt: skip
+
+    @property
+    def _projections(self) -> dict[str, Any]:
+        """Scores are not divided by sqrt(H): the queries' spread is, and they are multiplied."""
+        D, N, H = self.embed_dim, self.num_heads, self.head_dim
+        return {
+            "embed_dim": D, "num_heads": N, "head_dim": H, "biases": False,
+            "residual_stddev": 1 / math.sqrt(N * H), "stddev": 1 / math.sqrt(D),
+            "query_stddev": 1 / math.sqrt(D * H), "query_scale": math.sqrt(H),
+        }  # fmt: skip
+
+    @property
+    def _feeds(self) -> Feeds:
+        D, F = self.embed_dim, self.mlp_dim
+        spreads = {"stddev": 1 / math.sqrt(D), "residual_stddev": 1 / math.sqrt(F)}
+        if self.mlp == "relu":
+            return ReLU(embed_dim=D, mlp_dim=F, **spreads)
+        return SwiGLU(embed_dim=D, mlp_dim=F, function=gelu, **spreads)

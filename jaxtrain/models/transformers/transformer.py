@@ -1,0 +1,138 @@
+"""The Transformer: an encoder that reads a source, a decoder that writes a target.
+
+Source: Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762), without its dropout;
+one table for both embeddings and the output matrix (section 3.4).
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+import jax
+
+from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.transformers.stacks import Stacks
+from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
+from jaxtrain.nn.block import Block, post_norm, pre_norm
+from jaxtrain.nn.cross_block import CrossBlock
+from jaxtrain.nn.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.mlp import GELU
+from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.places import Learned, Places, Sinusoidal
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer(Stacks):
+    """Sizes of an encoder-decoder; the defaults are the base model's of the paper.
+
+    Attributes:
+      vocab_size: rows of the embedding table, of sources and targets.
+      num_layers: blocks of the encoder, and of the decoder.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads; embed_dim / num_heads is the head_dim.
+      mlp_dim: width inside the MLP.
+      context_length: the longest source, and the longest target, in tokens.
+      positions: 'sinusoidal' adds sines and cosines to the embedding, 'learned' a vector a place.
+      norms: 'post' norms what each part's result was added to, as the paper does; 'pre' norms what
+        goes into each part, and what comes out of the last layer (arXiv 2002.04745).
+      norm_eps: epsilon of the layer norms.
+    """
+
+    vocab_size: int = 37000
+    num_layers: int = 6
+    embed_dim: int = 512
+    num_heads: int = 8
+    mlp_dim: int = 2048
+    context_length: int = 512
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
+    norms: Literal["post", "pre"] = "post"
+    norm_eps: float = 1e-5
+
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        texts = ("norm_eps", "positions", "norms")
+        refuse_below(1, self, *[f.name for f in dataclasses.fields(self) if f.name not in texts])
+        refuse_not_positive(self, "norm_eps")
+        if self.embed_dim % self.num_heads:
+            nearest = nearest_multiple(self.embed_dim, self.num_heads)
+            raise UserError(
+                f"Transformer.embed_dim={self.embed_dim} does not divide by Transformer.num_heads="
+                f"{self.num_heads}; the nearest embed_dim is {nearest}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """embed_dim over the heads."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def norm(self) -> LayerNorm:
+        """The norm of every part."""
+        return LayerNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+
+    @property
+    def encoder(self) -> Block:
+        """Attention of the source to itself, and an MLP."""
+        return Block(
+            attention=SelfAttention(**self._projections), mlp=self._mlp, norm=self.norm,
+            placement=self._placement,
+        )  # fmt: skip
+
+    @property
+    def decoder(self) -> CrossBlock:
+        """Attention of the target to itself and to the source, and an MLP."""
+        return CrossBlock(
+            attention=SelfAttention(**self._projections),
+            cross=CrossAttention(**self._projections),
+            mlp=self._mlp,
+            norm=self.norm,
+            placement=self._placement,
+        )
+
+    def build(self, key: jax.Array) -> EncoderDecoder:
+        """The module with freshly drawn parameters."""
+        key_tokens, key_stacks = jax.random.split(key)
+        D, scale = self.embed_dim, math.sqrt(self.embed_dim)
+        shape, axes = (self.vocab_size, D), ("vocab", "vocab_embed")
+        places: Places = Sinusoidal(dim=D)
+        if self.positions == "learned":
+            places = Learned(dim=D, places=self.context_length)
+        return EncoderDecoder(
+            self.encoder,
+            self.decoder,
+            key_stacks,
+            num_layers=self.num_layers,
+            token_embedding=param(key_tokens, shape, axes, normal(1 / scale), role="embedding"),
+            source_places=places,
+            target_places=places,
+            norm=self.norm if self.norms == "pre" else None,
+            embedding_scale=scale,
+        )
+
+    @property
+    def _placement(self):  # noqa: ANN202 - a block.Placement
+        return pre_norm if self.norms == "pre" else post_norm
+
+    @property
+    def _projections(self) -> dict[str, Any]:
+        """As Xavier's initialiser draws them, which the paper's code takes."""
+        D, spread = self.embed_dim, 1 / math.sqrt(self.embed_dim)
+        return {
+            "embed_dim": D, "num_heads": self.num_heads, "head_dim": self.head_width,
+            "residual_stddev": spread, "stddev": spread, "query_stddev": spread,
+        }  # fmt: skip
+
+    @property
+    def _mlp(self) -> GELU:
+        return GELU(
+            embed_dim=self.embed_dim, mlp_dim=self.mlp_dim, function=jax.nn.relu,
+            residual_stddev=math.sqrt(2 / (self.embed_dim + self.mlp_dim)),
+        )  # fmt: skip

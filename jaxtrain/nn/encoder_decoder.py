@@ -1,0 +1,192 @@
+"""Two stacks of layers: one reads a source, the other writes a target and looks at what was read.
+
+Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.
+Letters: B batch, S source length, T target length, D embed, V vocab, L layers of each stack.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block
+from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.cross_block import CrossBlock
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import embed
+from jaxtrain.nn.norms import Norm
+from jaxtrain.nn.parameters import Weights, prefixed, stack, under
+from jaxtrain.nn.places import Places
+from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.parallel.sharding import shard
+
+
+class EncoderDecoder(nnx.Module):
+    """Pairs of rows of tokens to hidden states of the second, to logits."""
+
+    def __init__(
+        self,
+        encoder: Block,
+        decoder: CrossBlock,
+        key: jax.Array,
+        *,
+        num_layers: int,
+        token_embedding: nnx.Param,
+        source_places: Places,
+        target_places: Places,
+        norm: Norm | None = None,
+        output: nnx.Param | None = None,
+        embedding_scale: float = 1.0,
+        output_scale: float = 1.0,
+    ) -> None:
+        """Draws the layers; what stands before and after them is handed in.
+
+        Args:
+          encoder, decoder: what each layer of the two stacks computes.
+          key: for their parameters.
+          num_layers: of each stack.
+          token_embedding: the table [V, D] of both sequences.
+          source_places, target_places: how each stack knows places.
+          norm: of what comes out of the last layer of each stack; None: there is none.
+          output: the output matrix [V, D]; None: the token embedding.
+          embedding_scale: what embedded tokens are multiplied by.
+          output_scale: what hidden states are multiplied by before the output matrix.
+        """
+        keys = jax.random.split(key, 4)
+        self.encoder, self.decoder, self.norm = encoder, decoder, norm
+        self.source_places, self.target_places = source_places, target_places
+        self.embedding_scale, self.output_scale = embedding_scale, output_scale
+        self.token_embedding, self.output = token_embedding, output
+        self.encoder_layers = nnx.data(stack(encoder.weights, num_layers, keys[0]))
+        self.decoder_layers = nnx.data(stack(decoder.weights, num_layers, keys[1]))
+        own = prefixed("source", source_places.weights(keys[2]))
+        own |= prefixed("target", target_places.weights(keys[3]))
+        for part in ("encoder_norm", "decoder_norm"):
+            own |= prefixed(part, norm.weights(key) if norm else {})
+        for name, weight in own.items():
+            setattr(self, name, weight)
+
+    def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution) -> jax.Array:
+        """What was read of the sources, [B, S, D]; a mask of any kind is taken."""
+        own, places = vars(self), self.source_places
+        x_BSD = self._embedded(source_BS, places, under("source", own))
+        length = source_BS.shape[1]
+        nowhere_BS = jax.numpy.zeros(source_BS.shape, jax.numpy.int32)  # the stream has told them
+        mask = dataclasses.replace(
+            mask, bias_NTS=places.into_scores(under("source", own), length, length)
+        )
+
+        def run_layer(layer: Weights, x_BSD: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return self.encoder(layer, x_BSD, nowhere_BS, mask, execution)[0], None
+
+        with jax.named_scope("encoder"):
+            x_BSD, _ = execution.over_layers(run_layer, x_BSD, self.encoder_layers)
+            return self._finished("encoder_norm", x_BSD)
+
+    def decode(
+        self,
+        tokens_BT: jax.Array,
+        memory_BSD: jax.Array,
+        mask: Mask,
+        of_memory: Mask,
+        execution: Execution,
+    ) -> jax.Array:
+        """Finished hidden states [B, T, D] of targets from their beginning on.
+
+        Args:
+          tokens_BT: the targets' tokens so far, each row from its first.
+          memory_BSD: what `encode` gave.
+          mask: which of the targets' tokens a token sees.
+          of_memory: which of the memory's it sees.
+          execution: how the mathematics is run.
+        """
+
+        def run_layer(layer: Weights, x_BTD: jax.Array, mask: Mask, _: None) -> Any:
+            remembered = self.decoder.remember(layer, memory_BSD, execution)
+            return self.decoder(layer, x_BTD, remembered, mask, of_memory, execution)
+
+        return self._decoded(run_layer, tokens_BT, mask, execution, None, 0, tokens_BT.shape[1])[0]
+
+    def remember(self, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
+        """The memory's keys and values in every layer, both [L, B, S, N, H]."""
+
+        def one(layer: Weights, x: jax.Array, _: None) -> tuple[jax.Array, LayerCache]:
+            return x, self.decoder.remember(layer, memory_BSD, execution)
+
+        return execution.over_layers(one, memory_BSD, self.decoder_layers)[1]
+
+    def go_on(
+        self,
+        tokens_BT: jax.Array,
+        remembered: LayerCache,
+        of_memory: Mask,
+        execution: Execution,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """Finished hidden states [B, T, D] of what follows the targets' tokens of a cache, and the
+        cache with it.
+
+        Args:
+          tokens_BT: what follows.
+          remembered: what `remember` gave.
+          of_memory: which places of the memory a token sees.
+          execution: how the mathematics is run.
+          cache: keys and values of the targets' tokens so far.
+        """
+        room = cache.layers[0].shape[2]
+
+        def run_layer(layer: Weights, x_BTD: jax.Array, mask: Mask, extra: Any) -> Any:
+            kept, remembered = extra
+            return self.decoder(
+                layer, x_BTD, remembered, mask, of_memory, execution, kept, cache.length
+            )
+
+        mask, extra = Mask(query_start=cache.length), (cache.layers, remembered)
+        h_BTD, layers = self._decoded(
+            run_layer, tokens_BT, mask, execution, extra, cache.length, room
+        )
+        return h_BTD, Cache(layers, cache.length + tokens_BT.shape[1])
+
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states."""
+        return self.token_embedding if self.output is None else self.output
+
+    def output_bias(self) -> None:
+        """Nothing is added to the logits."""
+        return
+
+    def _decoded(
+        self,
+        run_layer: Any,
+        tokens_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        extra: Any,
+        start: jax.Array | int,
+        keys: int,
+    ) -> tuple[jax.Array, Any]:
+        """Finished hidden states, and what each layer gave beside them."""
+        own, places = under("target", vars(self)), self.target_places
+        x_BTD = self._embedded(tokens_BT, places, own, start)
+        bias_NTS = places.into_scores(own, tokens_BT.shape[1], keys, start)
+        mask = dataclasses.replace(mask, bias_NTS=bias_NTS)
+        with jax.named_scope("decoder"):
+            x_BTD, kept = execution.over_layers(
+                lambda layer, x_BTD, extra: run_layer(layer, x_BTD, mask, extra),
+                x_BTD, self.decoder_layers, extra,
+            )  # fmt: skip
+            return self._finished("decoder_norm", x_BTD) * self.output_scale, kept
+
+    def _embedded(
+        self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0
+    ) -> jax.Array:
+        with jax.named_scope("embedding"):
+            x_BTD = embed(tokens_BT, self.token_embedding) * self.embedding_scale
+            return shard(places.into_stream(own, x_BTD, start), RESIDUAL)
+
+    def _finished(self, name: str, x_BTD: jax.Array) -> jax.Array:
+        if self.norm is not None:
+            x_BTD = self.norm(under(name, vars(self)), x_BTD)
+        return shard(x_BTD, HIDDEN)

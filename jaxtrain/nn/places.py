@@ -1,0 +1,161 @@
+"""Where a token stands, told to a stack of layers: added to its stream, or to attention's scores.
+
+Letters: B batch, T query length, S key length, D embed, N heads, P places, R buckets.
+"""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.parallel.gathering import gather
+
+WAVELENGTH = 10_000.0
+
+
+class Places(Protocol):
+    """How a stack of layers knows the places of its tokens."""
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Freshly drawn parameters."""
+        ...
+
+    def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+        """The embedded tokens, of which the first stands at place `start`, with their places."""
+        ...
+
+    def into_scores(
+        self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
+    ) -> jax.Array | None:
+        """What is added to the scores [N, T, S] of queries from place `start` on; None: nothing."""
+        ...
+
+
+class InStream:
+    """What adds nothing to scores."""
+
+    def into_scores(
+        self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
+    ) -> None:
+        """Nothing."""
+        del own, queries, keys, start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sinusoidal(InStream):
+    """Sines and cosines of wavelengths from 2 pi to 10000 x 2 pi, without parameters.
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5: sin(t / 10000^(2i/D)) in number 2i
+    of the stream, the cosine in number 2i + 1.
+    """
+
+    dim: int
+
+    def weights(self, key: jax.Array) -> Weights:
+        """None."""
+        del key
+        return {}
+
+    def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+        """As in `Places`."""
+        del own
+        rates = WAVELENGTH ** (-np.arange(0, self.dim, 2) / self.dim)
+        place_T = (start + jnp.arange(x_BTD.shape[1])).astype(jnp.float32)
+        angle_T = place_T[:, None] * rates.astype(np.float32)
+        both = jnp.stack([jnp.sin(angle_T), jnp.cos(angle_T)], -1)
+        told_TD = both.reshape(len(place_T), -1)[:, : self.dim]
+        return x_BTD + told_TD.astype(x_BTD.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learned(InStream):
+    """A vector for each place.
+
+    Attributes:
+      dim: numbers of the stream.
+      places: how many there are.
+      stddev: spread they are drawn with.
+    """
+
+    dim: int
+    places: int
+    stddev: float = 0.02
+
+    def weights(self, key: jax.Array) -> Weights:
+        """The table [P, D]."""
+        shape, axes = (self.places, self.dim), ("place", "vocab_embed")
+        return {"embedding": param(key, shape, axes, normal(self.stddev), role="position")}
+
+    def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+        """As in `Places`."""
+        told_PD = gather(own["embedding"])
+        told_TD = jax.lax.dynamic_slice_in_dim(told_PD, start, x_BTD.shape[1])
+        return x_BTD + told_TD.astype(x_BTD.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relative:
+    """A number for each head and distance between query and key; far ones share theirs.
+
+    Source: Raffel et al. 2019 (arXiv 1910.10683), section 2.1. Half of the distances' buckets hold
+    one distance each, the others grow with the logarithm.
+
+    Attributes:
+      num_heads: heads, each with numbers of its own.
+      buckets: different numbers of a head.
+      distance: from here on all keys are in the last bucket.
+      both_ways: whether keys after the query have buckets of their own, which halves them; where
+        not, all of them are as near as the query itself.
+      stddev: spread they are drawn with.
+    """
+
+    num_heads: int
+    buckets: int
+    distance: int
+    both_ways: bool
+    stddev: float
+
+    def weights(self, key: jax.Array) -> Weights:
+        """The table [R, N]."""
+        shape, axes = (self.buckets, self.num_heads), ("narrow", "heads")
+        return {"distances": param(key, shape, axes, normal(self.stddev), role="position")}
+
+    def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+        """The stream as it is."""
+        del own, start
+        return x_BTD
+
+    def into_scores(
+        self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
+    ) -> jax.Array:
+        """As in `Places`, float32."""
+        query_T1 = start + jnp.arange(queries)[:, None]
+        bucket_TS = self.bucket(jnp.arange(keys)[None, :] - query_T1)
+        told_RN = gather(own["distances"]).astype(jnp.float32)
+        return jnp.moveaxis(jnp.take(told_RN, bucket_TS, axis=0), -1, 0)
+
+    def bucket(self, ahead_TS: jax.Array) -> jax.Array:
+        """Which bucket a key has that stands so many places ahead of the query (behind it: < 0)."""
+        of_distance = jnp.asarray(self._of_distance())
+        if not self.both_ways:
+            return of_distance[jnp.clip(-ahead_TS, 0, self.distance)]
+        after = jnp.where(ahead_TS > 0, self.buckets // 2, 0)
+        return of_distance[jnp.clip(jnp.abs(ahead_TS), 0, self.distance)] + after
+
+    def _of_distance(self) -> np.ndarray:
+        """The bucket of every distance up to the last that has one of its own, int32."""
+        count = self.buckets // 2 if self.both_ways else self.buckets
+        single = count // 2
+        far = np.arange(self.distance + 1)
+        with np.errstate(divide="ignore"):
+            # In float32 as published weights were trained with: a boundary must not move.
+            share = np.log(far.astype(np.float32) / np.float32(single))
+        share /= np.float32(math.log(self.distance / single))
+        grown = single + np.nan_to_num(share * np.float32(count - single), neginf=0).astype(
+            np.int32
+        )
+        return np.where(far < single, far, np.minimum(grown, count - 1)).astype(np.int32)

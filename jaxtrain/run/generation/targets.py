@@ -1,0 +1,306 @@
+"""Sources in, targets out: what an encoder-decoder writes of each, read once and kept.
+
+Letters: B rows, S source length, T target length, V vocab.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.pairs.source import PairData
+from jaxtrain.models.model import PairModel, pair_model
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import Cache, empty_cache
+from jaxtrain.nn.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.transformer import LayerCache, logits
+from jaxtrain.parallel.sharding import shard
+from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
+from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, advance, for_texts, rounded
+from jaxtrain.run.generation.generate import refuse_seed
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.write import encoded
+from jaxtrain.training.settings import Train
+from jaxtrain.training.step import Program, TrainState
+
+USUAL_LENGTH = 100  # tokens of a target, where nothing else is said
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What is kept of sources, and of their targets so far.
+
+    Attributes:
+      cache: the decoder's keys and values of the targets' tokens.
+      remembered: the sources' keys and values in every layer.
+      source_segment_ids_BS: 1 where a source has a token.
+    """
+
+    cache: Cache
+    remembered: LayerCache
+    source_segment_ids_BS: jax.Array
+
+
+def tell(
+    program: Program,
+    train: Train,
+    state: TrainState,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling | BeamSearch,
+    stop: Sequence[str],
+    seed: int,
+    batch_size: int,
+) -> list[Answer]:
+    """What a trained encoder-decoder tells of sources: texts, answered in text, or token ids.
+
+    Args:
+      program: the program whose state it is.
+      train: its model, and the data that it was trained on.
+      state: the trained state.
+      prompts: the sources.
+      max_new_tokens, sampling, seed, batch_size: as of `targets`.
+      stop: none: a target ends with its token.
+
+    Raises:
+      UserError: the data are no pairs, a source cannot be read, or what is asked for is only there
+        for language models.
+    """
+    if not isinstance(train.data, PairData):
+        raise UserError(
+            f"generate: Train.data=@{type(train.data).__name__}() does not say what a target "
+            "begins and ends with; a model of pairs tells of sources where its data are @PairData()"
+        )
+    if stop:
+        raise UserError("--stop is for language models: a target ends with its own token")
+    if isinstance(sampling, BeamSearch):
+        raise UserError(
+            f"--beams {sampling.beams}: only language models are searched; leave --beams out"
+        )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and len(texts) != len(prompts):
+        raise UserError("Trainer.answers: give all prompts as texts, or all as token ids")
+    tokenizer = train.data.open_tokenizer() if train.data.source != "synthetic" else None
+    if tokenizer is None or tokenizer.end_of_text is None:
+        raise UserError(
+            "generate: PairData.source = 'synthetic' are random tokens, which tell nothing; bind "
+            "PairData.source and PairData.tokenizer"
+        )
+    ids = [encoded(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+           for prompt in prompts]  # fmt: skip
+    answers = targets(
+        program, pair_model(train.model), state, ids,
+        begin=train.data.begin, end=tokenizer.end_of_text, max_new_tokens=max_new_tokens,
+        sampling=sampling, seed=seed, batch_size=batch_size,
+    )  # fmt: skip
+    if not texts:
+        return answers
+    return [dataclasses.replace(one, text=tokenizer.decode(one.tokens)) for one in answers]
+
+
+def targets(
+    program: Program,
+    sizes: PairModel,
+    state: TrainState,
+    sources: Sequence[Sequence[int]],
+    *,
+    begin: int,
+    end: int,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int,
+    batch_size: int,
+) -> list[Answer]:
+    """What a trained encoder-decoder writes of each source, in their order.
+
+    Args:
+      program: the program whose state it is.
+      sizes: its model's settings.
+      state: the trained state.
+      sources: tokens, each at least one.
+      begin: the token that a target's first is told from.
+      end: the token that ends a target.
+      max_new_tokens: how many to draw for each at most; None: 100, or as many as fit.
+      sampling: how to draw them.
+      seed: of the draws; a source's are of its number among them.
+      batch_size: sources that are answered at one time.
+
+    Raises:
+      UserError: a source is empty, holds tokens that the model does not have or does not fit into
+        its context, or a number is out of its range.
+    """
+    limit = _limit(max_new_tokens, sizes)
+    refuse_seed(seed)
+    if batch_size < 1:
+        raise UserError(f"--batch-size {batch_size}: use at least 1")
+    for source in sources:
+        _refuse_source(source, sizes)
+    program, key, answers = for_texts(program), jax.random.key(seed), []
+    with program.layout.active(), program.precision.products():
+        for first in range(0, len(sources), batch_size):
+            some = sources[first : first + batch_size]
+            rows = _rows(len(some), program)
+            source_BS, real_BS = _padded(some, rows, sizes)
+            numbers = np.minimum(first + np.arange(rows), len(sources) - 1)
+            keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+            answers += _of_batch(
+                program, sizes, state, source_BS, real_BS, keys_B,
+                count=len(some), begin=begin, end=end, limit=limit, sampling=sampling,
+            )  # fmt: skip
+    return answers
+
+
+def _limit(max_new_tokens: int | None, sizes: PairModel) -> int:
+    most, name = sizes.context_length, type(sizes).__name__
+    if max_new_tokens is None:
+        return min(USUAL_LENGTH, most)
+    if not 1 <= max_new_tokens <= most:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens}: use 1 to {most} ({name}.context_length={most})"
+        )
+    return max_new_tokens
+
+
+def _refuse_source(source: Sequence[int], sizes: PairModel) -> None:
+    name, most = type(sizes).__name__, sizes.context_length
+    if not len(source):
+        raise UserError("--prompt is empty: give at least one character, the source")
+    if len(source) > most:
+        raise UserError(
+            f"--prompt has {len(source)} tokens, more than {name}.context_length={most}; give a "
+            "shorter source"
+        )
+    outside = [token for token in source if not 0 <= token < sizes.vocab_size]
+    if outside:
+        raise UserError(
+            f"generate: the source has the token {outside[0]}; use 0 to {sizes.vocab_size - 1} "
+            f"({name}.vocab_size={sizes.vocab_size})"
+        )
+
+
+def _rows(count: int, program: Program) -> int:
+    devices = program.layout.batch_devices()
+    return -(-rounded(count) // devices) * devices
+
+
+def _padded(
+    sources: Sequence[Sequence[int]], rows: int, sizes: PairModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [B, S] of sources, and where they have tokens; rows that are none repeat the first."""
+    longest = max(len(source) for source in sources)
+    S = rounded(longest, least=LEAST_LENGTH, most=sizes.context_length)
+    tokens_BS, real_BS = np.zeros((2, rows, S), np.int32)
+    for row in range(rows):
+        source = sources[row] if row < len(sources) else sources[0]
+        tokens_BS[row, : len(source)], real_BS[row, : len(source)] = source, 1
+    return tokens_BS, real_BS
+
+
+def _of_batch(
+    program: Program,
+    sizes: PairModel,
+    state: TrainState,
+    source_BS: np.ndarray,
+    real_BS: np.ndarray,
+    keys_B: jax.Array,
+    *,
+    count: int,
+    begin: int,
+    end: int,
+    limit: int,
+    sampling: Sampling,
+) -> list[Answer]:
+    """The answers to the first `count` rows."""
+    rows, room = len(source_BS), rounded(limit, least=LEAST_LENGTH, most=sizes.context_length)
+    # One place more than is drawn: the first holds `begin`, and what the last token would lead to
+    # is made, and not looked at.
+    logits_BV, read = _read(program, sizes, state, source_BS, real_BS, begin, room=room + 1)
+    drawing = sampling.drawing()
+    texts = Texts(
+        cache=read,
+        logits_BV=logits_BV,
+        padding_B=jnp.zeros(rows, jnp.int32),
+        seen_BV=jnp.zeros(logits_BV.shape, bool) if "repetition_penalty" in drawing else None,
+        finished_B=jnp.arange(rows) >= count,
+        limit_B=jnp.full(rows, limit, jnp.int32),
+        drawn_BN=jnp.zeros((rows, room), jnp.int32),
+        told_BN=jnp.zeros((rows, room), jnp.float32),
+        count=jnp.zeros((), jnp.int32),
+    )
+    ends_E = np.array([end], np.int32)
+    texts = advance(
+        program, state, texts, drawing, keys_B, ends_E, limit, room=room + 1, following=_following
+    )
+    # Whole on every device: each process reads them.
+    drawn_BN, told_BN, answers = np.asarray(texts.drawn_BN), np.asarray(texts.told_BN), []
+    for row in range(count):
+        length = length_before_end(drawn_BN[row, :limit], [end])
+        ended: Ended = "length" if length == limit else "end"
+        tokens, told = drawn_BN[row, :length].tolist(), told_BN[row, :length].tolist()
+        answers.append(Answer(tokens=tokens, log_probabilities=told, ended=ended))
+    return answers
+
+
+@functools.partial(jax.jit, static_argnames=("program", "sizes", "room"))
+def _read(
+    program: Program,
+    sizes: PairModel,
+    state: TrainState,
+    source_BS: jax.Array,
+    real_BS: jax.Array,
+    begin: jax.Array | int,
+    *,
+    room: int,
+) -> tuple[jax.Array, Read]:
+    """Logits [B, V] of the first token of each target, and what is kept of the sources."""
+    model: EncoderDecoder = program.model(state)
+    dtype, rows = jnp.dtype(program.precision.compute), source_BS.shape[0]
+    source_BS, real_BS = shard(source_BS, ROWS), shard(real_BS, ROWS)
+    seen = Mask(causal=False, segment_ids_BT=real_BS, segment_ids_BS=real_BS)
+    memory_BSD = model.encode(source_BS, seen, program.execution)
+    read = Read(
+        empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype),
+        model.remember(memory_BSD, program.execution),
+        real_BS,
+    )
+    first_B1 = jnp.full((rows, 1), begin, jnp.int32)
+    logits_BTV, read = _following(
+        model, first_B1, read, jnp.zeros(rows, jnp.int32), program.execution, room=room, last=1
+    )
+    return logits_BTV[:, 0], read
+
+
+def _following(
+    model: EncoderDecoder,
+    tokens_BT: jax.Array,
+    read: Read,
+    padding_B: jax.Array,
+    execution: Execution,
+    *,
+    room: int,
+    last: int,
+) -> tuple[jax.Array, Read]:
+    """Float32 logits after each of the last tokens, and what is kept then; as `next_logits`, of
+    rows that all begin at their first place."""
+    del padding_B, room
+    tokens_BT = shard(tokens_BT, ROWS)
+    of_memory = Mask(
+        causal=False,
+        segment_ids_BT=jnp.ones_like(tokens_BT),
+        segment_ids_BS=read.source_segment_ids_BS,
+    )
+    h_BTD, cache = model.go_on(tokens_BT, read.remembered, of_memory, execution, read.cache)
+    logits_BTV = logits(model, h_BTD[:, -last:]).astype(jnp.float32)
+    if not jax.sharding.get_abstract_mesh().empty:
+        # Each device draws for every row: the draws do not depend on the mesh.
+        logits_BTV = jax.sharding.reshard(logits_BTV, P())
+    return logits_BTV, dataclasses.replace(read, cache=cache)

@@ -1,0 +1,154 @@
+"""A target told token after token from a source: translation, summaries, sums of numbers.
+
+Source: Sutskever et al. 2014 (arXiv 1409.3215). Letters: B batch, S source length, T target length,
+D embed, V vocab.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import Inputs, Model, PairModel, pair_model
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.transformer import logits, padded_logits, vocabulary
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
+from jaxtrain.training.objectives.objective import Objective, TellsLogits
+from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+
+
+class SequenceToSequence(Objective[EncoderDecoder], TellsLogits[EncoderDecoder]):
+    """Cross entropy of the target's tokens: nats a token, and their perplexity.
+
+    Counts: `weight`, the targets that count; `rows`, those in which any does.
+    """
+
+    name: ClassVar[str] = "sequence_to_sequence"
+    inputs: ClassVar[tuple[Inputs, ...]] = ("pairs",)
+    evaluated: ClassVar[tuple[str, ...]] = ("weight", "rows")
+
+    def refuse_model(self, model: Model) -> Iterator[str]:
+        """One that reads something else."""
+        yield from self.refuse_inputs(model)
+
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """The same."""
+        del model
+        return dataset
+
+    def counts(self, batch: Batch) -> Sums:
+        """`weight` and `rows`."""
+        counted_B = (batch.loss_mask != 0).any(-1)
+        return {"weight": batch.loss_mask.sum(), "rows": counted_B.sum(dtype=jnp.float32)}
+
+    def over(self, name: str) -> str:
+        """`rows` for exact matches, `weight` for all else."""
+        return "rows" if name in ("rows", "exact_match") else "weight"
+
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """`perplexity`."""
+        return {"perplexity": perplexity(means["loss"])}
+
+    def sums(
+        self,
+        model: EncoderDecoder,
+        statistics: Any,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> tuple[Sums, Any]:
+        """`loss`; `accuracy`, the targets that have the highest logit; `exact_match`, the rows all
+        of whose targets do, which are those that greedy decoding tells as they are."""
+        mask_BT = batch.loss_mask
+        h_BTD = hidden(model, batch, execution)
+        with jax.named_scope("loss"):
+            # A hidden state that is not finite, where nothing counts, would reach the output
+            # matrix's gradient as 0 x NaN.
+            h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
+            logits_BTV, size = padded_logits(model, h_BTD), vocabulary(model)
+            told_BT = losses(
+                logits_BTV, batch.targets, mask_BT, settings, train=train, classes=size
+            )
+            real_V = jnp.arange(logits_BTV.shape[-1]) < size
+            right_BT = jnp.where(real_V, logits_BTV, -jnp.inf).argmax(-1) == batch.targets
+        counts_BT = mask_BT != 0
+        whole_B = (right_BT | ~counts_BT).all(-1) & counts_BT.any(-1)
+        return {
+            "loss": told_BT.sum(),
+            "accuracy": (right_BT * mask_BT).sum(),
+            "exact_match": whole_B.sum(dtype=jnp.float32),
+        }, statistics
+
+    def reading(self, inputs: Any) -> Batch:
+        """Raises UserError: a source alone says nothing of a target."""
+        raise UserError(
+            f"objective {self.name!r} reads pairs: give a Batch with source, source_segment_ids, "
+            "inputs and segment_ids"
+        )
+
+    def logits(
+        self, model: EncoderDecoder, statistics: Any, batch: Batch, execution: Execution
+    ) -> jax.Array:
+        """Of the token that each place of the target is to tell: float32 [B, T, V]."""
+        del statistics
+        return logits(model, hidden(model, batch, execution)).astype(jnp.float32)
+
+    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+        """Targets' fields [B, T] and sources' [B, S], of tokens that the model has."""
+        del settings, layout
+        found = list(refuse_form(batch, "inputs", "int32", ("B", "T")))
+        if not found:
+            shape = batch.inputs.shape
+            found += refuse_form(batch, "targets", "int32", shape)
+            found += refuse_form(batch, "loss_mask", "float32", shape)
+            found += refuse_form(batch, "segment_ids", "int32", shape)
+            found += refuse_form(batch, "source", "int32", (shape[0], "S"))
+        if batch.positions is not None:
+            found.append("Batch.positions is not None; a pair's tokens stand where they stand")
+        if not found:
+            assert batch.source is not None, "looked at before"
+            found += refuse_form(batch, "source_segment_ids", "int32", batch.source.shape)
+        if not found:
+            found += _refuse_tokens(batch, pair_model(model))
+        yield from found
+
+
+def hidden(model: EncoderDecoder, batch: Batch, execution: Execution) -> jax.Array:
+    """Finished hidden states of the targets, [B, T, D]."""
+    assert batch.source is not None, "a batch of pairs has sources"
+    own_BT, of_source_BS = batch.segment_ids, batch.source_segment_ids
+    seen = Mask(causal=False, segment_ids_BT=of_source_BS, segment_ids_BS=of_source_BS)
+    memory_BSD = model.encode(batch.source, seen, execution)
+    return model.decode(
+        batch.inputs,
+        memory_BSD,
+        Mask(segment_ids_BT=own_BT, segment_ids_BS=own_BT),
+        Mask(causal=False, segment_ids_BT=own_BT, segment_ids_BS=of_source_BS),
+        execution,
+    )
+
+
+def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
+    name, last = type(model).__name__, model.vocab_size - 1
+    why = f" ({name}.vocab_size={model.vocab_size})"
+    for field in ("inputs", "source"):
+        length = getattr(batch, field).shape[1]
+        if length > model.context_length:
+            yield (
+                f"Batch.{field} has rows of {length} tokens; use at most {model.context_length} "
+                f"({name}.context_length)"
+            )
+        yield from refuse_values(batch, field, 0, last, why=why)
+    yield from refuse_values(batch, "targets", 0, last, why=why, counted=True)
+    yield from refuse_values(batch, "loss_mask", 0, None)
+    yield from refuse_values(batch, "segment_ids", 0, None)
+    yield from refuse_values(batch, "source_segment_ids", 0, None)

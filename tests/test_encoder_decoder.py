@@ -1,0 +1,273 @@
+"""The Transformer equals torch.nn.Transformer; it and T5 equal one device on every mesh."""
+
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_layout, make_program
+from parity import assert_equal, evaluate
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.pairs.source import PairData, pair
+from jaxtrain.models.transformers.t5 import T5
+from jaxtrain.models.transformers.transformer import Transformer
+from jaxtrain.models.weights.names import Name
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.places import Sinusoidal
+from jaxtrain.nn.remat import POLICIES
+
+torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+
+from against_transformers import draw  # noqa: E402
+from pairs import SequencePair, pairs  # noqa: E402
+
+SHAPES = {
+    "post_sinusoidal": Transformer(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4,
+                                   mlp_dim=64, context_length=16),
+    "pre_learned_odd": Transformer(vocab_size=61, num_layers=2, embed_dim=21, num_heads=3,
+                                   mlp_dim=20, context_length=17, positions="learned",
+                                   norms="pre", norm_eps=1e-6),
+    "pre_one_head": Transformer(vocab_size=23, num_layers=1, embed_dim=8, num_heads=1, mlp_dim=5,
+                                context_length=16, norms="pre"),
+}  # fmt: skip
+
+
+class Theirs(torch.nn.Module):
+    """An embedding with places, the two stacks of torch.nn.Transformer, logits by the embedding."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        D, pre, nn = sizes.embed_dim, sizes.norms == "pre", torch.nn
+        settings = {
+            "d_model": D, "nhead": sizes.num_heads, "dim_feedforward": sizes.mlp_dim,
+            "dropout": 0.0, "norm_first": pre, "batch_first": True,
+            "layer_norm_eps": sizes.norm_eps,
+        }  # fmt: skip
+
+        def norm():
+            return nn.LayerNorm(D, sizes.norm_eps) if pre else None
+
+        self.embedding = nn.Embedding(sizes.vocab_size, D)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**settings), sizes.num_layers, norm(),
+            enable_nested_tensor=False,
+        )  # fmt: skip
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(**settings), sizes.num_layers, norm()
+        )
+        self.learned = sizes.positions == "learned"
+        if self.learned:
+            self.source_places = nn.Embedding(sizes.context_length, D)
+            self.target_places = nn.Embedding(sizes.context_length, D)
+        else:
+            place, column = np.meshgrid(np.arange(64), np.arange(D), indexing="ij")
+            angle = place / 10_000 ** (column // 2 * 2 / D)
+            told = np.where(column % 2, np.cos(angle), np.sin(angle))
+            self.told = torch.tensor(told, dtype=torch.float32)
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids):
+        length = decoder_input_ids.shape[1]
+        hidden = torch.ones((length, length), dtype=torch.bool).triu(1)
+        padding = attention_mask == 0
+        scale = math.sqrt(self.embedding.embedding_dim)
+        sides = []
+        for name, tokens in (("source", input_ids), ("target", decoder_input_ids)):
+            length = tokens.shape[1]
+            table = getattr(self, f"{name}_places").weight if self.learned else self.told
+            sides.append(self.embedding(tokens) * scale + table[:length])
+        memory = self.encoder(sides[0], src_key_padding_mask=padding)
+        hidden_states = self.decoder(
+            sides[1], memory, tgt_mask=hidden, memory_key_padding_mask=padding
+        )
+        return types.SimpleNamespace(logits=hidden_states @ self.embedding.weight.T)
+
+
+class TorchPair(SequencePair):
+    """With PyTorch's names."""
+
+    def ours(self, tensors):
+        apart = {}
+        for name, value in tensors.items():
+            if ".in_proj_" in name:
+                for part, piece in zip(("q", "k", "v"), value.chunk(3), strict=True):
+                    apart[name.replace("in_proj_", f"{part}.")] = piece
+            else:
+                apart[name] = value
+        return super().ours(apart)
+
+    def names(self):
+        found = [Name("embedding.weight", "token_embedding", "VD->VD")]
+        for stack, parts in (
+            ("encoder", {"self_attn": "", "norm1": "attention_norm", "norm2": "mlp_norm"}),
+            ("decoder", {"self_attn": "", "multihead_attn": "cross_", "norm1": "attention_norm",
+                         "norm2": "cross_norm", "norm3": "mlp_norm"}),
+        ):  # fmt: skip
+            theirs, ours = f"{stack}.layers.{{L}}", f"{stack}_layers"
+            for part, own in parts.items():
+                there = f"{theirs}.{part}"
+                if part.startswith("norm"):
+                    found.append(Name(f"{there}.weight", f"{ours}/{own}_scale", "LD->D"))
+                    found.append(Name(f"{there}.bias", f"{ours}/{own}_bias", "LD->D"))
+                    continue
+                for short, name in (("q", "query"), ("k", "key"), ("v", "value")):
+                    at = f"{ours}/{own}{name}"
+                    found.append(Name(f"{there}.{short}.weight", at, "LDNH->(NH)D"))
+                    found.append(Name(f"{there}.{short}.bias", f"{at}_bias", "LNH->(NH)"))
+                found.append(Name(f"{there}.out_proj.weight", f"{ours}/{own}out", "LNHD->D(NH)"))
+                found.append(Name(f"{there}.out_proj.bias", f"{ours}/{own}out_bias", "LD->D"))
+            for number, name, form in ((1, "up", "LDF->FD"), (2, "down", "LFD->DF")):
+                at, of = f"{theirs}.linear{number}", f"{ours}/{name}"
+                found.append(Name(f"{at}.weight", of, form))
+                found.append(Name(f"{at}.bias", f"{of}_bias", f"L{form[-2]}->{form[-2]}"))
+            if self.sizes.norms == "pre":
+                found.append(Name(f"{stack}.norm.weight", f"{stack}_norm_scale", "D->D"))
+                found.append(Name(f"{stack}.norm.bias", f"{stack}_norm_bias", "D->D"))
+        if self.sizes.positions == "learned":
+            found += [Name(f"{side}_places.weight", f"{side}_embedding", "PD->PD")
+                      for side in ("source", "target")]  # fmt: skip
+        return tuple(found)
+
+
+# All of a query's scores move by a key's bias alike: its gradient is zero but for rounding.
+NO_GRADIENT = tuple(
+    f"{stack}_layers/{part}key_bias"
+    for stack, part in (("encoder", ""), ("decoder", ""), ("decoder", "cross_"))
+)
+
+
+def torch_pair(sizes: Transformer) -> TorchPair:
+    return TorchPair(sizes, draw(Theirs(sizes)), "none")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_every_gradient_equal_pytorch(name):
+    sizes = SHAPES[name]
+    batch = pairs(rows=4, source=13, target=9, vocab_size=sizes.vocab_size)
+    torch_pair(sizes).compare(batch, same=NO_GRADIENT)
+
+
+def test_thirty_steps_have_the_losses_of_pytorch():
+    sizes = SHAPES["post_sinusoidal"]
+    torch_pair(sizes).train([pairs(rows=4, source=13, target=9, vocab_size=sizes.vocab_size)])
+
+
+def test_places_are_the_sines_and_cosines_of_the_paper():
+    """PE(t, 2i) = sin(t / 10000^(2i/D)), PE(t, 2i + 1) the cosine, from any place on."""
+    D, start = 6, 5
+    told = Sinusoidal(dim=D).into_stream({}, jax.numpy.zeros((1, 4, D)), start)
+    for place in range(4):
+        for i in range(D // 2):
+            angle = (start + place) / 10_000 ** (2 * i / D)
+            found = np.asarray(told)[0, place, 2 * i : 2 * i + 2]
+            np.testing.assert_allclose(found, [math.sin(angle), math.cos(angle)], atol=1e-6)
+
+
+def test_flops_are_six_a_parameter_and_token_and_the_scores():
+    """By hand, of a model whose every product is counted."""
+    sizes = Transformer(vocab_size=50, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=24)
+    S, T, D, F = 5, 3, 8, 24
+    encoder = S * (4 * D * D + 2 * D * F + 2 * S * D)
+    own = T * (4 * D * D + 2 * D * F + 2 * T * D / 2)
+    cross = T * 2 * D * D + S * 2 * D * D + 2 * T * S * D
+    assert sizes.flops((S, T)) == 6 * (2 * (encoder + own + cross) + T * 50 * D)
+
+
+# -- meshes, and what must not matter --------------------------------------------------------------
+
+ON_MESH = {
+    "transformer": SHAPES["post_sinusoidal"],
+    "t5": T5(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64,
+             context_length=16, mlp="gated_gelu", tie_embeddings=False, scale_outputs=False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    batch = pairs(rows=16, source=12, target=8, vocab_size=64)
+    return batch, {name: evaluate(make_program(sizes, make_layout()), batch)
+                   for name, sizes in ON_MESH.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "changes"),
+    [
+        ("transformer", {"data": 2, "fsdp": 2, "tensor": 2, "zero": 1},
+         {"execution": Execution("blocked")}),
+        ("t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulation": 2}),
+        ("t5", {"fsdp": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
+         {"execution": Execution(kernel="xla", remat=POLICIES["full"])}),
+    ],
+    ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat"],
+)  # fmt: skip
+def test_every_mesh_computes_the_same(name, layout, changes, one_device):
+    batch, expected = one_device
+    program = make_program(ON_MESH[name], make_layout(**layout), **changes)
+    assert_equal(evaluate(program, batch), expected[name])
+
+
+def test_padding_and_what_follows_change_no_logit():
+    """Of a pair whose rows are longer, and of targets whose later tokens are others."""
+    sizes, rng = ON_MESH["t5"], np.random.default_rng(0)
+    program = make_program(sizes, make_layout())
+    source, target = rng.integers(1, 64, 7), rng.integers(1, 64, 5)
+    state = program.create(0)
+
+    def logits(batch):
+        with program.layout.active():
+            model, rows = program.model(state), jax.tree.map(lambda x: x[None], batch)
+            return np.asarray(program.objective.logits(model, {}, rows, program.execution))[0]
+
+    short = logits(pair(source, target, (7, 5), 0))
+    np.testing.assert_allclose(logits(pair(source, target, (12, 9), 0))[:5], short, atol=1e-5)
+    later = np.concatenate([target[:3], [1, 2]])
+    np.testing.assert_allclose(logits(pair(source, later, (7, 5), 0))[:4], short[:4], atol=1e-5)
+    other = np.concatenate([source[:6], [(source[6] + 1) % 64]])
+    assert np.abs(logits(pair(other, target, (7, 5), 0)) - short).max() > 1e-3
+
+
+def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
+    """Against NumPy on the logits; the mean is over rows, in evaluation too."""
+    sizes = ON_MESH["transformer"]
+    program, batch = make_program(sizes, make_layout()), pairs(
+        rows=6, source=6, target=4, vocab_size=64
+    )  # fmt: skip
+    state = program.create(0)
+    with program.layout.active():
+        logits = program.objective.logits(program.model(state), {}, batch, program.execution)
+        told = np.asarray(logits).argmax(-1)
+        # Half of the rows are told as they are; of the others the last token alone is not.
+        wrong = (told + 1) % 64
+        last = np.arange(4) == batch.segment_ids.sum(1, keepdims=True) - 1
+        targets = np.where(last & (np.arange(6) % 2 == 1)[:, None], wrong, told).astype(np.int32)
+        batch = type(batch)(**{**vars(batch), "targets": targets})
+        names = ("loss", "accuracy", "exact_match", "weight", "rows")
+        sums = program.eval_step(state, batch, dict.fromkeys(names, jax.numpy.zeros(())))
+    found = program.objective.evaluation({name: float(value) for name, value in sums.items()})
+    assert found["eval_exact_match"] == 0.5
+    count = batch.loss_mask.sum()
+    assert found["eval_accuracy"] == pytest.approx((count - 3) / count)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"embed_dim": 30, "num_heads": 4}, r"Transformer.embed_dim=30 does not divide"),
+        ({"mlp_dim": 0}, r"Transformer.mlp_dim=0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Transformer(**changes)
+
+
+def test_data_of_the_tests_are_those_of_pair_data():
+    """`pair` makes the batch that PairData declares."""
+    data = PairData(source_length=12, target_length=8)
+    found = jax.tree.map(lambda x: (x.shape, x.dtype), data.abstract_batch(16))
+    made = jax.tree.map(
+        lambda x: (x.shape, x.dtype), pairs(rows=16, source=12, target=8, vocab_size=64)
+    )
+    assert found == made
