@@ -7,6 +7,8 @@ from PIL import Image
 from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.vectors.source import VectorData
+from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.run import predict as predicting
 
 CONFIG = """
@@ -114,5 +116,34 @@ def test_classes_without_names_are_numbers_and_that_is_said(folder, monkeypatch)
 
 
 def test_a_model_of_text_is_told_what_to_use(tiny_config):
-    with pytest.raises(UserError, match="GPT reads tokens; of text 'jaxtrain generate' writes"):
+    with pytest.raises(
+        UserError, match="GPT reads tokens and tells none; of text 'jaxtrain generate' w"
+    ):
         Trainer(load_config(tiny_config)).predict("a.png")
+
+
+def test_vectors_are_scaled_as_the_training_part_was(tmp_path):
+    """Of files and arrays: the classes are those of the rows as the data have them."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(3, 5, (40, 4)), rng.integers(0, 3, 40)
+    np.savez(tmp_path / "all.npz", x=x, y=y)
+    data = VectorData(source=str(tmp_path / "all.npz"), features=4, num_classes=3)
+    model, heldout = MLP(widths=(4, 3)), data.open(seed=0).heldout
+    places = np.flatnonzero(data._held_out(data._read()))
+    seen = []
+
+    def logits(rows):
+        seen.append(np.array(rows))
+        return np.array(rows)[:, :3]
+
+    (tmp_path / "some.csv").write_text("\n".join(",".join(map(str, row)) for row in x[places]))
+    given = str(tmp_path / "some.csv")
+    found = list(predicting.predict(given, model, data, logits, top=1, say=print))
+    rows = np.stack([heldout.example(index, None).inputs for index in range(len(heldout))])
+    np.testing.assert_array_equal(seen[0], rows)
+    assert [one.label for one in found] == [str(row[:3].argmax()) for row in rows]
+    assert found[1].name == f"{given} 2"
+    (one,) = predicting.predict(x[places[0]], model, data, logits, top=1, say=print)
+    assert (one.name, one.label) == ("vector 1", found[0].label)
+    with pytest.raises(UserError, match="vectors of 3 numbers; MLP reads 4"):
+        list(predicting.predict(np.zeros(3), model, data, logits, top=1, say=print))

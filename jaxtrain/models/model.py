@@ -153,6 +153,16 @@ class TokenModel(Model, Protocol):
 
 
 @runtime_checkable
+class ClassModel(TokenModel, Protocol):
+    """What is asked besides of a model that tells classes of tokens or of texts."""
+
+    @property
+    def num_classes(self) -> int:
+        """Classes to tell apart."""
+        ...
+
+
+@runtime_checkable
 class PairModel(Model, Protocol):
     """What is asked besides of a model whose inputs are pairs; its module is an `EncoderDecoder`.
 

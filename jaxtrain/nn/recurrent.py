@@ -1,6 +1,6 @@
 """A layer of a recurrent language model around a cell with one state, and its parameters.
 
-Letters: B batch, T length, D embed and state, G what the cell reads (a multiple of D).
+Letters: B batch, T length, D embed, H state, G what the cell reads (a multiple of H).
 """
 
 import dataclasses
@@ -27,33 +27,35 @@ class Recurrent:
     """The states of a cell along a sequence.
 
     Attributes:
-      embed_dim: D.
-      gates: G over D.
+      embed_dim: D, of what goes in.
+      state_dim: H, of its states, which come out.
+      gates: G over H.
       cell: what happens at one place.
       name: in profiles and plans.
     """
 
     embed_dim: int
+    state_dim: int
     gates: int
     cell: Cell
     name: str
 
     def weights(self, key: jax.Array) -> Weights:
-        """From the inputs and from the state to what the cell reads [D, G], and two biases."""
-        D, G = self.embed_dim, self.gates * self.embed_dim
+        """From inputs [D, G] and states [H, G] to what the cell reads, and two biases."""
+        D, H, G = self.embed_dim, self.state_dim, self.gates * self.state_dim
         key_input, key_recurrent = jax.random.split(key)
-        # The spread of PyTorch's recurrent layers, which draw uniformly from +-1 / sqrt(D).
-        spread, axes = normal(1 / math.sqrt(3 * D)), ("embed", "gates")
+        # The spread of PyTorch's recurrent layers, which draw uniformly from +-1 / sqrt(H).
+        spread, axes = normal(1 / math.sqrt(3 * H)), ("embed", "gates")
         return {
             "input": param(key_input, (D, G), axes, spread),
             "input_bias": param(key, (G,), ("vector",), constant(0.0)),
-            "recurrent": param(key_recurrent, (D, G), axes, spread),
+            "recurrent": param(key_recurrent, (H, G), axes, spread),
             "recurrent_bias": param(key, (G,), ("vector",), constant(0.0)),
         }
 
     def matmul_parameters(self) -> int:
         """All but the biases."""
-        return 2 * self.gates * self.embed_dim**2
+        return self.gates * self.state_dim * (self.embed_dim + self.state_dim)
 
     def __call__(
         self,
@@ -74,10 +76,10 @@ class Recurrent:
             weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
             bias_G = gather(own["recurrent_bias"]).astype(jnp.float32)
             if cache is None:
-                zeros = jnp.zeros((x_BTD.shape[0], x_BTD.shape[2]), jnp.float32)
+                zeros = jnp.zeros((x_BTD.shape[0], self.state_dim), jnp.float32)
                 before = shard(zeros, STATE)
             else:
                 before = cache[0]
             h_TBD, after = recurrence(self.cell, x_TBG, weight_DG, bias_G, goes_on(mask), before)
-            x_BTD = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
-            return x_BTD, None if cache is None else (after,), {}
+            h_BTH = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
+            return h_BTH, None if cache is None else (after,), {}

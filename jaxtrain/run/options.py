@@ -106,13 +106,16 @@ def add_run_commands(add: Add) -> None:
     )
     add_config_options(command)
 
-    command = add("predict", "names the likeliest classes of images")
+    command = add("predict", "names the likeliest classes of images, texts or vectors")
     _add_checkpoint_options(command)
     command.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="a PNG or JPEG file, or a folder of them"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="a PNG or JPEG file, or a folder of them; a text; a .npz or .csv file of vectors",
     )
     command.add_argument(
-        "--top", type=int, default=3, metavar="N", help="classes of each image; %(default)s"
+        "--top", type=int, default=3, metavar="N", help="classes of each; %(default)s"
     )
     add_config_options(command)
 

@@ -1,31 +1,44 @@
-"""What a trained classifier says of images: the likeliest classes, by name."""
+"""What a trained classifier says of images, texts or vectors: the likeliest classes, by name."""
 
 import dataclasses
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from PIL import Image
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.batch import Batch
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
+from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.source import existing_path, walk_files
-from jaxtrain.models.model import Model, reads_images
+from jaxtrain.data.vectors.columns import read_vectors
+from jaxtrain.data.vectors.source import VectorData
+from jaxtrain.models.model import (
+    ClassModel,
+    ImageModel,
+    Model,
+    VectorModel,
+    reads_images,
+    reads_vectors,
+)
 
-AT_ONCE = 64  # images that go through the model together
+AT_ONCE = 64  # examples that go through the model together
 
-Given = str | Path | Image.Image
+Given = str | Path | Image.Image | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is said of one image.
+    """What is said of one image, text or vector.
 
     Attributes:
-      name: the file, or "image 1" of one in memory.
+      name: the file, the text itself, or "image 1" and the like of one in memory.
       classes: the likeliest classes and their probabilities, likeliest first.
     """
 
@@ -42,62 +55,151 @@ class Prediction:
         return f"{self.name}: {told}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """Examples whose classes are wanted.
+
+    Attributes:
+      called: what each is called.
+      logits: of those of these numbers, [N, C].
+      names: of the classes; raises UserError where the data that have them cannot be opened.
+      classes: how many there are.
+    """
+
+    called: list[str]
+    logits: Callable[[Sequence[int]], np.ndarray]
+    names: Callable[[], list[str]]
+    classes: int
+
+
 def predict(
     inputs: Sequence[Given] | Given,
     model: Model,
     data: object,
-    logits: Callable[[np.ndarray], np.ndarray],
+    logits: Callable[[Any], np.ndarray],
     *,
     top: int,
     say: Callable[[str], object],
 ) -> Iterator[Prediction]:
-    """A prediction for each image, prepared as in evaluation.
+    """A prediction for each image, text or vector, prepared as in evaluation.
 
     Args:
-      inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's.
+      inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
+        .txt files with one in each; .npz or .csv files of vectors, or arrays of them.
       model: the model's settings.
       data: what the model was trained on: the preparation, and the names of the classes.
-      logits: of float32 images [B, H, W, C].
+      logits: as of `Trainer.logits`.
       top: classes that are named, or all where there are fewer.
       say: is told where the names of the classes are not known.
 
     Raises:
-      UserError: the model does not tell classes of images; a file is missing or no image.
+      UserError: the model does not tell classes; a file is missing or is none of what it reads.
     """
-    if not reads_images(model) or not isinstance(data, ImageData):
+    given = [inputs] if isinstance(inputs, Given) else list(inputs)
+    if reads_images(model) and isinstance(data, ImageData):
+        asked = _of_images(given, model, data, logits)
+    elif isinstance(model, ClassModel) and isinstance(data, LabelledText):
+        asked = _of_texts(given, model, data, logits)
+    elif reads_vectors(model) and isinstance(data, VectorData) and data.num_classes is not None:
+        asked = _of_vectors(given, model, data, logits)
+    else:
         name = type(model).__name__
         raise UserError(
-            f"predict names classes of images, and {name} reads {model.inputs}; of text 'jaxtrain "
-            "generate' writes the continuation, and Trainer.logits takes tokens and vectors"
+            f"predict names classes, and {name} reads {model.inputs} and tells none; of text "
+            "'jaxtrain generate' writes the continuation, and Trainer.logits takes tokens and "
+            "vectors"
         )
     if top < 1:
         raise UserError(f"--top {top}: name at least 1 class")
-    given = [inputs] if isinstance(inputs, Given) else inputs
+    try:
+        names = asked.names()
+    except UserError as error:
+        names = [str(number) for number in range(asked.classes)]
+        say(f"Classes are told by number, since the data cannot be opened: {error}")
+    for begin in range(0, len(asked.called), AT_ONCE):
+        part = range(begin, min(begin + AT_ONCE, len(asked.called)))
+        # The last ones are filled up: one program serves all.
+        missing = 0 if begin == 0 else AT_ONCE - len(part)
+        found = asked.logits([*part, *[part[-1]] * missing])
+        for number, row in zip(part, found, strict=False):
+            likely = np.exp(row - row.max())
+            likely /= likely.sum()
+            order = np.argsort(-likely, kind="stable")[:top]
+            told = tuple((names[label], float(likely[label])) for label in order)
+            yield Prediction(asked.called[number], told)
+
+
+def _of_images(
+    given: list[Given], model: ImageModel, data: ImageData, logits: Callable[[Any], np.ndarray]
+) -> _Asked:
     # All are looked for before the first goes through the model.
     images = [one for source in given for one in _images(source)]
     if not images:
         raise UserError("predict: there is no image; name PNG or JPEG files, or folders of them")
-    try:
-        names = data.class_names()
-    except UserError as error:
-        names = [str(number) for number in range(model.num_classes)]
-        say(f"Classes are told by number, since the data cannot be opened: {error}")
-    for begin in range(0, len(images), AT_ONCE):
-        part = images[begin : begin + AT_ONCE]
-        prepared = [data.prepared(_read(image), None) for image in part]
-        # The last ones are filled up: one program serves all.
-        missing = 0 if begin == 0 else AT_ONCE - len(part)
-        found = logits(np.stack(prepared + prepared[-1:] * missing))
-        for number, (image, row) in enumerate(zip(part, found, strict=False), start=begin + 1):
-            likely = np.exp(row - row.max())
-            likely /= likely.sum()
-            order = np.argsort(-likely, kind="stable")[:top]
-            name = f"image {number}" if isinstance(image, Image.Image) else str(image)
-            yield Prediction(name, tuple((names[label], float(likely[label])) for label in order))
+
+    def of(numbers: Sequence[int]) -> np.ndarray:
+        return logits(np.stack([data.prepared(_read(images[number]), None) for number in numbers]))
+
+    called = [
+        f"image {number}" if isinstance(image, Image.Image) else str(image)
+        for number, image in enumerate(images, start=1)
+    ]
+    return _Asked(called, of, data.class_names, model.num_classes)
+
+
+def _of_texts(
+    given: list[Given], model: ClassModel, data: LabelledText, logits: Callable[[Any], np.ndarray]
+) -> _Asked:
+    tokenizer, rows = data.open_tokenizer(), list[Batch]()
+    for source in given:
+        if not isinstance(source, str | Path):
+            raise UserError(f"predict: {type(model).__name__} reads texts; give strings")
+        is_file = str(source).endswith(".txt") and Path(source).is_file()
+        text = Path(source).read_text("utf-8") if is_file else str(source)
+        tokens = tokenizer.encode(text.strip())
+        if not tokens:
+            raise UserError("predict: a text is empty; give at least one character")
+        rows.append(data.row(tokens))
+
+    def of(numbers: Sequence[int]) -> np.ndarray:
+        batch = jax.tree.map(lambda *leaves: np.stack(leaves), *[rows[n] for n in numbers])
+        told_BTC = logits(batch)
+        return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
+
+    return _Asked([str(source) for source in given], of, data.class_names, model.num_classes)
+
+
+def _of_vectors(
+    given: list[Given], model: VectorModel, data: VectorData, logits: Callable[[Any], np.ndarray]
+) -> _Asked:
+    called, tables = list[str](), list[np.ndarray]()
+    for source in given:
+        if isinstance(source, Image.Image):
+            raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
+        if isinstance(source, np.ndarray):
+            name, table = "vector", np.atleast_2d(source)
+        else:
+            path = existing_path("predict INPUT", str(source))
+            name, table = str(path), read_vectors(path, f"predict INPUT = {str(path)!r}")
+        if table.shape[1] != model.features:
+            raise UserError(
+                f"predict: {name} has vectors of {table.shape[1]} numbers; "
+                f"{type(model).__name__} reads {model.features}"
+            )
+        called += [f"{name} {len(called) + number}" for number in range(1, len(table) + 1)]
+        tables.append(table)
+    vectors = data.prepared(np.concatenate(tables))
+
+    def names() -> list[str]:
+        return [str(label) for label in range(model.outputs)]
+
+    return _Asked(called, lambda numbers: logits(vectors[list(numbers)]), names, model.outputs)
 
 
 def _images(source: Given) -> Iterator[Place | Image.Image]:
     """The images of an input, none of them read yet."""
+    if isinstance(source, np.ndarray):
+        raise UserError("predict: an array is no image; give files, or images of Pillow's")
     if isinstance(source, Image.Image):
         yield source
         return

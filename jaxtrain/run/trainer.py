@@ -345,14 +345,15 @@ class Trainer:
         return logits(plain, self.config.train.model, state, inputs)
 
     def predict(self, inputs: Sequence[Given] | Given, *, top: int = 3) -> list[Prediction]:
-        """The likeliest classes of images, by name; see `run.predict`.
+        """The likeliest classes of images, texts or vectors, by name; see `run.predict`.
 
         Args:
-          inputs: PNG or JPEG files, folders of them, or images of Pillow's.
+          inputs: PNG or JPEG files, folders of them, or images of Pillow's; texts; files or arrays
+            of vectors.
           top: classes that are named.
 
         Raises:
-          UserError: the model does not tell classes of images; a file is missing or no image.
+          UserError: the model does not tell classes; a file is missing or none of what it reads.
         """
         train = self.config.train
         found = predict(inputs, train.model, train.data, self.logits, top=top, say=self.say)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.mixture import text_of
+from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.vectors.source import VectorData
@@ -224,6 +225,8 @@ def _text(
         few = min(model.experts.count, MAX_EXPERTS)
         small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
         small["experts_per_token"] = min(model.experts.per_token, small["num_experts"])
+    if isinstance(data, LabelledText):
+        small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
     small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
     for name in ("sliding_window", "rope_original_context_length"):
         if fields.get(name) is not None:
@@ -233,14 +236,18 @@ def _text(
     small = {name: value for name, value in small.items() if name in fields}
     separate = data.abstract_batch(1).segment_ids is not None
     tokens = vocabulary - reserved_tokens(model)
-    text = TextData(
+    text: Any = TextData(
         source="synthetic",
         synthetic_vocab_size=tokens,
         sequence_length=SEQUENCE,
         separate_documents=separate,
     )
     own_text = text_of(data)
-    if own_text is not None:
+    if isinstance(data, LabelledText):
+        text = dataclasses.replace(
+            data, source="synthetic", synthetic_vocab_size=tokens, sequence_length=SEQUENCE
+        )
+    elif own_text is not None:
         text = dataclasses.replace(
             own_text,
             source="synthetic",

@@ -90,6 +90,27 @@ def read(path: Place, columns: int) -> Table:
     return Table(x, y)
 
 
+def read_vectors(path: Place, said: str) -> np.ndarray:
+    """Vectors [N, D] of a .npz file's array x, or of all columns of a .csv file.
+
+    Args:
+      path: the file.
+      said: what names it, for messages.
+
+    Raises:
+      UserError: it is neither, or holds something else than numbers.
+    """
+    if path.suffix == ".csv":
+        return _csv(path.read_bytes(), said)
+    if path.suffix != ".npz":
+        raise UserError(f"{said}: it takes a .npz or a .csv file of vectors")
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
+            return np.atleast_2d(arrays["x"].astype(np.float64))
+    except (KeyError, ValueError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        raise UserError(f"{said}: it holds no array of numbers x: {error}") from error
+
+
 def _npz(path: Place, said: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:

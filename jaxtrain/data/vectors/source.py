@@ -79,11 +79,7 @@ class VectorData:
         """
         del seed
         table = self._read()
-        labels = np.zeros(len(table.x)) if self.num_classes is None else table.y[:, 0]
-        held = np.zeros(len(table.x), bool)
-        for label in np.unique(labels):
-            (of_class,) = np.nonzero(labels == label)
-            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
+        held = self._held_out(table)
         if held.all() or not held.any():
             raise UserError(
                 f"VectorData.source = {self.source!r}: of its {len(held)} examples {held.sum()} "
@@ -137,24 +133,49 @@ class VectorData:
                 f" set VectorData.{name} = {found}"
             )
 
+    def prepared(self, x: np.ndarray) -> np.ndarray:
+        """Other vectors [N, D], scaled as those of this source are.
+
+        Raises:
+          UserError: as of `open`.
+        """
+        table = self._read()
+        shift, spread = self._scale(table.x, ~self._held_out(table))
+        return ((x - shift) / spread).astype(np.float32)
+
+    def _held_out(self, table: Table) -> np.ndarray:
+        """bool [N]: the same share of every class."""
+        labels = np.zeros(len(table.x)) if self.num_classes is None else table.y[:, 0]
+        held = np.zeros(len(table.x), bool)
+        for label in np.unique(labels):
+            (of_class,) = np.nonzero(labels == label)
+            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
+        return held
+
+    def _scale(self, x: np.ndarray, train: np.ndarray) -> tuple[Any, Any]:
+        """What is taken from vectors, and what they are divided by then."""
+        if self.scaling == "unit":
+            least, most = x[train].min(), x[train].max()
+            return least, (most - least) or 1.0
+        return _standard(x, train) if self.scaling == "standard" else (0.0, 1.0)
+
     def _scaled(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x as float32 [N, D], y as int32 [N] or float32 [N, K]."""
         x, y = table
-        if self.scaling == "unit":
-            least, most = x[train].min(), x[train].max()
-            x = (x - least) / ((most - least) or 1.0)
-        elif self.scaling == "standard":
-            x = _standard(x, train)
+        shift, spread = self._scale(x, train)
+        x = ((x - shift) / spread).astype(np.float32)
         if self.num_classes is not None:
-            return x.astype(np.float32), y[:, 0].astype(np.int32)
-        y = _standard(y, train) if self.scaling == "standard" else y
-        return x.astype(np.float32), y.astype(np.float32)
+            return x, y[:, 0].astype(np.int32)
+        if self.scaling == "standard":
+            shift, spread = _standard(y, train)
+            y = (y - shift) / spread
+        return x, y.astype(np.float32)
 
 
-def _standard(x: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Each column less its mean over its standard deviation, where it has one, of these rows."""
+def _standard(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each column's mean, and its standard deviation where it has one, of these rows."""
     spread = x[train].std(0)
-    return (x - x[train].mean(0)) / np.where(spread > 0, spread, 1)
+    return x[train].mean(0), np.where(spread > 0, spread, 1)
 
 
 @dataclasses.dataclass(frozen=True)

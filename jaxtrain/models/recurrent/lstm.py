@@ -9,7 +9,7 @@ in this order), V vocab, L layers.
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,42 +43,53 @@ class LSTM(RecurrentSizes):
       embed_dim: width of the embedding and of every layer's state.
       context_length: the longest sequence, in tokens; the state starts from zero at its beginning
         and at that of every document.
+      objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
+      num_classes: classes that are told apart; of 'token_classification' alone.
+      bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
     """
 
     vocab_size: int = 10000
     num_layers: int = 2
     embed_dim: int = 650
     context_length: int = 1024
+    objective: Literal["next_token", "token_classification"] = "next_token"
+    num_classes: int = 2
+    bidirectional: bool = False
 
     states: ClassVar[int] = 2  # its output and its cell
 
-    @property
-    def layer(self) -> "LSTMLayer":
-        """What every layer computes."""
-        return LSTMLayer(self.embed_dim)
+    def one_way(self, state_dim: int) -> "LSTMLayer":
+        """What a layer computes in one direction, with a state of this width."""
+        return LSTMLayer(self.embed_dim, state_dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class LSTMLayer:
-    """The outputs of an LSTM along a sequence."""
+    """The outputs of an LSTM along a sequence.
+
+    Attributes:
+      embed_dim: D, of what goes in.
+      state_dim: H, of its state and of what comes out.
+    """
 
     embed_dim: int
+    state_dim: int
 
     def weights(self, key: jax.Array) -> Weights:
-        """From the inputs and from the state to the gates [D, G], and the gates' biases."""
-        D, G = self.embed_dim, 4 * self.embed_dim
+        """From inputs [D, G] and states [H, G] to the gates, and the gates' biases."""
+        D, H, G = self.embed_dim, self.state_dim, 4 * self.state_dim
         key_input, key_recurrent = jax.random.split(key)
-        # The spread of torch.nn.LSTM, which draws uniformly from +-1 / sqrt(D).
-        spread = normal(1 / math.sqrt(3 * D))
+        # The spread of torch.nn.LSTM, which draws uniformly from +-1 / sqrt(H).
+        spread = normal(1 / math.sqrt(3 * H))
         return {
             "input": param(key_input, (D, G), ("embed", "gates"), spread),
-            "recurrent": param(key_recurrent, (D, G), ("embed", "gates"), spread),
+            "recurrent": param(key_recurrent, (H, G), ("embed", "gates"), spread),
             "gates_bias": param(key, (G,), ("vector",), _remembering),
         }
 
     def matmul_parameters(self) -> int:
         """All but the biases."""
-        return 8 * self.embed_dim**2
+        return 4 * self.state_dim * (self.embed_dim + self.state_dim)
 
     def __call__(
         self,
@@ -101,7 +112,7 @@ class LSTMLayer:
                 before_h_BD, before_c_BD = cache
                 before = before_h_BD, before_c_BD
             else:
-                zeros = shard(jnp.zeros((x_BTD.shape[0], x_BTD.shape[2]), jnp.float32), STATE)
+                zeros = shard(jnp.zeros((x_BTD.shape[0], self.state_dim), jnp.float32), STATE)
                 before = zeros, zeros
             h_TBD, after = _recurrence(x_TBG, weight_DG, _goes_on(mask), before)
             x_BTD = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)

@@ -1,6 +1,6 @@
-"""What recurrent language models share: settings, and what follows from them and a layer.
+"""What recurrent models share: settings, and what follows from them and a layer.
 
-Letters: V vocab, D embed, N of 6N.
+Letters: V vocab, C classes, D embed, N of 6N.
 """
 
 import math
@@ -8,9 +8,10 @@ from typing import ClassVar, Protocol
 
 import jax
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.block import HIDDEN
+from jaxtrain.nn.both_ways import BothWays
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder, Layer
 from jaxtrain.nn.parameters import normal, param
@@ -43,7 +44,15 @@ class RecurrentSizes(Protocol):
     @property
     def context_length(self) -> int: ...
     @property
-    def layer(self) -> RecurrentLayer: ...
+    def objective(self) -> str: ...
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def bidirectional(self) -> bool: ...
+
+    def one_way(self, state_dim: int) -> RecurrentLayer:
+        """What a layer computes in one direction, with a state of this width."""
+        ...
 
     states: ClassVar[int] = 1
     inputs: ClassVar[Inputs] = "tokens"
@@ -54,12 +63,28 @@ class RecurrentSizes(Protocol):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
+        refuse_below(
+            1, self, "vocab_size", "num_layers", "embed_dim", "context_length", "num_classes"
+        )
+        name = type(self).__name__
+        if self.bidirectional and self.objective == "next_token":
+            raise UserError(
+                f"{name}.bidirectional=True with {name}.objective='next_token' would read what it "
+                f"is to tell; use {name}.objective='token_classification', or False"
+            )
+        if self.bidirectional and self.embed_dim % 2:
+            raise UserError(
+                f"{name}.embed_dim={self.embed_dim} with {name}.bidirectional=True: each direction "
+                f"has half of it; use {self.embed_dim + 1}"
+            )
 
     @property
-    def objective(self) -> str:
-        """They tell what comes next."""
-        return "next_token"
+    def layer(self) -> RecurrentLayer:
+        """What every layer computes."""
+        if not self.bidirectional:
+            return self.one_way(self.embed_dim)
+        half = self.one_way(self.embed_dim // 2)
+        return BothWays(half, half.matmul_parameters())
 
     # A protocol's member without a body would be asked of each model.
 
@@ -80,7 +105,9 @@ class RecurrentSizes(Protocol):
 
     @property
     def cached(self) -> tuple[Cached, ...]:
-        """What a layer carries."""
+        """What a layer carries; nothing where no token follows."""
+        if self.objective != "next_token":
+            return ()
         one = Cached(shape=(self.embed_dim,), axes=("embed",), every_token=False, dtype="float32")
         return (one,) * self.states
 
@@ -89,18 +116,22 @@ class RecurrentSizes(Protocol):
         key_tokens, key_output, key_layers = jax.random.split(key, 3)
         shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
         spread = normal(1 / math.sqrt(3 * self.embed_dim))
+        told, told_axes = shape, axes
+        if self.objective != "next_token":
+            told, told_axes = (self.num_classes, self.embed_dim), ("narrow", "vocab_embed")
         return Decoder(
             self.layer,
             key_layers,
             num_layers=self.num_layers,
             token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
-            output=param(key_output, shape, axes, spread, role="output"),
+            output=param(key_output, told, told_axes, spread, role="output"),
             stream=HIDDEN,
         )
 
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        return self.num_layers * self.layer.matmul_parameters() + self.vocab_size * self.embed_dim
+        told = self.vocab_size if self.objective == "next_token" else self.num_classes
+        return self.num_layers * self.layer.matmul_parameters() + told * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N, whatever the length."""

@@ -5,6 +5,7 @@ Letters: B batch, D embed and state, G = D.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,19 @@ class RNN(RecurrentSizes):
       embed_dim: width of the embedding and of every layer's state.
       context_length: the longest sequence, in tokens; the state starts from zero at its beginning
         and at that of every document.
+      objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
+      num_classes: classes that are told apart; of 'token_classification' alone.
+      bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
     """
 
     vocab_size: int = 10000
     num_layers: int = 2
     embed_dim: int = 650
     context_length: int = 1024
+    objective: Literal["next_token", "token_classification"] = "next_token"
+    num_classes: int = 2
+    bidirectional: bool = False
 
-    @property
-    def layer(self) -> Recurrent:
-        """What every layer computes."""
-        return Recurrent(self.embed_dim, 1, cell, "rnn")
+    def one_way(self, state_dim: int) -> Recurrent:
+        """What a layer computes in one direction, with a state of this width."""
+        return Recurrent(self.embed_dim, state_dim, 1, cell, "rnn")

@@ -1,14 +1,16 @@
 """BERT: each token sees both sides; learned positions, post-LayerNorm blocks, a tied head.
 
 Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without dropout; the head
-is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias.
+is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias;
+for classes of sentences a layer and tanh before a matrix of classes and a bias.
 Letters: B batch, T length, V vocab, D embed, C places, Y token types.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
@@ -40,6 +42,9 @@ class BERT:
       token_types: kinds of sentences that have an embedding. Text is of the first kind: the others
         are kept as they are, for published models of pairs of sentences.
       norm_eps: epsilon of the layer norms.
+      objective: 'masked_token', or 'token_classification', whose head is that of sentences: a layer
+        and tanh, and a matrix of classes.
+      num_classes: classes that are told apart; of 'token_classification' alone.
     """
 
     vocab_size: int = 30522
@@ -50,9 +55,10 @@ class BERT:
     context_length: int = 512
     token_types: int = 2
     norm_eps: float = 1e-12
+    objective: Literal["masked_token", "token_classification"] = "masked_token"
+    num_classes: int = 2
 
     inputs: ClassVar[Inputs] = "tokens"
-    objective = "masked_token"
     experts = None
     cached = ()
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
@@ -62,8 +68,8 @@ class BERT:
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        sizes = [field.name for field in dataclasses.fields(self) if field.name != "norm_eps"]
-        refuse_below(1, self, *sizes)
+        sizes = [field.name for field in dataclasses.fields(self)]
+        refuse_below(1, self, *(name for name in sizes if name not in ("norm_eps", "objective")))
         refuse_not_positive(self, "norm_eps")
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
@@ -109,8 +115,10 @@ class BERT:
 
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        D = self.embed_dim
-        return self.num_layers * self.block.matmul_parameters() + D * D + self.vocab_size * D
+        D, told = self.embed_dim, self.vocab_size
+        if self.objective == "token_classification":
+            told = self.num_classes
+        return self.num_layers * self.block.matmul_parameters() + D * D + told * D
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N, logits of all tokens, and attention in full."""
@@ -141,8 +149,14 @@ class BERTModel(nnx.Module):
         self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
         self.transform = param(key_head, (D, D), ("embed", "vector"), spread)
         self.transform_bias = param(key_head, (D,), ("vector",), constant(0.0))
-        self.bias = param(key_head, (V,), ("vocab",), constant(0.0))
-        for part in ("embedding_norm", "norm"):
+        self.classifies = sizes.objective == "token_classification"
+        output, axis = None, "vocab"
+        if self.classifies:
+            V, axis, key_output = sizes.num_classes, "narrow", jax.random.fold_in(key_head, 1)
+            output = param(key_output, (V, D), (axis, "vocab_embed"), spread, role="output")
+        self.output = output
+        self.bias = param(key_head, (V,), (axis,), constant(0.0))
+        for part in ("embedding_norm",) if self.classifies else ("embedding_norm", "norm"):
             for name, weight in prefixed(part, self.norm.weights(key)).items():
                 setattr(self, name, weight)
 
@@ -159,15 +173,17 @@ class BERTModel(nnx.Module):
         return self.block(*arguments)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """What the output matrix reads: a layer, GELU and a norm."""
+        """What the output matrix reads: a layer, GELU and a norm; of classes a layer and tanh."""
         with jax.named_scope("transform"):
             h_BTD = contract("BTD,DF->BTF", x_BTD, self.transform, RESIDUAL)
+            if self.classifies:
+                return shard(jnp.tanh(add_bias(h_BTD, self.transform_bias)), HIDDEN)
             h_BTD = exact_gelu(add_bias(h_BTD, self.transform_bias))
             return shard(self.norm(under("norm", vars(self)), h_BTD), HIDDEN)
 
     def output_matrix(self) -> nnx.Param:
-        """The token embedding [V, D]."""
-        return self.token_embedding
+        """The token embedding [V, D], or the matrix of classes [C, D]."""
+        return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> nnx.Param:
         """What is added to the logits [V]."""

@@ -59,7 +59,9 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     }
 
 
-def _write(model: BERT) -> Mapping[str, Any]:
+def _write(model: BERT) -> Mapping[str, Any] | None:
+    if model.objective != "masked_token":
+        return None
     return {
         "vocab_size": model.vocab_size,
         "num_hidden_layers": model.num_layers,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import shard
 
 Sums = dict[str, jax.Array]
+Over = Literal["vocab", "classes"]
 
 
 @configurable
@@ -72,6 +74,7 @@ def losses(
     *,
     train: bool,
     classes: int | None = None,
+    over: Over | None = None,
 ) -> jax.Array:
     """The cross entropy of the targets that count times their mask, float32 of the targets' shape.
 
@@ -84,6 +87,7 @@ def losses(
       settings: what is added to the cross entropy.
       train: whether it is: evaluation is without.
       classes: as of `cross_entropy`.
+      over: as of `cross_entropy`.
     """
     counts = mask != 0
     of_targets = cross_entropy(
@@ -92,6 +96,7 @@ def losses(
         classes=classes,
         z_weight=settings.z_weight if train else 0.0,
         label_smoothing=settings.label_smoothing if train else 0.0,
+        over=over,
     )
     # A choice, not only a product: 0 x NaN is NaN.
     return jnp.where(counts, of_targets, 0.0) * mask
@@ -134,6 +139,7 @@ def cross_entropy(
     classes: int | None = None,
     z_weight: float = 0.0,
     label_smoothing: float = 0.0,
+    over: Over | None = None,
 ) -> jax.Array:
     """-log softmax(logits)[target], float32 of the targets' shape.
 
@@ -144,9 +150,10 @@ def cross_entropy(
         no gradient. None: all.
       z_weight: as in Loss.
       label_smoothing: as in Loss.
+      over: what the last dimension means; None: 'vocab' of sequences, 'classes' of all else.
     """
-    axes = ("batch", "length", "vocab") if logits.ndim == 3 else ("batch", "classes")
-    places = shard(jnp.arange(logits.shape[-1]), axes[-1:])
+    over = over or ("vocab" if logits.ndim == 3 else "classes")
+    places = shard(jnp.arange(logits.shape[-1]), (over,))
     size = logits.shape[-1] if classes is None else classes
     padded = size < logits.shape[-1]
     if padded:

@@ -47,6 +47,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
       causal: whether a token sees only those before it.
       own: the sums of `of_hidden`; all others are the layers'.
       reserved: last tokens of the model's vocabulary that the data do not have.
+      labels: whether targets are labels, and no tokens.
     """
 
     inputs: ClassVar[tuple[Inputs, ...]] = ("tokens",)
@@ -54,6 +55,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     causal: ClassVar[bool]
     own: ClassVar[tuple[str, ...]] = ("loss",)
     reserved: ClassVar[int] = 0
+    labels: ClassVar[bool] = False
 
     @abc.abstractmethod
     def of_hidden(
@@ -98,6 +100,10 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     def over(self, name: str) -> str:
         """`weight` for the sums of its own, `tokens` for the layers'."""
         return "weight" if name in self.own else "tokens"
+
+    def told(self, model: TokenModel) -> tuple[str, int]:
+        """What a target is one of: the setting that says how many there are, and how many."""
+        return "vocab_size", model.vocab_size
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
         """`perplexity`."""
@@ -161,7 +167,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
             length = batch.inputs.shape[1]
             found += _refuse_length(length, token_model(model), settings, layout)
         if not found:
-            found += _refuse_tokens(batch, token_model(model))
+            found += _refuse_tokens(batch, token_model(model), self.told(token_model(model)))
         yield from found
 
 
@@ -179,13 +185,14 @@ def _refuse_length(length: int, model: TokenModel, settings: Loss, layout: Layou
             yield f"{said}, no multiple of {parts} ({of}); the nearest is {nearest}"
 
 
-def _refuse_tokens(batch: Batch, model: TokenModel) -> Iterator[str]:
-    name, last = type(model).__name__, model.vocab_size - 1
+def _refuse_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> Iterator[str]:
+    name, last, (setting, count) = type(model).__name__, model.vocab_size - 1, told
+    of_targets = f" ({name}.{setting}={count})"
     of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
     of_context = f" ({name}.context_length={model.context_length})"
     yield from refuse_values(batch, "loss_mask", 0, None)
     yield from refuse_values(batch, "inputs", 0, last, why=of_vocabulary)
-    yield from refuse_values(batch, "targets", 0, last, why=of_vocabulary, counted=True)
+    yield from refuse_values(batch, "targets", 0, count - 1, why=of_targets, counted=True)
     yield from refuse_values(batch, "positions", 0, model.context_length - 1, why=of_context)
     yield from refuse_values(batch, "segment_ids", 0, None)
 

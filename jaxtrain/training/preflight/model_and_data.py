@@ -5,9 +5,11 @@ from typing import Any
 
 from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.mixture import text_of
+from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import (
+    ClassModel,
     ImageModel,
     Model,
     PairModel,
@@ -18,6 +20,7 @@ from jaxtrain.models.model import (
     reads_tokens,
     reads_vectors,
 )
+from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.settings import Config
 
 # Who reads them: a sequence of tokens, a loop over equal layers.
@@ -56,6 +59,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
         yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
         yield from config.train.task.refuse_loss(config.loss)
         yield from _text(config, model, inputs.shape[1], _section(data))
+        yield from _labels(config, model)
         if reads_data:
             yield from _vocabulary(model, data)
     elif reads_pairs(model):
@@ -74,7 +78,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 def _section(data: Any) -> str:
     """Whose settings are said of text; a mixture has TextData's."""
-    has_own = isinstance(data, Templated | PairData)
+    has_own = isinstance(data, Templated | LabelledText | PairData)
     return type(data).__name__ if has_own else "TextData"
 
 
@@ -93,6 +97,28 @@ def _text(config: Config, model: TokenModel, length: int, section: str) -> Itera
     if model.attention is None:
         yield from _without_effect(
             config, "Attention.kernel", "Attention.context_parallel", "Sharding.tensor_layout"
+        )
+
+
+def _labels(config: Config, model: TokenModel) -> Iterator[str]:
+    """Labels where tokens are told, tokens where labels are, or more classes than are told."""
+    data, name, objective = config.train.data, type(model).__name__, config.train.task
+    if not isinstance(objective, TokenObjective):
+        return
+    has_labels = isinstance(data, LabelledText)
+    if objective.labels and not isinstance(model, ClassModel):
+        yield f"{name}.objective={objective.name!r} tells classes, and {name} has no num_classes"
+    elif objective.labels != has_labels:
+        gives = "labels" if has_labels else "texts alone"
+        use = "LabelledText" if objective.labels else "TextData"
+        yield (
+            f"{name}.objective={objective.name!r}, but Train.data=@{type(data).__name__}() gives "
+            f"{gives}; use @{use}(), or another {name}.objective"
+        )
+    elif has_labels and isinstance(model, ClassModel) and data.num_classes > model.num_classes:
+        yield (
+            f"{name}.num_classes={model.num_classes} is smaller than LabelledText.num_classes="
+            f"{data.num_classes}; use at least {data.num_classes}"
         )
 
 

@@ -1,0 +1,60 @@
+"""The class of a text, told at one of its tokens, or of each of its tokens.
+
+Letters: B batch, T length, D embed, C classes.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import ClassModel, Model, TokenModel
+from jaxtrain.nn.transformer import Transformer, logits
+from jaxtrain.training.objectives.losses import Loss, Sums, losses
+from jaxtrain.training.objectives.tokens import TokenObjective
+
+
+class TokenClassification(TokenObjective):
+    """Cross entropy of labels, and the part of them that are told right.
+
+    A text's class is the label of one token, at whose place alone the loss mask is 1; where each
+    token has a class, as in tagging, all of them count.
+    """
+
+    name: ClassVar[str] = "token_classification"
+    causal: ClassVar[bool] = False
+    own: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    labels: ClassVar[bool] = True
+
+    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
+        """The same."""
+        del model
+        return dataset
+
+    def of_hidden(
+        self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """`loss` and `accuracy`, the labels that have the highest logit."""
+        mask_BT = batch.loss_mask
+        with jax.named_scope("loss"):
+            # As in `tokens.token_loss`.
+            h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
+            logits_BTC = logits(model, h_BTD)
+            told_BT = losses(
+                logits_BTC, batch.targets, mask_BT, settings, train=train, over="classes"
+            )
+            right_BT = logits_BTC.argmax(-1) == batch.targets
+        return {"loss": told_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
+
+    def told(self, model: TokenModel) -> tuple[str, int]:
+        """Its classes."""
+        assert isinstance(model, ClassModel), "refused before"
+        return "num_classes", model.num_classes
+
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Nothing."""
+        del means
+        return {}
