@@ -29,6 +29,11 @@ def estimate_of(rule: Rule) -> Callable[[Program, TrainState, Batch], Any] | Non
     return functools.partial(_when_due, _ESTIMATES[rule.curvature], rule.every)
 
 
+def of_rule(rule: Rule) -> str | None:
+    """The rule's name where it is given an estimate."""
+    return rule.name if isinstance(rule, SophiaRule) else None
+
+
 def refuse(
     rule: Rule, objective: Objective, sizes: Mapping[str, int], *, exchange: str
 ) -> Iterator[str]:

@@ -41,6 +41,9 @@ class Optimizer:
         own length (adaptive clipping, arXiv 2102.06171); None leaves them.
       clip_norm: gradients whose global norm is larger are scaled down to it, after the other two;
         None never clips.
+      sharpness_radius: gradients are taken where the loss rises most within this distance of the
+        parameters (sharpness-aware minimisation, arXiv 2010.01412), such as 0.05, by a second pass;
+        0 takes them at the parameters.
       average_decay: the decay rate of an exponential moving average of the parameters, such as
         0.999, which evaluation and generation use instead of the parameters; None keeps none.
         It costs 4 bytes a parameter, sharded as the moments are.
@@ -59,6 +62,7 @@ class Optimizer:
     clip_value: float | None = None
     clip_ratio: float | None = None
     clip_norm: float | None = 1.0
+    sharpness_radius: float = 0.0
     average_decay: float | None = None
     moments: Moments = "float32"
 
@@ -70,7 +74,7 @@ class Optimizer:
                 raise UserError(
                     f"Optimizer.{name}={vars(self)[name]}; use None or a number above 0"
                 )
-        refuse_below(0, self, "weight_decay", "l1", "l2")
+        refuse_below(0, self, "weight_decay", "l1", "l2", "sharpness_radius")
         for pattern, factor in self.learning_rates.items():
             if not factor > 0:
                 raise UserError(

@@ -15,7 +15,7 @@ from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels
 from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, curvature, guard, settings
+from jaxtrain.training import corruption, curvature, guard, settings, sharpness
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
@@ -153,6 +153,12 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         starts_from=c.train.start_from,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
+    lambda seen, c: sharpness.refuse(
+        c.optimizer.sharpness_radius,
+        seen.sizes,
+        exchange=c.exchange.method,
+        curvature=curvature.of_rule(c.optimizer.rule),
+    ),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.trained, seen.layout),
     lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.trained),
     lambda seen, c: curvature.refuse(

@@ -27,6 +27,7 @@ from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.settings import Config
+from jaxtrain.training.sharpness import with_sharpness
 from jaxtrain.training.step import Program, parameter_shapes
 
 
@@ -116,7 +117,8 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         seed=config.train.seed,
         tuning=config.train.task.tuned(tuning_of(config.finetune, config.train.model.build)),
     )
-    return with_exchange(config.exchange, program)
+    exchanged = with_exchange(config.exchange, program)
+    return with_sharpness(config.optimizer.sharpness_radius, exchanged)
 
 
 def flops_per_step(config: Config) -> float:
