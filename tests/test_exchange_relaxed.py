@@ -44,6 +44,7 @@ OF_MODEL = [
 # -- asynchronous ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_of_now_are_the_synchronous_step():
     method = Exchange(method="asynchronous", staleness=0)
     state, found = run(program_on({"fsdp": 2, "tensor": 2}, method), BATCHES)
@@ -53,7 +54,7 @@ def test_gradients_of_now_are_the_synchronous_step():
         assert mine == pytest.approx(theirs, abs=5e-6)
 
 
-@pytest.mark.parametrize("compensation", [0.0, 0.5])
+@pytest.mark.parametrize("compensation", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_gradients_are_those_of_the_parameters_some_steps_ago(compensation):
     """w(t+1) = w(t) - lr (g + lambda g g (w(t) - w(t - 2))), g at w(t - 2), by a loop over them."""
     plain = Optimizer(rule=SGD(momentum=0.0), learning_rate=RATE, weight_decay=0.0, clip_norm=None)
@@ -109,7 +110,9 @@ def narrow_bytes(r: int) -> int:
     return 4 * (layers * r * (qkv + out + up + down) + r * tables + vectors)
 
 
-@pytest.mark.parametrize("method", ["sign_sgd", "power_sgd", "gossip"])
+@pytest.mark.parametrize(
+    "method", ["sign_sgd", "power_sgd", pytest.param("gossip", marks=pytest.mark.slow)]
+)
 def test_what_moves_is_its_formula(method):
     """Signs: a bit a number each way. An exponential graph of four: two permutes of all."""
     sizes = {"data": 4, "fsdp": 2}
@@ -238,6 +241,7 @@ def test_what_arrives_is_the_projection_and_the_rest_is_kept():
         basis = by_name(kept["basis"])
 
 
+@pytest.mark.slow
 def test_where_all_is_told_whole_it_is_the_synchronous_step():
     params, _ = synchronous()
     method = Exchange(method="power_sgd", rank=1000)

@@ -103,7 +103,11 @@ def torchs(first: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[fl
 
 @pytest.mark.parametrize(
     ("sizes", "offload"),
-    [({"fsdp": 1}, False), ({"data": 2, "fsdp": 2, "tensor": 2}, False), ({"fsdp": 2}, True)],
+    [
+        pytest.param({"fsdp": 1}, False, marks=pytest.mark.slow),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, False),
+        ({"fsdp": 2}, True),
+    ],
     ids=str,
 )
 def test_it_is_pytorchs_on_every_mesh(sizes, offload):
