@@ -173,7 +173,10 @@ def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, 
 
 
 # What decides which arrays a state consists of, what explains most first.
-_OF_STATE = (("Train.model ",), ("Finetune.", "Optimizer.", "Precision.", "Exchange.", "Guard."))
+_OF_STATE = (
+    ("Train.model ",),
+    ("Finetune.", "Optimizer.", "Precision.", "Exchange.", "Guard.", "Train.noise_scale_every "),
+)
 
 
 def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserError:

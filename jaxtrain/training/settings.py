@@ -252,6 +252,8 @@ class Train:
       save_every: how often a checkpoint is written; the end always is.
       bad_records: how many examples may be unreadable; each is replaced by a row that weighs
         nothing. 0 stops at the first.
+      noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured, about
+        how many rows a batch may have before more are wasted: a microbatch more is gone through.
       start_from: what a run takes its first parameters from, and nothing else: another run's
         folder, its newest checkpoint, or a Hugging Face folder. None draws them from the seed.
       gpu_memory_fraction: the part of each GPU's memory that JAX takes at the start, such as 0.94;
@@ -271,12 +273,15 @@ class Train:
     eval_batches: int | None = None
     save_every: int = 0
     bad_records: int = 0
+    noise_scale_every: int = 0
     start_from: Annotated[str | None, PathOr()] = None
     gpu_memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
         refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
-        refuse_below(0, self, "seed", "eval_every", "save_every", "bad_records")
+        refuse_below(
+            0, self, "seed", "eval_every", "save_every", "bad_records", "noise_scale_every"
+        )
         if self.seed > MAX_SEED:
             raise UserError(f"Train.seed={self.seed}; use at most {MAX_SEED}")
         if self.eval_batches is not None and self.eval_batches < 1:

@@ -30,13 +30,13 @@ from jaxtrain.training.guard import (
     Verdict,
     judge,
     selected,
-    updates_taken,
 )
 from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.optimizers.average import averaged, begun
+from jaxtrain.training.optimizers.plateau import rate_taken
 from jaxtrain.training.optimizers.rounding import apply_updates
 from jaxtrain.training.pipeline.engine import Engine
 from jaxtrain.training.pipeline.parts import Parts
@@ -301,17 +301,17 @@ class Program:
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
-        more = {}
+        more: dict[str, Any] = {"value": metrics["loss"]}
         if curvature is not None:
             more["curvature"] = curvature[0], reshard(curvature[1], layout.moment, layout)
         metrics["grad_norm"] = optax.global_norm(grads)
-        metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
         good, new = None, dataclasses.replace(old, step=state.step + 1)
         if self.guard.in_step or self.precision.loss_scale == "dynamic":
             verdict, metrics = self._judged(old, metrics)
             good = verdict.good
             new = dataclasses.replace(new, loss_scale=verdict.loss_scale, guard=verdict.history)
         params, opt_state = self.moved(old, grads, good, **more)
+        metrics["learning_rate"] = rate_taken(self.schedule, old.opt_state, opt_state, old.step)
         new = dataclasses.replace(
             new,
             params=self.at_rest(params),
@@ -350,10 +350,7 @@ class Program:
             loss_scale=old.loss_scale,
             dynamic=self.precision.loss_scale == "dynamic",
         )
-        # The optimizer's schedule does not move with updates that are left out.
-        position = updates_taken(old.opt_state, old.step)
-        rate = jnp.asarray(self.schedule(position), jnp.float32)
-        return verdict, {**metrics, "learning_rate": rate, **verdict.metrics}
+        return verdict, {**metrics, **verdict.metrics}
 
     def gradients(
         self, state: TrainState, batch: Batch, counts: Sums | None = None

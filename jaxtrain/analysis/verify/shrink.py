@@ -122,7 +122,10 @@ def shrink(own: Config) -> Small:
     # At least two microbatches of two rows; of images enough that a batch norm is well conditioned.
     model = own.train.model
     rows = math.lcm(4 if reads_tokens(model) or reads_pairs(model) else 32, *parts)
-    train = dataclasses.replace(own.train, global_batch_size=rows, accumulation=accumulation)
+    # The noise is a metric of several microbatches, of which not every proof's step has any.
+    train = dataclasses.replace(
+        own.train, global_batch_size=rows, accumulation=accumulation, noise_scale_every=0
+    )
     config = dataclasses.replace(
         own,
         train=train,

@@ -1,7 +1,7 @@
 """From settings to an optax transformation."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import optax
@@ -148,6 +148,7 @@ def make_optimizer(
     settings: Optimizer,
     schedule: optax.Schedule,
     join: Callable[[Parts, Parts], optax.GradientTransformation] = chained,
+    scaled: Sequence[optax.GradientTransformation] = (),
 ) -> optax.GradientTransformation:
     """The optax transformation: penalties, clips, update rule, learning rate, and the average
     behind them.
@@ -159,6 +160,7 @@ def make_optimizer(
       schedule: steps taken -> learning rate.
       join: makes one of what needs all gradients at once, and of what updates each parameter on its
         own.
+      scaled: what multiplies the updates that the rule has made.
     """
     first: Parts = []
     if settings.l1 or settings.l2:
@@ -173,4 +175,4 @@ def make_optimizer(
     if settings.learning_rates:
         rule.append(scale_groups(settings.learning_rates))
     average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
-    return join(first, [*rule, last, *average])
+    return join(first, [*rule, last, *scaled, *average])

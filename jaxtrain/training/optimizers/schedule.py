@@ -45,6 +45,11 @@ class Schedule:
       power: of polynomial: (1 - progress)^power.
       factors: of piecewise: after step -> what the learning rate is then multiplied by, such as
         {60: 0.1, 80: 0.1}; earlier factors stay.
+      plateau_patience: on top of any schedule: once the mean loss of `plateau_window` steps has not
+        fallen by 1e-4 of the lowest for so many windows in a row, learning rates are multiplied by
+        `plateau_factor`, and so on; 0 never. The loss is that of training, known in the step.
+      plateau_factor: what they are multiplied by.
+      plateau_window: steps whose mean loss is compared.
     """
 
     name: Literal[
@@ -56,9 +61,24 @@ class Schedule:
     decay_steps: int = 0
     power: float = 2.0
     factors: dict[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    plateau_patience: int = 0
+    plateau_factor: float = 0.5
+    plateau_window: int = 100
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "warmup_steps", "decay_steps")
+        refuse_below(0, self, "warmup_steps", "decay_steps", "plateau_patience")
+        refuse_below(1, self, "plateau_window")
+        if not 0 < self.plateau_factor < 1:
+            raise UserError(
+                f"Schedule.plateau_factor={self.plateau_factor}; use above 0 and below 1, such as "
+                "0.5"
+            )
+        for name in ("plateau_factor", "plateau_window"):
+            if not self.plateau_patience and vars(self)[name] != getattr(type(self), name):
+                raise UserError(
+                    f"Schedule.{name}={vars(self)[name]} does nothing with "
+                    "Schedule.plateau_patience=0; set that above 0, such as 5"
+                )
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"Schedule.final_fraction={self.final_fraction}; use 0 to 1")
         if not self.power > 0:

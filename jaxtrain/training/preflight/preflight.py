@@ -15,12 +15,12 @@ from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels
 from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, curvature, guard, settings, sharpness
+from jaxtrain.training import corruption, curvature, guard, noise, settings, sharpness
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
 from jaxtrain.training.offload import offload
-from jaxtrain.training.optimizers import optimizer
+from jaxtrain.training.optimizers import optimizer, plateau
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
 from jaxtrain.training.preflight.outlook import Outlook
@@ -153,6 +153,14 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         starts_from=c.train.start_from,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
+    lambda seen, c: plateau.refuse(c.schedule, exchange=c.exchange.method),
+    lambda seen, c: noise.refuse(
+        c.train.noise_scale_every,
+        seen.sizes,
+        accumulation=c.train.accumulation,
+        exchange=c.exchange.method,
+        radius=c.optimizer.sharpness_radius,
+    ),
     lambda seen, c: sharpness.refuse(
         c.optimizer.sharpness_radius,
         seen.sizes,

@@ -21,10 +21,12 @@ from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning, named
+from jaxtrain.training.noise import with_noise
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import OnHost
 from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
+from jaxtrain.training.optimizers.plateau import on_plateau
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.settings import Config
 from jaxtrain.training.sharpness import with_sharpness
@@ -98,7 +100,12 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
     program = made(
         build=config.train.task.built(config.train.model),
         objective=config.train.task,
-        optimizer=make_optimizer(config.optimizer, schedule, streamed if on_host else chained),
+        optimizer=make_optimizer(
+            config.optimizer,
+            schedule,
+            streamed if on_host else chained,
+            on_plateau(config.schedule),
+        ),
         schedule=schedule,
         layout=layout,
         precision=config.precision,
@@ -118,7 +125,8 @@ def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
         tuning=config.train.task.tuned(tuning_of(config.finetune, config.train.model.build)),
     )
     exchanged = with_exchange(config.exchange, program)
-    return with_sharpness(config.optimizer.sharpness_radius, exchanged)
+    measured = with_noise(config.train.noise_scale_every, exchanged)
+    return with_sharpness(config.optimizer.sharpness_radius, measured)
 
 
 def flops_per_step(config: Config) -> float:
