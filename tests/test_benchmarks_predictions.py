@@ -6,8 +6,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.predictions import CHIPS, FILE, fit, left_out, read, shares_of, table
-from jaxtrain.analysis.planning.timing import FITTED
+from benchmarks.predictions import (
+    CHIPS,
+    FILE,
+    counted_as_repeated,
+    fit,
+    in_order,
+    left_out,
+    read,
+    shares_of,
+    table,
+)
+from jaxtrain import load_config
+from jaxtrain.analysis.planning.fitted import FITTED
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.timing import pieces
+from jaxtrain.training.program.layouts import abstract_layout
 
 ROWS = list(csv.DictReader(FILE.open(newline="")))
 # Small models first: they are traced in a second.
@@ -68,6 +82,39 @@ def test_a_fit_finds_the_shares_that_made_the_points(points):
 
 
 def test_errors_of_a_source_are_those_of_a_fit_without_it(points):
-    errors = left_out(points)
-    assert len(errors) == len(points)
+    found = left_out(points)
+    assert {point.name for point, _ in found} == {point.name for point in points}
+    assert all(error > 0 for _, error in found)
     assert "| all | 9 |" in table(points, shares_of)
+
+
+def test_layouts_of_one_model_are_held_against_the_published_order(points):
+    fast = points[0]
+    slow = dataclasses.replace(fast, published=2 * fast.published)
+    assert in_order([fast, slow], shares_of) == (1, 0)  # predicted alike
+    counted = dataclasses.replace(fast.counted, products=10 * fast.counted.products)
+    assert in_order([fast, dataclasses.replace(slow, counted=counted)], shares_of) == (1, 1)
+    assert in_order(points, shares_of) == (0, 0)  # nine chips
+
+
+@pytest.mark.parametrize(("words", "weights", "attention"), [
+    ("gateup+attn", 2 * 2048 * 8192, True),
+    ("gateup+out", 2 * 2048 * 8192 + 2048 * 2048, False),
+    ("none", 0, False),
+])  # fmt: skip
+def test_a_run_is_counted_with_what_it_does_again(words, weights, attention):
+    """Llama 1B's products: 2 FLOPs a weight and token of the forward pass."""
+    config = load_config("llama_1b", ["Llama.num_layers=2", "Attention.kernel='cudnn'"])
+    target = parse_target("h100:1x8")
+
+    def counted_with(policy):
+        made = dataclasses.replace(config, remat=dataclasses.replace(config.remat, policy=policy))
+        layout = abstract_layout(made, 8)
+        return pieces(made, layout, target, [], peak=989e12, update_bytes=0)
+
+    found, least = counted_as_repeated(words, config, counted_with), counted_with("elementwise")
+    length = config.train.data.abstract_batch(1).inputs.shape[1]
+    tokens = config.train.global_batch_size * length / 8
+    more = (found.products - least.products) * 989e12
+    assert more == pytest.approx(2 * tokens * 2 * weights, abs=1e-6 * least.products * 989e12)
+    assert found.scores == counted_with("full" if attention else "elementwise").scores

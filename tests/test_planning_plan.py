@@ -8,6 +8,7 @@ from conftest import needs_libtpu
 
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
+from jaxtrain.analysis.planning.fitted import FITTED
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.chips import CHIPS
@@ -98,15 +99,34 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
     assert gathered == 2 * (2 * model.num_layers * layer + tables) // 8
     assert first.fits
     assert first.buffers
+    # The schedule counts: all that its collectives take is waited for or hidden, attention's
+    # kernels take 3.5 forward passes of half of the scores at their share of the peak.
+    time, closed = first.time, plan(config, target="v5e:2x4", compile=False).time
+    assert time.exposed + time.hidden == pytest.approx(sum(time.by_axis.values()))
+    rows, length = config.train.global_batch_size / 8, model.context_length
+    scores = 3.5 * 2 * rows * model.num_layers * length**2 * model.embed_dim
+    assert time.kernels == pytest.approx(scores / 197e12 / FITTED["v5e"].scores)
+    assert time.compute > time.kernels + 6 * rows * length * model.num_layers * layer / 197e12
+    # Beside it stand the closed forms.
+    assert time.estimate.compute == closed.compute
+    assert closed.estimate is None
+    told = first.to_json()
+    assert told["step_seconds"] == time.seconds == time.compute + time.exposed
+    assert told["time"]["source"] == "schedule"
+    assert told["time"]["closed_form"]["step_seconds"] == time.estimate.seconds != time.seconds
     again = plan(config, target="v5e:2x4")
     assert again.compiled is not None
     assert again.compiled.cached
     assert again.to_json()["memory"] == first.to_json()["memory"]
     assert again.to_json()["collectives"] == first.to_json()["collectives"]
+    assert again.time == first.time
     first.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     table = first.table()
     assert "FITS" in table
+    assert "by the schedule" in table
+    assert "closed forms" in table
+    assert "are attention's kernels" in table
     assert "Assumed: 100% of 197 TFLOP/s (bfloat16) in products" in table
 
 
@@ -135,6 +155,8 @@ def test_an_estimate_needs_no_compiler_and_says_what_it_is():
     assert report.devices == 1024
     found = report.to_json()
     assert found["estimate"]
+    assert found["time"]["source"] == "closed forms"
+    assert found["time"]["closed_form"]["step_seconds"] == found["step_seconds"]
     assert found["compile_seconds"] is None
     assert "closed-form ESTIMATE, nothing was compiled" in report.table()
     # Adam in float32: 4 + 8 bytes of 8.03 billion parameters over 1,024 devices; norms are whole.

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from test_planning_memory import TINY_GPT, T, config_of
 
+from jaxtrain.analysis.planning.fitted import FITTED, error_bar
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.analysis.planning.timing import (
-    FITTED,
     activation_bytes,
     executed_flops,
     row_flops,
@@ -186,17 +186,25 @@ def timed(mesh: dict, traffic: list[Expected], target=V5E, *, update: int = 0, *
 
 def test_what_products_read_and_write():
     """qkv 4 D, out 2 D, up and down 5 D each a token and layer; tensor splits all but the stream,
-    4 D of them, unless the sequence is split too."""
+    4 D of them, unless the sequence is split too. Scores that are kept are read or written by two
+    products forward and four backward, by one of them again where the layer is recomputed."""
     width, layers, vocabulary = TINY_GPT.embed_dim, TINY_GPT.num_layers, TINY_GPT.vocab_size
-    tokens = ROWS * T
+    tokens, flash = ROWS * T, {"attention": Attention(kernel="tpu")}
 
     def bytes_of(elements: float, passes: float = 3) -> float:
         return tokens * (2 * passes * layers * elements * width + 12 * vocabulary)
 
-    assert activation_bytes(config({"fsdp": 8}), pipelined=False) == bytes_of(16)
-    assert activation_bytes(config({"fsdp": 4, "tensor": 2}), pipelined=False) == bytes_of(16 + 4)
-    split = config({"fsdp": 4, "tensor": 2}, sharding=Sharding(sequence_parallel=True))
+    assert activation_bytes(config({"fsdp": 8}, **flash), pipelined=False) == bytes_of(16)
+    both = {"fsdp": 4, "tensor": 2}
+    assert activation_bytes(config(both, **flash), pipelined=False) == bytes_of(16 + 4)
+    split = config(both, sharding=Sharding(sequence_parallel=True), **flash)
     assert activation_bytes(split, pipelined=False) == bytes_of(16)
+    plain = config({"fsdp": 8}, attention=Attention(kernel="reference"))
+    scores = 2 * ROWS * layers * TINY_GPT.num_heads * T * T
+    assert activation_bytes(plain, pipelined=False) == bytes_of(16) + 6 * scores
+    # A stage that is recomputed makes them again, both products of its forward pass.
+    more = activation_bytes(plain, pipelined=True) - bytes_of(16, passes=4)
+    assert more == 8 * scores
 
 
 def test_computation_is_products_scores_memory_and_the_update():
@@ -205,7 +213,8 @@ def test_computation_is_products_scores_memory_and_the_update():
     shares, scores = FITTED["v5e"], 4 * TINY_GPT.num_layers * T * TINY_GPT.embed_dim * T
     products = (closed_form_row() - 3 * scores) / 197e12 / shares.products
     attention = 3.5 * scores / 197e12 / shares.scores
-    read = activation_bytes(config({"fsdp": 8}), pipelined=False) / 8
+    plain = config({"fsdp": 8}, attention=Attention(kernel="reference"))
+    read = activation_bytes(plain, pipelined=False) / 8
     memory = (shares.passes * read + 2 * 8 * MIB) / (shares.memory * 819e9)
     assert found.compute == pytest.approx(products + attention + memory, rel=1e-9)
     assert found.seconds == found.compute
@@ -213,7 +222,29 @@ def test_computation_is_products_scores_memory_and_the_update():
     assert found.mfu == pytest.approx(found.model_flops_per_device / 197e12 / found.compute)
     assert found.model_flops_per_device == TINY_GPT.flops_per_token(T) * T
     assert found.tflops == pytest.approx(197 * found.mfu)
-    assert found.error_bar == 0.15
+    assert found.error_bar == error_bar(V5E) < error_bar(parse_target("h100:1x8"))
+    # A chip that no run is published of is told with less confidence.
+    assert error_bar(parse_target("l4:1x1")) > error_bar(parse_target("h100:1x8"))
+
+
+def test_a_kernel_that_no_generation_has_for_itself_is_slower_on_hopper():
+    """arXiv 2407.08608: what leaves Hopper's own instructions unused."""
+    took = {}
+    for chip, kernel in (
+        ("h100", "cudnn"),
+        ("h100", "triton"),
+        ("a100", "cudnn"),
+        ("a100", "triton"),
+    ):
+        one = config({"fsdp": 8}, attention=Attention(kernel=kernel))
+        target = parse_target(f"{chip}:1x8")
+        took[chip, kernel] = step_time(one, abstract_layout(one, 8), target, [], update_bytes=0)
+    hopper = FITTED["h100"]
+    # Half of the scores: both skip what a causal mask hides.
+    scores = 3.5 * 2 * TINY_GPT.num_layers * T * TINY_GPT.embed_dim * T / 989e12
+    more = took["h100", "triton"].compute - took["h100", "cudnn"].compute
+    assert more == pytest.approx(scores * (1 / hopper.portable - 1 / hopper.scores), rel=1e-6)
+    assert took["a100", "triton"].compute == took["a100", "cudnn"].compute
 
 
 def test_weights_hide_in_part_behind_computation_as_far_as_it_lasts():

@@ -7,6 +7,7 @@ are split over. Hardly anything else in the package names a mesh axis for an arr
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -177,19 +178,19 @@ class Layout:
 
         Layers stay on their stage; what stands around them is gathered over pipe too.
         """
-        return self._spec(axes, [self._of_parameter(axis).weight for axis in axes])
+        return _of_stage(self, None, axes)
 
     def parameter(self, axes: tuple[str, ...]) -> P:
         """The spec of a parameter at rest."""
-        return self._from_stage(3, axes)
+        return _of_stage(self, 3, axes)
 
     def gradient(self, axes: tuple[str, ...]) -> P:
         """The spec of an accumulated gradient."""
-        return self._from_stage(2, axes)
+        return _of_stage(self, 2, axes)
 
     def moment(self, axes: tuple[str, ...]) -> P:
         """The spec of optimizer state, and of parameters and gradients while they are updated."""
-        return self._from_stage(1, axes)
+        return _of_stage(self, 1, axes)
 
     def batch_devices(self) -> int:
         """Over how many devices the batch is split."""
@@ -226,12 +227,6 @@ class Layout:
         finally:
             _LAYOUT.reset(token)
 
-    def _from_stage(self, stage: int, axes: tuple[str, ...]) -> P:
-        kept = [self._of_parameter(axis).parameter for axis in axes]
-        if self.zero < stage:
-            kept = [without(part, ("fsdp",)) for part in kept]
-        return self._spec(axes, kept)
-
     def _rule(self, axis: str) -> AxisRule:
         table = TABLES[self.tensor_layout]
         if axis not in table:
@@ -258,6 +253,19 @@ class Layout:
             raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
         unseen = self.manual | {name for name, size in self.mesh.shape.items() if size == 1}
         return P(*(without(part, unseen) for part in parts))
+
+
+@functools.lru_cache(maxsize=65536)  # a search asks thousands of layouts for a few specs each
+def _of_stage(layout: Layout, stage: int | None, axes: tuple[str, ...]) -> P:
+    """The spec of a parameter while it is computed with (None), or of what ZeRO splits from this
+    stage on."""
+    rules = [layout._of_parameter(axis) for axis in axes]
+    if stage is None:
+        return layout._spec(axes, [rule.weight for rule in rules])
+    kept = [rule.parameter for rule in rules]
+    if layout.zero < stage:
+        kept = [without(part, ("fsdp",)) for part in kept]
+    return layout._spec(axes, kept)
 
 
 _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)

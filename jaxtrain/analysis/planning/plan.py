@@ -137,7 +137,14 @@ def _plan(
         rows += [_textbook_row(one, beyond, " (through the hosts)") for one in sent]
         moved += sent
     rows.sort(key=lambda row: -row.bytes)
-    time = step_time(config, layout, machine, moved or textbook, update_bytes=estimate.update_bytes)
+    time = step_time(
+        config,
+        layout,
+        machine,
+        moved or textbook,
+        update_bytes=estimate.update_bytes,
+        text=compiled.text if compiled else "",
+    )
     result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [])
     if advise and not result.fits:
         with progress("fixes"):

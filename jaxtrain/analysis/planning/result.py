@@ -156,6 +156,7 @@ class Plan:
         """The object that `plan --json` writes."""
         gradients = min(self.estimate.gradients, self.temporaries)
         compiled, time = self.compiled, self.time
+        closed = None if time.seconds is None else time.estimate or time
         found: dict[str, Any] = {
             "target": self.target.name,
             "devices": self.devices,
@@ -194,6 +195,17 @@ class Plan:
                 "exposed_communication": time.exposed,
                 "bubble": time.bubble,
                 "hidden_communication": time.hidden,
+                "kernels": time.kernels,
+                "source": "closed forms" if time.estimate is None else "schedule",
+                "closed_form": closed
+                and {
+                    "step_seconds": closed.seconds,
+                    "mfu": closed.mfu,
+                    "compute": closed.compute,
+                    "exposed_communication": closed.exposed,
+                    "bubble": closed.bubble,
+                    "hidden_communication": closed.hidden,
+                },
                 "assumptions": list(time.assumptions),
             },
             "run": None if self.whole_run is None else dataclasses.asdict(self.whole_run),

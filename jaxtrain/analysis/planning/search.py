@@ -7,10 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.space import counts, meshes_and_schedules, stages_and_policies
+from jaxtrain.analysis.planning.space import (
+    POLICIES,
+    counts,
+    meshes_and_schedules,
+    stages_and_policies,
+)
 from jaxtrain.analysis.planning.textbook.memory import Memory, memory
+from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expected
-from jaxtrain.analysis.planning.timing import StepTime, bubble_fraction, busy_seconds, step_time
+from jaxtrain.analysis.planning.timing import StepTime, busy_seconds, step_time, waited_seconds
 from jaxtrain.analysis.planning.variants import (
     bindings_of,
     changed,
@@ -20,6 +26,7 @@ from jaxtrain.analysis.planning.variants import (
     slices_of,
 )
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
@@ -52,11 +59,13 @@ class Price:
         return self.time.seconds or 0.0
 
 
-def price(config: Config, target: Target, needed: Memory | None = None) -> Price:
-    """The price of a configuration that `variants.refusal` has nothing against; its memory, where
-    that is known already, is not counted again."""
+def price(
+    config: Config, target: Target, needed: Memory | None = None, layout: Layout | None = None
+) -> Price:
+    """The price of a configuration that `variants.refusal` has nothing against; its memory and its
+    abstract layout, where they are known already, are not found again."""
     devices = target.devices * slices_of(config, target)
-    layout = layouts.abstract_layout(config, devices)
+    layout = layouts.abstract_layout(config, devices) if layout is None else layout
     needed = memory(config, layout, target.chip.kind) if needed is None else needed
     moved = expected(config, layout)
     time = step_time(config, layout, target, moved, update_bytes=needed.update_bytes)
@@ -118,8 +127,8 @@ class Found:
       candidates: the best first.
       priced: configurations that were priced.
       too_large: of these, which do not fit.
-      slower: layouts that were not priced: without any communication they take longer than all
-        that are shown.
+      slower: layouts that were not priced: their products, and what their mesh waits for in any
+        case, take longer than all that are shown.
       refused: reason -> configurations that `jaxtrain train` would refuse.
     """
 
@@ -161,7 +170,7 @@ def search(config: Config, target: Target) -> Found:
     fitting: list[Candidate] = []
     refused: dict[str, int] = {}
     priced = too_large = slower = 0
-    smallest: Candidate | None = None
+    smallest: _Sized | None = None
     layouts = list(_allowed(config, target, slices, refused))
     layouts.sort(key=lambda layout: (layout.least_seconds, str(layout.changes)))
     for layout in layouts:
@@ -169,11 +178,13 @@ def search(config: Config, target: Target) -> Found:
         if len(fitting) >= SHOWN and layout.least_seconds > fitting[SHOWN - 1].price.seconds:
             slower += 1
             continue
-        found, fit, large = _fewest(config, layout, target)
-        priced, too_large = priced + fit + large, too_large + large
-        if found.price.fits:
-            bisect.insort(fitting, found, key=_order)
-        elif smallest is None or found.price.memory.total < smallest.price.memory.total:
+        found, tried, large = _fewest(config, layout, target)
+        priced, too_large = priced + tried, too_large + large
+        if large < tried:
+            time = price(found.config, target, found.memory, found.layout)
+            changes = essential(config, found.changes)
+            bisect.insort(fitting, Candidate(changes, found.config, time), key=_order)
+        elif smallest is None or found.memory.total < smallest.memory.total:
             smallest = found
     if smallest is None and not fitting:
         most = max(refused, key=lambda reason: refused[reason])
@@ -182,13 +193,14 @@ def search(config: Config, target: Target) -> Found:
         )
     if not fitting:
         assert smallest is not None
-        raise UserError(_nothing(target, priced, smallest))
+        raise UserError(_nothing(config, target, priced, smallest))
     return Found(with_reasons(ranked(fitting), target), priced, too_large, slower, refused)
 
 
-def _nothing(target: Target, priced: int, smallest: Candidate) -> str:
+def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") -> str:
     """Why nothing fits, and the ways out: other settings, or so many devices."""
-    size, room = smallest.price.memory.total, target.chip.hbm_bytes or 0
+    size, room = smallest.memory.total, target.chip.hbm_bytes or 0
+    bindings = bindings_of(essential(config, smallest.changes))
     ways = []
     for changes in LIGHTER:
         if any(essential(smallest.config, changes)):
@@ -197,12 +209,12 @@ def _nothing(target: Target, priced: int, smallest: Candidate) -> str:
                 saved = size - price(variant, target).memory.total
                 ways.append((saved, " and ".join(bindings_of(changes))))
     enough = [words for saved, words in sorted(ways) if size - saved <= room]
-    devices = smallest.price.devices
+    devices = target.devices * slices_of(config, target)
     settings = f"with {enough[0]} it fits" if enough else "no setting alone is enough"
     return (
         f"target {target.name!r}: none of {priced} layouts fits into {devices} x "
         f"{human_bytes(room)}; the smallest takes {human_bytes(size)} a device "
-        f"({' '.join(smallest.bindings) or 'as it is'}): {settings}, and so it does on about "
+        f"({' '.join(bindings) or 'as it is'}): {settings}, and so it does on about "
         f"{math.ceil(size * devices / room / devices) * devices} devices"
     )
 
@@ -246,7 +258,8 @@ class _Layout:
     Attributes:
       changes: its bindings.
       counts: bindings of every possible count of microbatches, the fewest first.
-      least_seconds: of its computation and its smallest bubble alone.
+      least_seconds: of its products, what every layout of its mesh waits for and its smallest
+        bubble alone.
     """
 
     changes: dict[str, Any]
@@ -259,12 +272,16 @@ def _allowed(
 ) -> Iterator[_Layout]:
     """All layouts that the checks let pass; the others are counted by reason."""
     devices, busy = target.devices * slices, dict[tuple[Any, ...], float]()
+    waits: dict[tuple[Any, ...], float] = {}
     for mesh in meshes_and_schedules(config, target, devices):
         counted = list(counts(config, mesh))
         said = _refusal(config, {**mesh, **counted[0]}, target, slices)
         if said is not None:
             refused[said] = refused.get(said, 0) + 1
             continue
+        sizes = tuple(value for name, value in mesh.items() if name.startswith("Mesh."))
+        if sizes not in waits:
+            waits[sizes] = _waits(config, {**mesh, **counted[0]}, target, devices)
         for rest in stages_and_policies(config, mesh):
             changes = {**mesh, **rest}
             pipeline = pipeline_of(config, {**changes, **counted[-1]})
@@ -273,8 +290,21 @@ def _allowed(
             if key not in busy:
                 variant = changed(config, changes)
                 busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
-            least = busy[key] / (1 - bubble_fraction(pipeline, ranks))
+            least = (busy[key] + waits[sizes]) / (1 - bubble_fraction(pipeline, ranks))
             yield _Layout(changes, counted, least)
+
+
+def _waits(config: Config, mesh: dict[str, Any], target: Target, devices: int) -> float:
+    """Seconds of communication that no layout of a mesh goes without: what moves activations, of
+    stages that keep what they need and of layers that repeat nothing."""
+    changes = {**mesh, "Remat.policy": POLICIES[0]}
+    if mesh["Mesh.pipe"] > 1:
+        # Stages of other schedules are as long, or padded to more.
+        plain = {"Pipeline.schedule": "1f1b", "Pipeline.virtual_stages": 1}
+        changes |= {**plain, "Pipeline.backward": "residuals"}
+    variant = changed(config, changes)
+    layout = layouts.abstract_layout(variant, devices)
+    return waited_seconds(variant, layout, target, expected(variant, layout))
 
 
 def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
@@ -286,26 +316,43 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
     return None if said is None else said.splitlines()[0]
 
 
-def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[Candidate, int, int]:
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """A layout with its microbatches, before its time is predicted.
+
+    Attributes:
+      changes: its bindings.
+      config: with them.
+      layout: the abstract one.
+      memory: of one device.
+    """
+
+    changes: dict[str, Any]
+    config: Config
+    layout: Layout
+    memory: Memory
+
+
+def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[_Sized, int, int]:
     """The fewest microbatches that fit, by halves, since more of them never take more memory, else
-    the most there are; and how many of those that were tried fit and do not."""
-    tried: dict[int, Memory] = {}
+    the most there are; and how many were tried, and how many of those do not fit."""
+    tried: dict[int, _Sized] = {}
     room, devices = target.chip.hbm_bytes, target.devices * slices_of(config, target)
+    # Of microbatches it does not depend.
+    laid = layouts.abstract_layout(changed(config, {**layout.changes, **layout.counts[0]}), devices)
 
     def fits(number: int) -> bool:
-        variant = changed(config, {**layout.changes, **layout.counts[number]})
-        needed = memory(variant, layouts.abstract_layout(variant, devices), target.chip.kind)
-        tried[number] = needed
+        changes = {**layout.changes, **layout.counts[number]}
+        variant = changed(config, changes)
+        needed = memory(variant, laid, target.chip.kind)
+        tried[number] = _Sized(changes, variant, laid, needed)
         return room is None or needed.total <= room
 
     last = number = len(layout.counts) - 1
     if fits(last):
         number = bisect.bisect_left(range(last), True, key=fits)
-    everything = {**layout.changes, **layout.counts[number]}
-    variant = changed(config, everything)
-    found = price(variant, target, tried[number])
-    fit = sum(room is None or needed.total <= room for needed in tried.values())
-    return Candidate(essential(config, everything), variant, found), fit, len(tried) - fit
+    large = sum(room is not None and one.memory.total > room for one in tried.values())
+    return tried[number], len(tried), large
 
 
 # -- the reasons ----------------------------------------------------------------------------------

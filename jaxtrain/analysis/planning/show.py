@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.analysis.planning.timing import ERROR_BAR
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
@@ -143,29 +142,45 @@ def _time(console: Console, plan: "Plan") -> None:
     if time.seconds is None:
         _line(console, f"Time: {'; '.join(time.assumptions)}")
         return
-    pieces = {
-        "computation": time.compute,
-        "communication that nothing hides": time.exposed,
-        "pipeline bubble": time.bubble,
-    }
+    # Where a program was compiled, its schedule counts; the closed forms stand beside it.
+    closed = time.estimate
     table = Table(title="Time of one step (predicted)", title_justify="left")
     table.add_column("what")
-    table.add_column("seconds", justify="right")
+    table.add_column("seconds" if closed is None else "by the schedule", justify="right")
+    if closed is not None:
+        table.add_column("closed forms", justify="right")
     table.add_column("share", justify="right")
-    for name, seconds in pieces.items():
-        table.add_row(name, f"{seconds:.4g}", f"{(seconds or 0) / time.seconds:.1%}")
+
+    def row(name: str, seconds: float | None, beside: float | None, share: str) -> None:
+        other = [] if closed is None else ["-" if beside is None else f"{beside:.4g}"]
+        table.add_row(name, f"{seconds or 0:.4g}", *other, share)
+
+    estimate = closed or time
+    for name, seconds, beside in (
+        ("computation", time.compute, estimate.compute),
+        ("communication that nothing hides", time.exposed, estimate.exposed),
+        ("pipeline bubble", time.bubble, estimate.bubble),
+    ):
+        row(name, seconds, beside, f"{(seconds or 0) / time.seconds:.1%}")
     table.add_section()
-    mfu = "" if time.mfu is None else f"MFU {time.mfu:.1%}"
-    table.add_row("step", f"{time.seconds:.4g}", mfu)
-    table.add_row("error bar", f"{time.seconds * ERROR_BAR:.2g}", f"{ERROR_BAR:.0%}")
+    row("step", time.seconds, estimate.seconds, "" if time.mfu is None else f"MFU {time.mfu:.1%}")
+    around = time.error_bar or 0.0
+    row("error bar", time.seconds * around, None, f"{around:.0%}")
     unit = plan.config.train.model.inputs
+    beside = [] if closed is None else [""]
     rate = f"{plan.tokens_per_second or 0:,.0f}"
-    table.add_row(f"{unit} a second and device", rate, f"{time.tflops or 0:.0f} TFLOP/s")
-    table.add_row("communication behind computation", f"{time.hidden:.4g}", "")
+    table.add_row(f"{unit} a second and device", rate, *beside, f"{time.tflops or 0:.0f} TFLOP/s")
+    row("communication behind computation", time.hidden, estimate.hidden, "")
     console.print(table)
+    if time.kernels:
+        _line(
+            console,
+            f"Of the computation {time.kernels:.4g} s are attention's kernels, of which "
+            "the program says nothing: by closed form.",
+        )
     if plan.whole_run is not None:
         watts = plan.target.chip.watts
-        _line(console, sentence(plan.whole_run, unit=unit, error_bar=ERROR_BAR, watts=watts))
+        _line(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
     for words in time.assumptions:
         _line(console, f"Assumed: {words}.")
 
@@ -200,7 +215,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
     _line(
         console,
         f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
-        f"out, slower than these even without communication; {refused} meshes refused",
+        f"out, slower by products and what their mesh waits for alone; {refused} meshes refused",
     )
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
         _line(console, f"  {count} x {reason}")
@@ -277,17 +292,21 @@ def _memory_bars(axes: Any, plan: "Plan") -> None:
 
 
 def _time_bars(axes: Any, plan: "Plan") -> None:
-    time, bottom = plan.time, 0.0
+    time = plan.time
     axes.set_title("Time of a step")
     axes.spines[["top", "right"]].set_visible(False)
     if time.seconds is None:
         axes.text(0.5, 0.5, "speed not known", ha="center", transform=axes.transAxes)
         return
-    pieces = {"computation": time.compute, "communication": time.exposed, "bubble": time.bubble}
-    for (name, seconds), fill in zip(pieces.items(), _FILLS, strict=False):
-        axes.bar("step", seconds, bottom=bottom, width=0.5, label=name, **fill)
-        bottom += seconds or 0.0
-    axes.set_xlim(-0.5, 0.5)
+    bars = {"step": time} if time.estimate is None else {"schedule": time, "closed": time.estimate}
+    for name, one in bars.items():
+        pieces = {"computation": one.compute, "communication": one.exposed, "bubble": one.bubble}
+        bottom = 0.0
+        for (piece, seconds), fill in zip(pieces.items(), _FILLS, strict=False):
+            label = piece if one is time else None
+            axes.bar(name, seconds, bottom=bottom, width=0.5, label=label, **fill)
+            bottom += seconds or 0.0
+    axes.set_xlim(-0.5, len(bars) - 0.5)
     axes.set_ylabel("seconds, predicted")
     axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.05))
 

@@ -61,10 +61,12 @@ def stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dic
         # Beside replicas only stage 3 is worth a name of its own (HSDP).
         stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
     for stage, policy in itertools.product(stages, policies):
-        yield {"Sharding.zero": stage, "Remat.policy": policy}
-        if mesh["Mesh.pipe"] > 1:
-            more = {"Pipeline.backward": "residuals"}
-            yield {"Sharding.zero": stage, "Remat.policy": policy, **more}
+        chosen = {"Sharding.zero": stage, "Remat.policy": policy}
+        if mesh["Mesh.pipe"] == 1:
+            yield chosen
+            continue
+        for backward in ("recompute", "residuals"):
+            yield {**chosen, "Pipeline.backward": backward}
 
 
 def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:

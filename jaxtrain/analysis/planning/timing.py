@@ -23,63 +23,30 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
+from jaxtrain.analysis.planning.fitted import (
+    FITTED,
+    PORTABLE,
+    Fitted,
+    error_bar,
+    fitted,
+    scores_share,
+)
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.scheduled import scheduled
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops
-from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.program.program import flops_per_step, make_program, resolved
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 
-
-@dataclasses.dataclass(frozen=True)
-class Fitted:
-    """What published runs on a chip say of it; see the module's formula.
-
-    Attributes:
-      products: s_p, the share of the peak that products reach.
-      scores: s_a, the share of the peak that attention's products reach.
-      shown: k, the share of weights' and gradients' traffic that computation does not hide.
-      activations: t, the share of the time of tensor-parallel collectives that is waited for.
-      passes: c, how often what products read and write goes over the memory, with the elementwise
-        work between them.
-      memory: h, the share of the memory's bandwidth that this reaches.
-      slices: g, what each doubling of the slices adds, waiting for the slowest.
-    """
-
-    products: float
-    scores: float
-    shown: float
-    activations: float
-    passes: float = 3.0
-    memory: float = 0.85
-    slices: float = 0.022
-
-
-# Fitted on the 121 rows of benchmarks/published_runs.csv that are fit for it. MaxText's TPU runs
-# hide next to nothing of what fsdp moves, and a third of what tensor does.
-_TPU = functools.partial(Fitted, scores=0.45, shown=0.92, activations=0.65)
-_AMPERE = functools.partial(Fitted, scores=0.34, shown=0.57, activations=0.65)
-_HOPPER = functools.partial(Fitted, scores=0.27, shown=0.57, activations=0.65)
-FITTED = {
-    "v4": _TPU(0.84), "v5e": _TPU(1.0), "v5p": _TPU(0.87), "v6e": _TPU(0.84), "7x": _TPU(0.91),
-    "a100": _AMPERE(0.72), "a100-40": _AMPERE(0.72),
-    "h100": _HOPPER(0.69), "h200": _HOPPER(0.65), "b200": _HOPPER(0.73),
-}  # fmt: skip
-# Of a chip without published runs: the least of its kind.
-_UNKNOWN = {"tpu": _TPU(0.84), "gpu": _HOPPER(0.65)}
-
-# The half width of an interval that holds two of three published runs of a stack that the fit has
-# not seen (the same command prints it).
-ERROR_BAR = 0.15
 # Forward passes that attention's backward pass takes.
 _SCORES_BACKWARD = 2.5
 # What an axis moves of weights and gradients: computation hides some of it.
@@ -128,7 +95,12 @@ class StepTime:
       model_flops_per_device: those the model needs (6 N and causal attention), for the MFU.
       mfu: the model's FLOPs over what the device could do in `seconds`; None without a peak.
       by_axis: mesh axis -> seconds of its collectives, if nothing hid them.
+      error_bar: relative half width within which two of three published runs lie; None without a
+        time.
       assumptions: sentences.
+      estimate: where a compiled program's schedule made these pieces, those of closed forms.
+      kernels: of `compute`, what hand-written kernels take, by the closed form of attention; None
+        where nothing was compiled.
     """
 
     compute: float | None
@@ -139,12 +111,10 @@ class StepTime:
     model_flops_per_device: float
     mfu: float | None
     by_axis: dict[str, float]
+    error_bar: float | None
     assumptions: tuple[str, ...]
-
-    @property
-    def error_bar(self) -> float | None:
-        """Relative half width within which two of three published runs lie; None without a time."""
-        return None if self.seconds is None else ERROR_BAR
+    estimate: "StepTime | None" = None
+    kernels: float | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -258,7 +228,9 @@ def activation_bytes(config: Config, *, pipelined: bool) -> float:
 
     Each weight has an input and an output, of two bytes an element: a forward pass, two for the
     gradients, and what is recomputed; logits in float32. With tensor parallelism what is as wide as
-    the stream is read by every device of the axis, unless the sequence is split too.
+    the stream is read by every device of the axis, unless the sequence is split too. A kernel that
+    keeps the scores reads or writes them in each of attention's products: two bytes for the 2 H
+    FLOPs of one.
     """
     if config.train.model.inputs != "tokens":
         return 0.0
@@ -279,9 +251,13 @@ def activation_bytes(config: Config, *, pipelined: bool) -> float:
     plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
     passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)
     passes += pipelined and config.pipeline.backward == "recompute"
-    tokens = config.train.global_batch_size * shape[1]
+    rows = config.train.global_batch_size
     wide = 2 * passes * layers * (copies * stream + split)
-    return tokens * (wide + 12 * vocabulary)
+    attention, kept = config.train.model.attention, 0.0
+    if attention is not None and KERNELS[config.attention.kernel].plain:
+        again = plain.scores / 3 if pipelined and config.pipeline.backward == "recompute" else 0
+        kept = 2 * (row.scores + again) / (attention.key_dim + attention.value_dim)
+    return rows * (shape[1] * (wide + 12 * vocabulary) + kept)
 
 
 def peak_flops(config: Config, target: Target) -> float | None:
@@ -294,11 +270,6 @@ def _narrow_peak(config: Config, target: Target) -> float | None:
     """FLOP/s of one device in products with operands of 8 bits; None where there are none."""
     chip = target.chip
     return {"float8": chip.float8_flops, "int8": chip.int8_flops}.get(config.precision.matmul)
-
-
-def fitted(target: Target) -> Fitted:
-    """The shares of a target's chip, or of its kind where nobody has published a run."""
-    return FITTED.get(target.chip.name) or _UNKNOWN[target.chip.kind]
 
 
 def _product_seconds(config: Config, target: Target, flops: float, peak: float) -> float:
@@ -322,27 +293,19 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     products, scores = _work(config, pipelined=pipelined, devices=devices)
     shares = fitted(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
-    return seconds + scores / peak / shares.scores
+    portable = config.attention.kernel == PORTABLE
+    return seconds + scores / peak / scores_share(shares, portable=portable)
 
 
-def bubble_fraction(pipeline: Pipeline, ranks: int) -> float:
-    """The idle share of the pipeline's schedule on this many ranks; 0 without one."""
-    if ranks == 1:
+def waited_seconds(config: Config, layout: Layout, target: Target, moved: Iterable[Moved]) -> float:
+    """What a step waits for whatever hides its weights' and gradients' traffic; 0 without a
+    peak. Arguments as of `step_time`."""
+    peak = peak_flops(config, target)
+    if peak is None:
         return 0.0
-    return _bubble(
-        pipeline.schedule,
-        ranks,
-        pipeline.microbatches,
-        pipeline.virtual_stages,
-        1.0 if pipeline.backward == "recompute" else 0.0,
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _bubble(name: str, ranks: int, microbatches: int, chunks: int, again: float) -> float:
-    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, virtual_stages=chunks)
-    costs = {"backward": 2 + again, "backward_input": 1 + again}
-    return simulate(schedule, lockstep=True, **costs).bubble_fraction
+    config = resolved(config, target.chip.kind)
+    counted = pieces(config, layout, target, moved, peak=peak, update_bytes=0)
+    return fitted(target).activations * counted.tensor + counted.others
 
 
 def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
@@ -369,6 +332,7 @@ class Pieces:
       between: D.
       bubble: the idle share of the pipeline's schedule.
       slices: over which the mesh goes.
+      portable: whether attention's kernel is written for no generation of chips.
       by_axis: mesh axis -> seconds of its collectives.
     """
 
@@ -382,22 +346,34 @@ class Pieces:
     between: float
     bubble: float
     slices: int
+    portable: bool
     by_axis: dict[str, float]
+
+    def attention(self, shares: Fitted) -> float:
+        """Of C, attention's scores."""
+        return self.scores / scores_share(shares, portable=self.portable)
 
     def compute(self, shares: Fitted) -> float:
         """C of the module's formula."""
         read = (shares.passes * self.activations + self.update) / shares.memory
-        return self.products / shares.products + self.scores / shares.scores + read
+        return self.products / shares.products + self.attention(shares) + read
 
     def hidden(self, shares: Fitted) -> float:
         """What computation hides of W."""
         return (1 - shares.shown) * min(self.weights, self.compute(shares))
 
+    def waited(self, shares: Fitted) -> float:
+        """E of the module's formula."""
+        of_weights = self.weights - self.hidden(shares)
+        return of_weights + shares.activations * self.tensor + self.others + self.between
+
+    def stretched(self, shares: Fitted, busy: float) -> float:
+        """A step that is busy for so long: with the bubble, and the wait for the slowest slice."""
+        return busy / (1 - self.bubble) * (1 + shares.slices * math.log2(self.slices))
+
     def seconds(self, shares: Fitted) -> float:
         """The whole step."""
-        waited = self.weights - self.hidden(shares) + shares.activations * self.tensor
-        busy = self.compute(shares) + waited + self.others + self.between
-        return busy / (1 - self.bubble) * (1 + shares.slices * math.log2(self.slices))
+        return self.stretched(shares, self.compute(shares) + self.waited(shares))
 
 
 def pieces(
@@ -446,6 +422,7 @@ def pieces(
         between=between,
         bubble=bubble_fraction(config.pipeline, sizes["pipe"]),
         slices=math.prod(config.mesh.dcn.values()),
+        portable=config.attention.kernel == PORTABLE,
         by_axis=by_axis,
     )
 
@@ -457,6 +434,7 @@ def step_time(
     moved: Iterable[Moved],
     *,
     update_bytes: int,
+    text: str = "",
 ) -> StepTime:
     """The prediction.
 
@@ -467,33 +445,38 @@ def step_time(
       moved: the step's collectives.
       update_bytes: bytes of parameters, gradients and optimizer state on one device, which the
         update reads and writes once.
+      text: of the compiled program, whose own schedule then counts; "" without one.
     """
-    chip = target.chip
+    moved, chip = list(moved), target.chip
     config = resolved(config, chip.kind)
     flops = executed_flops(config, layout)
     model = flops_per_step(config) / layout.mesh.size
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
-        return StepTime(None, None, None, None, flops, model, None, {}, words)
+        return StepTime(None, None, None, None, flops, model, None, {}, None, words)
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=update_bytes)
     shares = fitted(target)
-    total, compute = counted.seconds(shares), counted.compute(shares)
-    idle = counted.bubble * total
-    return StepTime(
-        compute,
-        total - idle - compute,
-        idle,
-        counted.hidden(shares),
-        flops,
-        model,
-        model / peak / total,
-        counted.by_axis,
-        _assumptions(config, target, peak),
-    )
+    assumed = _assumptions(config, target, peak, compiled=bool(text))
+    bar = error_bar(target)
+
+    def time(compute: float, waited: float, hidden: float) -> StepTime:
+        total = counted.stretched(shares, compute + waited)
+        idle = counted.bubble * total
+        return StepTime(
+            compute, total - idle - compute, idle, hidden, flops, model, model / peak / total,
+            counted.by_axis, bar, assumed,
+        )  # fmt: skip
+
+    closed = time(counted.compute(shares), counted.waited(shares), counted.hidden(shares))
+    if not text:
+        return closed
+    found = scheduled(config, layout, target, text, attention=counted.attention(shares))
+    made = time(found.compute, found.waited + counted.between, found.sent - found.waited)
+    return dataclasses.replace(made, estimate=closed, kernels=found.of_kernels)
 
 
-def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]:
+def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool) -> tuple[str, ...]:
     chip, shares = target.chip, fitted(target)
     rate = f"{(chip.link_bandwidth or 0) / 1e9:.0f} GB/s a link and direction"
     network = "one host, without a network"
@@ -509,16 +492,21 @@ def _assumptions(config: Config, target: Target, peak: float) -> tuple[str, ...]
         matmul = config.precision.matmul
         peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
     known = chip.name in FITTED
+    attention = scores_share(shares, portable=config.attention.kernel == PORTABLE)
+    hides, within = "", "prediction"
+    if compiled:
+        hides = "what the schedule puts beside a collective hides it; by closed forms "
+        within = "closed forms, which alone were held against them"
     untimed = ()
     if config.offload != Offload():
         untimed = ("the time in which state comes from host memory and goes back is not in it",)
     return (
         *untimed,
-        f"{shares.products:.0%} of {peaks} in products, {shares.scores:.0%} in attention scores, "
+        f"{shares.products:.0%} of {peaks} in products, {attention:.0%} in attention scores, "
         f"which count {skipped}; {shares.memory:.0%} of the memory's bandwidth",
         f"{rate}, {chip.links} torus direction(s) shared evenly by the mesh axes; {network}",
-        f"{1 - shares.shown:.0%} of what moves weights and gradients hides behind computation, "
-        f"{1 - shares.activations:.0%} of what tensor moves; the rest waits",
+        f"{hides}{1 - shares.shown:.0%} of what moves weights and gradients hides behind "
+        f"computation, {1 - shares.activations:.0%} of what tensor moves; the rest waits",
         f"shares fitted on published runs{'' if known else ' of other chips of its kind'}: two of "
-        f"three lie within {ERROR_BAR:.0%} of the prediction",
+        f"three lie within {error_bar(target):.0%} of the {within}",
     )

@@ -252,6 +252,7 @@ def _as_early_as_can_be(
     return tuple(ticks)
 
 
+@functools.lru_cache(maxsize=1024)  # a search asks for few cuts, each often
 def cut_layers(
     num_layers: int,
     num_stages: int,

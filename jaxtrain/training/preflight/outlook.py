@@ -13,7 +13,7 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.finetune.finetune import tuning_of
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.settings import Config
 
@@ -86,12 +86,7 @@ class Outlook:
     @functools.cached_property
     def trained(self) -> nnx.State:
         """Those that are trained, adapters among them."""
-        tuning = tuning_of(self.config.finetune, self.model.build)
-
-        def begin(shapes: nnx.State) -> nnx.State:
-            return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
-
-        return jax.eval_shape(begin, self.shapes)
+        return _trained(self.config.finetune, self.model)
 
     @functools.cached_property
     def logical(self) -> set[str]:
@@ -120,3 +115,13 @@ class Outlook:
         if kind_of(batch) != "tokens":
             raise NotRead
         return batch.inputs.shape[1]
+
+
+@functools.lru_cache(maxsize=16)  # a search asks for thousands of layouts of one model
+def _trained(finetune: Finetune, model: Model) -> nnx.State:
+    tuning = tuning_of(finetune, model.build)
+
+    def begin(shapes: nnx.State) -> nnx.State:
+        return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
+
+    return jax.eval_shape(begin, shapes_of(model))

@@ -4,7 +4,6 @@ Letters: B the rows that a device computes with at one time, T its part of the s
 N query heads, K kv heads, H head_dim, V vocab, L layers on a device.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -15,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.analysis.planning.textbook.steady import crossings
 from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
 from jaxtrain.training.finetune.finetune import tuning_of
-from jaxtrain.training.pipeline.schedules import make_schedule
-from jaxtrain.training.pipeline.slots import sends
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.reduction import summed_once
 from jaxtrain.training.settings import Config
@@ -99,26 +97,6 @@ def _named(model: Model) -> list[tuple[Any, Any]]:
 def _places(model: Model, ranks: int, chunks: int) -> int:
     """Places for layers on one rank, those of padding among them: all are computed."""
     return deal(parameter_shapes(model.build), ranks, chunks).longest * chunks
-
-
-@functools.lru_cache(maxsize=1024)
-def crossings(
-    schedule: str, ranks: int, microbatches: int, chunks: int
-) -> dict[str, dict[str, int]]:
-    """Way -> name of a pattern of edges, as the engine calls it -> ticks that use it.
-
-    Patterns without an edge, in which nothing moves, are left out.
-    """
-    table = make_schedule(schedule, ranks=ranks, microbatches=microbatches, virtual_stages=chunks)
-    found: dict[str, dict[str, int]] = {}
-    for way, ticks in zip(("forward", "backward"), sends(table), strict=True):
-        patterns = collections.Counter(tuple(sorted(edges)) for edges in ticks)
-        found[way] = {
-            f"send_{way}_{number}": patterns[pattern]
-            for number, pattern in enumerate(sorted(patterns))
-            if pattern
-        }
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +259,7 @@ class Facts:
         return self.config.remat.kept.repeats_products
 
     def crossings(self) -> dict[str, dict[str, int]]:
-        """`crossings` of the configured pipeline."""
+        """`steady.crossings` of the configured pipeline."""
         pipeline = self.config.pipeline
         return crossings(
             pipeline.schedule, self.size("pipe"), pipeline.microbatches, pipeline.virtual_stages

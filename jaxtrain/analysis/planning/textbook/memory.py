@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxtrain.analysis.planning.textbook.profile import layer_profile, on_platform, shard_bytes
+from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, reads_tokens, token_model
 from jaxtrain.nn.attention.attention import Attention
@@ -16,8 +17,6 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import is_pinned
-from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
-from jaxtrain.training.pipeline.slots import Slots, slots
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
@@ -82,31 +81,10 @@ class Memory:
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
     """The state and the batch on one device; equal to what a compiled step says of its arguments
     up to the padding of its tiles."""
-    program = make_program(config, layout)
-    shapes = _state_shapes(_of_state(config))
-    placed = program.state_shardings(shapes)
-    held = {"params": 0, "opt_state": 0, "exchange": 0}
-    host, together = 0, dict[int, int]()
-    for (path, leaf), where in zip(
-        jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable),
-        jax.tree.leaves(placed, is_leaf=is_variable),
-        strict=True,
-    ):
-        shape, sharding = map(_value, (leaf, where))
-        size = math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
-        if is_pinned(sharding):
-            host += size
-            stacked = is_variable(leaf) and logical_axes(leaf)[:1] == ("layers",)
-            count = shape.shape[0] if stacked else 1
-            together[count] = together.get(count, 0) + size // count
-        else:
-            held[path[0].name] = held.get(path[0].name, 0) + size
-    params = held.pop("params") + held.pop("frozen", 0)
-    optimizer = held.pop("opt_state") + held.pop("exchange")
+    held = _held(_state(_of_state(config)), layout, config.offload)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    other = sum(held.values()) + given // layout.batch_devices()
-    return Arguments(params, optimizer, other, host, max(together.values(), default=0))
+    return dataclasses.replace(held, other=held.other + given // layout.batch_devices())
 
 
 def _value(leaf: Any) -> Any:
@@ -135,10 +113,80 @@ def _of_state(config: Config) -> Config:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _State:
+    """The shapes of a state that many layouts share; itself what their figures are kept by.
+
+    Attributes:
+      config: from `_of_state`.
+      shapes: the state's.
+    """
+
+    config: Config
+    shapes: Any
+
+    @functools.cached_property
+    def weights(self) -> list[Any]:
+        """The parameters as named variables, stages padded as a pipeline holds them."""
+        return jax.tree.leaves(self.shapes.weights, is_leaf=is_variable)
+
+    @functools.cached_property
+    def trained(self) -> list[Any]:
+        """Those of them that have a gradient."""
+        return jax.tree.leaves(self.shapes.params, is_leaf=is_variable)
+
+
 @functools.lru_cache(maxsize=64)
-def _state_shapes(config: Config) -> Any:
+def _state(config: Config) -> _State:
     layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
-    return make_program(config, layout).shapes()
+    return _State(config, make_program(config, layout).shapes())
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
+    """The arguments of a step without its batch."""
+    shapes = state.shapes
+    program = make_program(dataclasses.replace(state.config, offload=offload), layout)
+    placed = program.state_shardings(shapes)
+    held = {"params": 0, "opt_state": 0, "exchange": 0}
+    host, together = 0, dict[int, int]()
+    for (path, leaf), where in zip(
+        jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable),
+        jax.tree.leaves(placed, is_leaf=is_variable),
+        strict=True,
+    ):
+        shape, sharding = map(_value, (leaf, where))
+        size = math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        if is_pinned(sharding):
+            host += size
+            stacked = is_variable(leaf) and logical_axes(leaf)[:1] == ("layers",)
+            count = shape.shape[0] if stacked else 1
+            together[count] = together.get(count, 0) + size // count
+        else:
+            held[path[0].name] = held.get(path[0].name, 0) + size
+    params = held.pop("params") + held.pop("frozen", 0)
+    optimizer = held.pop("opt_state") + held.pop("exchange")
+    return Arguments(params, optimizer, sum(held.values()), host, max(together.values(), default=0))
+
+
+# What a sum of parameters is over, and how they lie.
+_Which = Literal["weights", "cast", "trained"]
+_Way = Literal["gradient", "weight", "parameter"]
+
+
+@functools.lru_cache(maxsize=16384)
+def _elements(state: _State, layout: Layout, way: _Way, which: _Which, layers: bool | None) -> int:
+    """Numbers on one device of parameters that lie so; only the layers', or only the others'."""
+    spec = {"gradient": layout.gradient, "weight": layout.weight, "parameter": layout.parameter}
+    total = 0
+    for variable in state.trained if which == "trained" else state.weights:
+        axes = logical_axes(variable)
+        if which == "cast" and role_of(variable) == "few_bits":
+            continue
+        if layers is None or layers == ("layers" in axes):
+            shape = variable.get_value().shape
+            total += math.prod(layout.named(spec[way](axes)).shard_shape(shape))
+    return total
 
 
 def memory(config: Config, layout: Layout, platform: str) -> Memory:
@@ -191,33 +239,12 @@ class _Step:
     # -- what is alive all the time --------------------------------------------------------------
 
     @functools.cached_property
-    def _params(self) -> list[Any]:
-        """The parameters as named variables, stages padded as a pipeline holds them."""
-        weights = _state_shapes(_of_state(self.config)).weights
-        return jax.tree.leaves(weights, is_leaf=is_variable)
-
-    @functools.cached_property
-    def _trained(self) -> list[Any]:
-        """Those of them that have a gradient."""
-        params = _state_shapes(_of_state(self.config)).params
-        return jax.tree.leaves(params, is_leaf=is_variable)
+    def _state(self) -> _State:
+        return _state(_of_state(self.config))
 
     def _gradients(self, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of gradients as they are accumulated; only the layers', or only the others'."""
-        return self._sum(self.layout.gradient, itemsize=itemsize, layers=layers, of=self._trained)
-
-    def _sum(
-        self, spec: Any, *, itemsize: int, layers: bool | None = None, of: list[Any] | None = None
-    ) -> int:
-        """Bytes of parameters laid out as `spec` says; only the layers', or only the others'."""
-        total = 0
-        for variable in self._params if of is None else of:
-            stacked = "layers" in logical_axes(variable)
-            if layers is None or layers == stacked:
-                shape = variable.get_value().shape
-                part = self.layout.named(spec(logical_axes(variable))).shard_shape(shape)
-                total += math.prod(part) * itemsize
-        return total
+        return itemsize * _elements(self._state, self.layout, "gradient", "trained", layers)
 
     @property
     def _model(self) -> TokenModel:
@@ -249,8 +276,7 @@ class _Step:
     def _copies(self) -> int:
         if not self.copied and self.config.precision.compute == self.config.precision.params:
             return 0
-        cast = [variable for variable in self._params if role_of(variable) != "few_bits"]
-        return self._sum(self.layout.parameter, itemsize=self._compute, of=cast)
+        return self._compute * _elements(self._state, self.layout, "parameter", "cast", None)
 
     @property
     def _accumulators(self) -> int:
@@ -277,13 +303,13 @@ class _Step:
         if self._ranks == 1:
             return {name: size * layers for name, size in kept.items()}
         pipeline = self.config.pipeline
-        table = _slots(pipeline, self._ranks)
+        table = waiting(pipeline, self._ranks)
         of_stage = math.ceil(layers / self._ranks / pipeline.virtual_stages)
-        waiting = table.num_input_slots + table.num_gradient_slots
+        streams = table.inputs + table.gradients
         stream = round(self._profile.stream * self._rows)
-        at_once = table.num_residual_slots or 1
+        at_once = table.residuals or 1
         found = {name: size * of_stage * at_once for name, size in kept.items()}
-        found["pipeline: inputs and gradients of stages"] = waiting * stream
+        found["pipeline: inputs and gradients of stages"] = streams * stream
         return found
 
     @property
@@ -297,7 +323,7 @@ class _Step:
     @property
     def _table(self) -> int:
         """The output matrix (or embedding) as it is computed with, on one device."""
-        for variable in self._params:
+        for variable in self._state.weights:
             axes = logical_axes(variable)
             if "vocab" in axes:
                 shape = variable.get_value().shape
@@ -349,7 +375,8 @@ class _Step:
     def _layers(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute, layers=True)
         layers = self._model.layers
-        weights = self._sum(self.layout.weight, itemsize=self._compute, layers=True) // layers
+        held = _elements(self._state, self.layout, "weight", "weights", layers=True)
+        weights = self._compute * held // layers
         # Each product's gradient, and where the layer runs again its results too.
         times = 2 if self.config.remat.kept.repeats_products else 1
         products = round(times * self._profile.products * self._rows)
@@ -396,14 +423,3 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         for v in jax.tree.leaves(state.params, is_leaf=is_variable)
     )
     return Memory(arguments, gradients, {"activations": sum(map(shard_bytes, kept))})
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(pipeline: Pipeline, ranks: int) -> Slots:
-    schedule = make_schedule(
-        pipeline.schedule,
-        ranks=ranks,
-        microbatches=pipeline.microbatches,
-        virtual_stages=pipeline.virtual_stages,
-    )
-    return slots(schedule, backward=pipeline.backward)

@@ -1,0 +1,56 @@
+"""The time of a compiled step, by the schedule that its compiler made."""
+
+import dataclasses
+
+from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
+from jaxtrain.analysis.planning.compiled.schedule import by_launch, seconds_of, walk
+from jaxtrain.analysis.planning.fitted import fitted
+from jaxtrain.analysis.planning.machines import links
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.textbook.traffic import branch_counts
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.settings import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a compiled program's schedule says of a step, in seconds.
+
+    Attributes:
+      compute: of all operations.
+      of_kernels: of hand-written kernels among them.
+      waited: for collectives that nothing hides.
+      sent: of all collectives.
+    """
+
+    compute: float
+    of_kernels: float
+    waited: float
+    sent: float
+
+
+def scheduled(
+    config: Config, layout: Layout, target: Target, text: str, *, attention: float
+) -> Schedule:
+    """Reads a compiled step: its collectives wait for what does not run beside them, and each
+    operation has its own price (`schedule.seconds_of`).
+
+    Args:
+      config: the configuration, resolved for the target.
+      layout: its layout.
+      target: the machine.
+      text: of the compiled program.
+      attention: seconds of attention's kernels by the closed form: no program tells theirs.
+    """
+    sizes, shares, counts = dict(layout.mesh.shape), fitted(target), branch_counts(config, layout)
+
+    def sent(one: Collective) -> float:
+        return links.seconds(one.kind, one.axis, one.bytes, sizes, target, config.mesh.dcn)[0]
+
+    moved = by_launch(collectives(text, sizes, counts), sent)
+    price = seconds_of(target, products=shares.products, memory=shares.memory)
+    runs = walk(text, price, moved, counts).kernels
+    found = walk(text, price, moved, counts, kernel=attention / runs if runs else 0.0)
+    kernels = attention if runs else 0.0
+    compute = found.products + found.rest + kernels
+    return Schedule(compute, kernels, found.waited, found.sent)

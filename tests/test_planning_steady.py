@@ -1,0 +1,42 @@
+"""Long pipeline schedules follow from short ones: equal to their own tables."""
+
+import collections
+
+import pytest
+
+from jaxtrain.analysis.planning.textbook.steady import bubble_fraction, crossings, waiting
+from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.pipeline.slots import sends, slots
+
+
+@pytest.mark.parametrize("backward", ["recompute", "residuals"])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 5)],
+)
+@pytest.mark.parametrize(("ranks", "counts"), [(2, (4, 7, 8, 22)), (3, (9, 30)), (8, (24, 56))])
+def test_a_long_schedule_is_what_its_table_says(schedule, chunks, backward, ranks, counts):
+    for count in counts:
+        if schedule == "interleaved" and count % ranks:
+            continue
+        pipeline = Pipeline(
+            schedule=schedule, microbatches=count, virtual_stages=chunks, backward=backward
+        )
+        table = make_schedule(schedule, ranks=ranks, microbatches=count, virtual_stages=chunks)
+        places, found = slots(table, backward=backward), waiting(pipeline, ranks)
+        assert (found.inputs, found.gradients, found.residuals) == (
+            places.num_input_slots, places.num_gradient_slots, places.num_residual_slots,
+        )  # fmt: skip
+        again = 1.0 if backward == "recompute" else 0.0
+        costs = {"backward": 2 + again, "backward_input": 1 + again}
+        whole = simulate(table, lockstep=True, **costs).bubble_fraction
+        assert bubble_fraction(pipeline, ranks) == pytest.approx(whole, abs=1e-12)
+        for way, ticks in zip(("forward", "backward"), sends(table), strict=True):
+            used = collections.Counter(tuple(sorted(edges)) for edges in ticks)
+            counted = crossings(schedule, ranks, count, chunks)[way]
+            assert counted == {
+                f"send_{way}_{number}": used[pattern]
+                for number, pattern in enumerate(sorted(used))
+                if pattern
+            }
