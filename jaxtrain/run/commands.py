@@ -34,6 +34,7 @@ from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say_notes, terminal
+from jaxtrain.run.starved import starved
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Checkpoint, Config, load_config
@@ -89,6 +90,8 @@ def train(
                 attempt.goodput.record(trainer.steps_done, finished=True)
                 account = attempt.goodput.account()
                 account.show(console)
+                if (told := starved(account, config.train.data, trainer.dataset)) is not None:
+                    console.print(told, highlight=False, markup=False, soft_wrap=True)
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config, trainer.steps_done)
