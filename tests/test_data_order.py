@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxtrain.data.order import _mixed, shuffled
+from jaxtrain.data.order import _mixed, ordered, shuffled
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.rows import SHUFFLE_STREAM
 from jaxtrain.data.text.packing import pack
@@ -110,3 +110,14 @@ def test_a_batch_is_its_rows_one_under_the_other_in_order(of):
             assert jax.tree.map(lambda x: x.dtype, batch) == jax.tree.map(
                 lambda x: x.dtype, expected
             )
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 1000, 4097, 10**10])
+def test_places_by_blocks_are_those_one_by_one(count):
+    rng = np.random.default_rng(count)
+    for begin in (0, 4090, 4096, 10**12 + 7):
+        for size in (0, 1, 64, 9000):
+            places = begin + np.arange(size)
+            np.testing.assert_array_equal(ordered(places, count, 3), shuffled(places, count, 3))
+        some = begin + rng.integers(0, 4000, 40)  # of one process, in any order
+        np.testing.assert_array_equal(ordered(some, count, 4), shuffled(some, count, 4))

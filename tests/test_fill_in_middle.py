@@ -169,7 +169,7 @@ def test_rows_of_batches_are_those_of_any_process_and_of_mixtures_too(corpus):
         return next(
             batches(
                 found.train, global_batch_size=8, seed=3, start=2, rows=np.array(rows), threads=0,
-                mixing=found.mixing,
+                order=found.mixing,
             )
         )  # fmt: skip
 

@@ -121,7 +121,7 @@ def test_batches_are_of_the_sources_own_rows(corpus):
     text = TextData(sequence_length=16)
     mixture = Mixture(sources=corpus, weights={"code": 0.75, "web": 0.25}, data=text)
     opened = mixture.open(seed=7)
-    stream = batches(opened.train, global_batch_size=8, seed=7, start=2, mixing=opened.mixing)
+    stream = batches(opened.train, global_batch_size=8, seed=7, start=2, order=opened.mixing)
     found = next(stream)
     indices = opened.mixing.indices(2, np.arange(8), global_batch_size=8, seed=7)
     parts = [dataclasses.replace(text, source=path).open(seed=7) for path in corpus.values()]
@@ -232,7 +232,7 @@ def test_the_stream_of_batches_is_that_of_one_process_for_two(corpus):
     opened = Mixture(sources=corpus, data=TextData(sequence_length=16)).open(seed=0)
 
     def taken(rows):
-        stream = batches(opened.train, global_batch_size=8, seed=0, rows=rows, mixing=opened.mixing)
+        stream = batches(opened.train, global_batch_size=8, seed=0, rows=rows, order=opened.mixing)
         return [one.inputs for one in itertools.islice(stream, 3)]
 
     halves = zip(taken(np.arange(4)), taken(np.arange(4, 8)), strict=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxtrain.data.order import shuffled
+from jaxtrain.data.order import ordered
 
 STREAM = 2  # of the seeds of `pipeline`: 0 shuffles, 1 augments
 _WHOLE = 1 << 32  # a share is a number of these parts
@@ -107,9 +107,14 @@ class Mixing:
             # The places of a source, counted: those before this batch, then those before the row.
             ranks = count + np.cumsum(of_places == number)[rows[own]] - 1
             own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
-            found[own] = offset + shuffled(ranks, one.rows, own_seed)
+            found[own] = offset + ordered(ranks, one.rows, own_seed)
             offset += one.rows
         return found
+
+    def whose(self, place: int, *, seed: int) -> tuple[int, int]:
+        """The source at a place, by its number, and how many of the places before are its too."""
+        number = int(self._source(np.array([place]), 1, seed)[0])
+        return number, self._before(place, 1, seed)[number]
 
     def seen(self, batches: int, *, global_batch_size: int, seed: int) -> dict[str, Seen]:
         """How far each source is after so many batches."""

@@ -57,6 +57,11 @@ class Mixture:
                 f"TextData.source = {self.data.source!r} is not read beside Mixture.sources; make "
                 "it one of those"
             )
+        if self.data.packing == "padded":
+            raise UserError(
+                "Mixture.data: rows of sources that are mixed have one length, and TextData."
+                "packing = 'padded' gives several; use 'stream' or 'best_fit'"
+            )
         for name in self.once:
             if name not in self.sources:
                 raise UserError(

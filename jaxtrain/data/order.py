@@ -10,11 +10,33 @@ lead to neighbours (of the 100 pairs of tenths of 10**10 examples some come 4 ti
 takes 6 us a place, 2 ms in small sets, and is no permutation of 2**k + 1 examples.
 """
 
+import functools
+
 import numpy as np
 
 VERSION = "feistel 8"  # saved with a checkpoint: another order does not go on where it stopped
 _ROUNDS = 8
+_BLOCK = 4096  # places enciphered together: NumPy's calls cost the same for 64 of them
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def ordered(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """As `shuffled`, for places that lie close together, asked for again and again further on.
+
+    The blocks of places that they lie in are kept, the latest few of them.
+    """
+    if not len(places):
+        return np.empty(0, np.int64)
+    first, last = int(np.min(places)) // _BLOCK, int(np.max(places)) // _BLOCK
+    if last > first + 1:
+        return shuffled(places, count, seed)
+    blocks = [_block(number, count, seed) for number in range(first, last + 1)]
+    return np.concatenate(blocks)[places - first * _BLOCK]
+
+
+@functools.lru_cache(maxsize=64)
+def _block(number: int, count: int, seed: int) -> np.ndarray:
+    return shuffled(np.arange(number * _BLOCK, (number + 1) * _BLOCK), count, seed)
 
 
 def shuffled(places: np.ndarray, count: int, seed: int) -> np.ndarray:

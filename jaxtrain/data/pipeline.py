@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.mixing import Mixing
-from jaxtrain.data.rows import HeldoutRows, TrainingRows
+from jaxtrain.data.rows import HeldoutRows, Order, TrainingRows
 from jaxtrain.data.source import Examples, WholeBatches
 from jaxtrain.data.workers import batches_of_processes
 
@@ -32,7 +31,7 @@ def batches(
     threads: int | None = None,
     prefetch: int = 4,
     bad_records: BadRecords | None = None,
-    mixing: Mixing | None = None,
+    order: Order | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
     """Endless batches in a new order each epoch; batch k depends on `seed` and k alone.
@@ -53,7 +52,7 @@ def batches(
       prefetch: batches kept ready.
       bad_records: counts the examples that cannot be read, each replaced as `read_example` says;
         None allows none.
-      mixing: how the sources of a mixture are drawn, in place of that order.
+      order: in which examples are drawn, in place of that order.
       workers: processes that make them, in place of threads; 0: none.
 
     Returns:
@@ -63,7 +62,7 @@ def batches(
     assert len(examples) > 0, "no examples"
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
     bad = BadRecords() if bad_records is None else bad_records
-    of = TrainingRows(examples, global_batch_size, seed, augment=train, mixing=mixing)
+    of = TrainingRows(examples, global_batch_size, seed, augment=train, order=order)
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
     numbers = range(start, end)
     if workers:

@@ -8,19 +8,29 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.mixing import Mixing
-from jaxtrain.data.order import shuffled
+from jaxtrain.data.order import ordered
 from jaxtrain.data.source import Examples, MixedRows, WholeBatches
 
 # Streams drawn from one seed; 2 is that of `mixing`.
 SHUFFLE_STREAM, AUGMENT_STREAM, PAIR_STREAM = 0, 1, 3
 HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
+
+
+class Order(Protocol):
+    """Which examples stand in which rows."""
+
+    def indices(
+        self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
+    ) -> np.ndarray:
+        """The examples at some rows of a batch, int64 [n]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +42,14 @@ class TrainingRows:
       global_batch_size: rows of a batch over all processes.
       seed: of the order and of what augmentation draws.
       augment: whether it draws anything.
-      mixing: how the sources of a mixture are drawn; None: all examples, each once an epoch.
+      order: in which examples are drawn; None: each once an epoch, shuffled anew.
     """
 
     examples: Examples
     global_batch_size: int
     seed: int
     augment: bool
-    mixing: Mixing | None
+    order: Order | None
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
         """These rows of batch `number`, in their order."""
@@ -61,11 +71,11 @@ class TrainingRows:
 
     def _unmixed(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         size = self.global_batch_size
-        if self.mixing is None:
+        if self.order is None:
             places = number * size + rows
-            indices = shuffled(places, len(self.examples), self._shuffle_seed)
+            indices = ordered(places, len(self.examples), self._shuffle_seed)
         else:
-            indices = self.mixing.indices(number, rows, global_batch_size=size, seed=self.seed)
+            indices = self.order.indices(number, rows, global_batch_size=size, seed=self.seed)
 
         def rng(place: int) -> np.random.Generator | None:
             return self._rng(AUGMENT_STREAM, number, int(rows[place])) if self.augment else None

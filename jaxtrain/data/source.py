@@ -14,6 +14,7 @@ from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.joined import Joined
 from jaxtrain.data.mixing import Mixing
 from jaxtrain.data.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ class Dataset:
       tokenizer: what made the tokens; None for all but text, and for random tokens.
       unit: what throughput counts.
       mixing: of a mixture, how its sources are drawn; None: all examples, each once an epoch.
+      by_length: of rows of several lengths, which batch has which; None: all have one.
       workers: processes that make batches; 0: threads of this one do.
     """
 
@@ -96,6 +98,7 @@ class Dataset:
     tokenizer: Tokenizer | None
     unit: Literal["tokens", "images", "vectors", "pairs"]
     mixing: Mixing | None = None
+    by_length: ByLength | None = None
     workers: int = 0
 
 

@@ -8,6 +8,7 @@ from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset, Part
+from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Train
@@ -38,7 +39,7 @@ class Feed:
             start=start,
             rows=self._rows(size),
             bad_records=self._bad_records,
-            mixing=dataset.mixing,
+            order=dataset.mixing or dataset.by_length,
             workers=dataset.workers,
         )
         return Prefetcher(source, self._place(size))
@@ -64,6 +65,16 @@ class Feed:
         """The shapes, dtypes and shardings of a batch of `training`."""
         batch = self._train.data.abstract_batch(self._train.global_batch_size)
         return with_shardings(batch, self._program.batch_shardings(batch))
+
+    def abstract_shapes(self) -> list[Batch]:
+        """The same of each length that rows have."""
+        size, data = self._train.global_batch_size, self._train.data
+        found = (
+            [data.abstract_batch(size, length) for length in data.row_lengths]
+            if isinstance(data, TextData)
+            else [data.abstract_batch(size)]
+        )
+        return [with_shardings(one, self._program.batch_shardings(one)) for one in found]
 
     def abstract_heldout(self) -> Batch:
         """The shapes and dtypes of a batch of `heldout`."""

@@ -157,6 +157,7 @@ class Loop:
             if record is not None and record.ends_run:
                 self.say(f"Ended at step {first}: {record}")
                 return values
+            by_length = self.dataset().by_length is not None
             for step in range(first + 1, last + 1):
                 self._stop_if_asked(log)
                 with phases.phase("step" if self._is_compiled else "compile", step):
@@ -167,7 +168,7 @@ class Loop:
                         jax.block_until_ready(metrics)
                     self.steps_done = self.attempt.step = step
                     self.next_batch += 1
-                    log.later(step, metrics)
+                    log.later(step, metrics, tokens=batch.inputs.size if by_length else None)
                 if step == first + 1:
                     garbage.settle()
                 self._is_compiled = True

@@ -7,6 +7,7 @@ and reads them once the devices have moved on.
 import collections
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ _LOOKED_AT = ("bad", "loss", "grad_norm", "loss_threshold", "grad_norm_threshold
 class _Dispatched:
     step: int
     metrics: Mapping[str, Any]
+    units: int
 
 
 class MetricsLog:
@@ -84,6 +86,7 @@ class MetricsLog:
         self._total_steps = total_steps
         self._unit = unit
         self._units_per_step = units_per_step
+        self._window_units: list[int] = []  # of the steps since the last line
         self._flops_per_step = flops_per_step
         self._peak_flops = peak_flops
         self._first_step = first_step
@@ -106,19 +109,21 @@ class MetricsLog:
         now = time.perf_counter() if self._paused_at is None else self._paused_at
         return now - self._paused_seconds
 
-    def later(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def later(self, step: int, metrics: Mapping[str, Any], *, tokens: int | None = None) -> None:
         """Takes a dispatched step's metrics and waits for the step two before it, never for this.
 
         Args:
           step: number of optimizer steps done with this one.
           metrics: device scalars, `loss` among them; or vectors, as `means` takes them, which are
             looked at only where they are written, evaluated or saved.
+          tokens: of its batch, where rows of batches have different lengths; None: units_per_step.
 
         Raises:
           BadStepError: an earlier step, now read, is bad, and the run is to stop.
           Rewind: it is bad, and the run is to go back.
         """
-        self._pending.append(_Dispatched(step, metrics))
+        units = self._units_per_step if tokens is None else tokens
+        self._pending.append(_Dispatched(step, metrics, units))
         while len(self._pending) > RUN_AHEAD_STEPS:
             self._settle(self._pending.popleft())
 
@@ -196,6 +201,7 @@ class MetricsLog:
         Vectors are looked at where they are written, and `last` anyway.
         """
         step, metrics = dispatched.step, dispatched.metrics
+        self._window_units.append(dispatched.units)
         # Step 1 of the run, not of the attempt: a resumed run writes the same lines as one that
         # was never interrupted.
         due = step % self._log_every == 0 or step in (1, self._total_steps)
@@ -237,15 +243,17 @@ class MetricsLog:
 
     def _open_window(self, step: int) -> None:
         self._window_start, self._window_first_step = time.perf_counter(), step
+        self._window_units.clear()
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
         seconds = time.perf_counter() - self._window_start
         step_seconds = seconds / max(1, step - self._window_first_step)
+        units = statistics.fmean(self._window_units)
         self._open_window(step)
         line: dict[str, float | None] = {
             "step": step,
             **{name: float(value) for name, value in metrics.items()},
-            f"{self._unit}_per_second": self._units_per_step / step_seconds,
+            f"{self._unit}_per_second": units / step_seconds,
             "step_seconds": step_seconds,
             "mfu": None,
         }
@@ -293,7 +301,8 @@ def open_log(
         total_steps=last,
         unit=dataset.unit,
         units_per_step=train.global_batch_size * (shape[1] if dataset.unit == "tokens" else 1),
-        flops_per_step=flops_per_step(config),
+        # Of rows of several lengths those of a step are no one number.
+        flops_per_step=flops_per_step(config) if dataset.by_length is None else None,
         peak_flops=None if peak is None else peak * len(devices),
         first_step=first,
         log_every=train.log_every,

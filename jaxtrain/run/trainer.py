@@ -157,6 +157,7 @@ class Trainer:
             before_seal=nothing if self._folder is None else self._folder.push,
             phases=self._attempt.phases,
         )
+        self._has_shapes = False  # all lengths of rows compiled
         self._tracking = () if read_only else self._trackers(track)
         if step is None:
             state, next_batch = self._saved.newest(lambda: self._opened)
@@ -400,11 +401,21 @@ class Trainer:
         """
         last = self.config.train.steps if steps is None else self.steps_done + steps
         recorder = None if profile is None else self._recorder(last, profile)
+        shapes = self._feed.abstract_shapes()
         with self.layout.active():
+            if len(shapes) > 1 and not self._has_shapes:
+                with self._attempt.phases.phase("compile", self.steps_done):
+                    self._stepper.train_step = self._step.compile_each(shapes)
+                self._has_shapes = True
             return self._loop.run(last, recorder)
 
     def _recorder(self, last: int, profile: RecorderKind) -> Recorder:
         """What records some of the steps up to `last`; compiles the step, which happens once."""
+        if len(self._feed.abstract_shapes()) > 1:
+            raise UserError(
+                "train --profile records one compiled step, and TextData.lengths asks for one of "
+                "each length; profile with TextData.lengths = ()"
+            )
         compute, done = self.config.precision.compute, self.steps_done
         folder = None if self._folder is None else self._folder.local
         recorder = profile(folder, self.console, compute, done=done, last=last)

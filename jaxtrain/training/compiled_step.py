@@ -1,6 +1,6 @@
 """The one function of a program that is compiled for its steps, whoever runs it or reads it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,20 @@ class CompiledStep:
         """
         batch = with_shardings(batch, self._program.batch_shardings(batch))
         return self._jitted.lower(jax.tree.leaves(self._program.abstract_state()), batch)
+
+    def compile_each(self, batches: Sequence[Batch]) -> Callable[..., Any]:
+        """Compiles it now for batches of several shapes; what `on_arrays` is from then on.
+
+        Args:
+          batches: global batches, or their shapes, of rows of different lengths.
+        """
+        compiled = {batch.inputs.shape: self.lower(batch).compile() for batch in batches}
+
+        def of_its_shape(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
+            return compiled[batch.inputs.shape](arrays, batch)
+
+        self.on_arrays = of_its_shape
+        return of_its_shape
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """Compiles it now; from then on a call that would need another program is refused.

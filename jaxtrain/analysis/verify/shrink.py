@@ -257,6 +257,10 @@ def _text(
             synthetic_vocab_size=tokens,
             sequence_length=SEQUENCE,
             heldout_split=None,
+            # Of random tokens, which are no documents of any length.
+            packing="stream" if own_text.packing == "padded" else own_text.packing,
+            lengths=(),
+            fill_in_middle=None,
         )
     named = KERNELS.get(own.attention.kernel)
     # The kernel's own proof says what it means that it does not run here.

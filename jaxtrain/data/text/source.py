@@ -1,6 +1,7 @@
 """TextData: a text source, tokenized, split by documents and packed into rows."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxtrain.config.errors import UserError, counted, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.source import (
     Dataset,
@@ -29,6 +31,7 @@ from jaxtrain.data.text.best_fit import BestFit
 from jaxtrain.data.text.fetching import fetched
 from jaxtrain.data.text.fill_in_middle import FillInMiddle, filled
 from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
+from jaxtrain.data.text.padded import PaddedText
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
@@ -60,8 +63,11 @@ class TextData:
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
+      lengths: of 'padded' rows that are shorter than sequence_length, such as (64, 256).
       packing: 'stream' lays documents end to end and cuts them into rows, with no padding;
-        'best_fit' keeps those whole that fit a row (arXiv 2404.10830), and tells its padding.
+        'best_fit' keeps those whole that fit a row (arXiv 2404.10830), and tells its padding;
+        'padded' gives each a row, padded to the least of `lengths` that holds it, and each batch
+        one length.
       fill_in_middle: `@FillInMiddle()`, in some documents the middle comes last; None: in none.
       tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
         tokenizer.json.
@@ -82,7 +88,8 @@ class TextData:
     source: Annotated[str, SOURCE] = "embedded"
     sequence_length: int = 256
     separate_documents: bool = True
-    packing: Literal["stream", "best_fit"] = "stream"
+    packing: Literal["stream", "best_fit", "padded"] = "stream"
+    lengths: tuple[int, ...] = ()
     fill_in_middle: FillInMiddle | None = None
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
@@ -107,9 +114,10 @@ class TextData:
             )
         check_heldout_fraction("TextData.heldout_fraction", self.heldout_fraction)
         refuse_below(0, self, "bad_records")
-        if self.packing == "best_fit" and not self.separate_documents:
+        refuse_lengths(self)
+        if self.packing != "stream" and not self.separate_documents:
             raise UserError(
-                "TextData.packing = 'best_fit' keeps documents whole, which TextData."
+                f"TextData.packing = {self.packing!r} keeps documents whole, which TextData."
                 "separate_documents = False does not tell apart; use 'stream', or True"
             )
         if self.fill_in_middle is not None and not self.separate_documents:
@@ -143,9 +151,19 @@ class TextData:
             path = existing_path("TextData.tokenizer", self.tokenizer, words=("byte",))
         return open_tokenizer(self.tokenizer, end_of_text=self.end_of_text, path=path)
 
-    def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
-        shape = (global_batch_size, self.sequence_length)
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Those of rows, in tokens, the longest at the end."""
+        return (*self.lengths, self.sequence_length)
+
+    def abstract_batch(self, global_batch_size: int, length: int | None = None) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data.
+
+        Args:
+          global_batch_size: rows over all processes.
+          length: of the rows; None: the longest.
+        """
+        shape = (global_batch_size, self.sequence_length if length is None else length)
         tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
         mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
         return Batch(tokens, tokens, mask, tokens if self.separate_documents else None, tokens)
@@ -236,6 +254,7 @@ class TextData:
             "separate_documents": self.separate_documents,
             # Not of the stream, which had no name at first: its digests stay what they were.
             **({} if self.packing == "stream" else {"packing": self.packing}),
+            **({"lengths": self.lengths} if self.lengths else {}),
         }
 
     def _dataset(
@@ -261,15 +280,30 @@ class TextData:
         }
         if self.packing == "stream":
             return Dataset(train, heldout, made, facts, tokenizer, "tokens")
+        if self.packing == "padded":
+            rows = PaddedText(train.tokens, train.offsets, self.row_lengths)
+            held = PaddedText(heldout.tokens, heldout.offsets, (self.sequence_length,))
+            self._refuse_rowless(len(rows), len(held))
+            facts["train_padding"] = rows.padding
+            facts["rows_by_length"] = ", ".join(
+                f"{length}: {count:,}"
+                for length, count in zip(rows.lengths, rows.rows, strict=True)
+            )
+            order = ByLength(rows.rows)
+            return Dataset(rows, held, made, facts, tokenizer, "tokens", by_length=order)
         fitted = BestFit(train.tokens, train.offsets, self.sequence_length)
         held = BestFit(heldout.tokens, heldout.offsets, self.sequence_length)
-        if not (len(fitted) and len(held)):
+        self._refuse_rowless(len(fitted), len(held))
+        facts["train_padding"] = fitted.padding
+        return Dataset(fitted, held, made, facts, tokenizer, "tokens")
+
+    def _refuse_rowless(self, *rows: int) -> None:
+        """Raises UserError where one of these numbers of rows is 0."""
+        if not all(rows):
             raise UserError(
                 f"TextData.source = {self.source!r}: a split has no document of 2 tokens, so "
                 "nothing follows anything; use TextData.packing = 'stream'"
             )
-        facts["train_padding"] = fitted.padding
-        return Dataset(fitted, held, made, facts, tokenizer, "tokens")
 
     def path(self) -> Place | None:
         """Where a source is that is the path of a file or a folder; None of another.
@@ -362,6 +396,28 @@ class TextData:
                     f"{needed}; use more text, a smaller TextData.sequence_length or another "
                     f"TextData.heldout_fraction (now {self.heldout_fraction})"
                 )
+
+
+def refuse_lengths(data: TextData) -> None:
+    """Raises UserError where the lengths of rows are not those of 'padded' ones, in their order."""
+    if data.packing != "padded":
+        if data.lengths:
+            raise UserError(
+                f"TextData.lengths = {data.lengths} with TextData.packing = {data.packing!r}: only "
+                "'padded' rows have several lengths"
+            )
+        return
+    steps = (0, *data.row_lengths)
+    if any(after <= before for before, after in itertools.pairwise(steps)):
+        raise UserError(
+            f"TextData.lengths = {data.lengths}: each is more than the one before it, from 1 on, "
+            f"and less than TextData.sequence_length = {data.sequence_length}"
+        )
+    if data.source == "synthetic":
+        raise UserError(
+            "TextData.packing = 'padded' with TextData.source = 'synthetic': random rows have no "
+            "documents of other lengths; use 'stream'"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ def first_batch(train: Train, dataset: Dataset, rows: int, say: Callable[[str], 
         rows=np.arange(min(rows, train.global_batch_size)),
         threads=0,
         bad_records=BadRecords(train.bad_records, lambda record: say(f"{record}: left out")),
-        mixing=dataset.mixing,
+        order=dataset.mixing or dataset.by_length,
     )
     return next(stream)
 

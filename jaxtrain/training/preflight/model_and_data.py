@@ -1,5 +1,6 @@
 """Whether a model and its data fit together, and which settings neither of them reads."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import (
     ClassModel,
@@ -82,13 +84,33 @@ def _section(data: Any) -> str:
     return type(data).__name__ if has_own else "TextData"
 
 
+def _lengths(config: Config, text: TextData) -> Iterator[str]:
+    """Why rows cannot have these lengths beside the longest."""
+    for name, size in (("context", config.mesh.context), ("pipe", config.mesh.pipe)):
+        if size != 1:
+            yield (
+                f"TextData.lengths={text.lengths} with Mesh.{name}={size}: what passes between "
+                f"those devices has one length; use Mesh.{name}=1, or TextData.lengths=()"
+            )
+    chunk = config.loss.chunk_size
+    if chunk is not None and any(length % chunk for length in text.row_lengths):
+        yield (
+            f"Loss.chunk_size={chunk} does not divide all of TextData.lengths={text.lengths} and "
+            f"the longest; use {math.gcd(*text.row_lengths)}, or None"
+        )
+
+
 def _text(config: Config, model: TokenModel, length: int, section: str) -> Iterator[str]:
     text = text_of(config.train.data)
-    if text is not None and text.fill_in_middle is not None and model.objective != "next_token":
-        yield (
-            f"TextData.fill_in_middle is for models that tell the next token, and "
-            f"{type(model).__name__}.objective={model.objective!r}; use None"
-        )
+    if text is not None and text.fill_in_middle is not None:
+        objective = config.train.task.name
+        if objective != "next_token":
+            yield (
+                "TextData.fill_in_middle is for models that tell the next token, and "
+                f"{type(model).__name__}.objective={objective!r}; use None"
+            )
+    if text is not None and text.lengths:
+        yield from _lengths(config, text)
     if length > model.context_length:
         yield (
             f"{section}.sequence_length={length} is longer than {type(model).__name__}."

@@ -1,0 +1,84 @@
+"""Rows of one document each, padded to the least of a few lengths, and batches of one length each.
+
+What attention and position tables cost is then a document's own length; each length is a shape that
+the step is compiled for. Letter: T row length.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.joined import Joined
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedText:
+    """Rows of documents, those of a length beside each other; implements WholeBatches.
+
+    A document of n tokens is n - 1 inputs, each with its successor as its target; what is longer
+    than the longest row is cut into such rows and a rest. The others end with padding (segment 0,
+    loss_mask 0).
+
+    Attributes:
+      tokens: integers [total]; every document with its end-of-text token, if there is one.
+      offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
+      lengths: of rows, in their order.
+    """
+
+    tokens: np.ndarray | Joined
+    offsets: np.ndarray
+    lengths: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many rows there are of each length."""
+        return tuple(np.diff(self._parts[2]).tolist())
+
+    @property
+    def padding(self) -> float:
+        """The share of all rows that is padding."""
+        room = sum(count * length for count, length in zip(self.rows, self.lengths, strict=True))
+        return 1.0 - int(self._parts[1].sum()) / room
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
+        return np.diff(self.offsets)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
+        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
+
+    def examples(self, indices: np.ndarray) -> Batch:
+        """The rows `indices`, which have one length: tokens [len(indices), T]."""
+        starts, sizes, ends = self._parts
+        (length,) = set(np.searchsorted(ends, indices, side="right").tolist())
+        shape = len(indices), self.lengths[length - 1]
+        inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        real = np.arange(shape[1]) < sizes[indices][:, None]
+        for row, index in enumerate(indices.tolist()):
+            start, size = int(starts[index]), int(sizes[index])
+            window = self.tokens[start : start + size + 1]
+            inputs[row, :size], targets[row, :size] = window[:-1], window[1:]
+        positions = np.where(real, np.arange(shape[1], dtype=np.int32), 0)
+        return Batch(inputs, targets, real.astype(np.float32), real.astype(np.int32), positions)
+
+    @functools.cached_property
+    def _parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each row's first token and its inputs; where the rows of each length begin, and end."""
+        longest = self.lengths[-1]
+        inputs = np.maximum(np.diff(self.offsets) - 1, 0)
+        counts = -(-inputs // longest)
+        document = np.repeat(np.arange(len(inputs)), counts)
+        number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        sizes = np.minimum(inputs[document] - number * longest, longest)
+        starts = np.asarray(self.offsets)[document] + number * longest
+        of_length = np.searchsorted(self.lengths, sizes)
+        order = np.argsort(of_length, kind="stable")
+        ends = np.searchsorted(of_length[order], np.arange(len(self.lengths) + 1))
+        return starts[order], sizes[order], ends
