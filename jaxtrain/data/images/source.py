@@ -16,6 +16,7 @@ from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.augment import Augment
+from jaxtrain.data.images.saved import open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.images.tars import is_tar, open_tars
 from jaxtrain.data.source import (
@@ -26,6 +27,7 @@ from jaxtrain.data.source import (
     existing_path,
     is_heldout,
 )
+from jaxtrain.data.text.saved_datasets import has_splits, is_saved
 from jaxtrain.data.tfds import PREFIX, check_feature, open_builder, open_split, tfds_name
 
 SOURCE_WORDS = (*stores.DEMO, "synthetic", "tfds:NAME")
@@ -40,7 +42,8 @@ class ImageData:
       source: `'digits'` (1,797 of 8x8) or `'mnist5k'` (5,000 of 28x28), both from jaxtrain[demo]; a
         folder with a folder of PNG and JPEG files for each class, numbered by sorted name;
         WebDataset's `.tar` files, one, a folder or a pattern (`*`, `**`, `?`, `[...]`) of them;
-        `'tfds:NAME'`; or `'synthetic'`, random pixels for benchmarks.
+        a folder of images that `datasets` saved; `'tfds:NAME'`; or `'synthetic'`, random pixels for
+        benchmarks.
       image_size: height and width that the model reads, in pixels. Images of another size are
         scaled to it by their shorter side and cut to their middle, unless `crop` is 'resized'.
       channels: 1 (grey) or 3 (RGB).
@@ -56,11 +59,11 @@ class ImageData:
         are the same with any number.
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
-      train_split: the TFDS split to train on.
-      heldout_split: the TFDS split to evaluate on, or of `.tar` files those with this word in their
+      train_split: the split to train on, of TFDS or of a folder that `datasets` saved.
+      heldout_split: the split to evaluate on, or of `.tar` files those with this word in their
         names, such as 'val'; None holds out a part of `train_split`.
-      image_feature: the TFDS feature that holds the image.
-      label_feature: the TFDS feature that holds the label, or the field of a sample's `.json`.
+      image_feature: the feature or column that holds the image, of TFDS and of `datasets`.
+      label_feature: that which holds the label, or the field of a `.tar` sample's `.json`.
     """
 
     source: Annotated[str, PathOr((*stores.DEMO, "synthetic", PREFIX))] = "digits"
@@ -210,6 +213,8 @@ class ImageData:
             if files:
                 return *self._of_tars(files), _numbers(self.num_classes)
             path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
+            if is_saved(path):
+                return self._of_saved(path)
             check_heldout_split("ImageData", self.train_split, self.heldout_split, named=False)
             images, class_names = stores.folder(path)
         self._check_num_classes(len(class_names))
@@ -224,6 +229,22 @@ class ImageData:
             return [path] if is_tar(path.name) else []
         return sorted(one for one in path.iterdir() if is_tar(one.name))
 
+    def _of_saved(self, path: Place) -> tuple[LabelledImages, LabelledImages, list[str]]:
+        check_heldout_split(
+            "ImageData", self.train_split, self.heldout_split, named=has_splits(path)
+        )
+        fields = {"image_field": self.image_feature, "label_field": self.label_feature}
+        train, names = open_saved(path, self.train_split, "ImageData.train_split", **fields)
+        if names is not None:
+            self._check_num_classes(len(names))
+        names = names or _numbers(self.num_classes)
+        self._check_labels(train)
+        if self.heldout_split is None:
+            return *self._hold_out(train), names
+        held, _ = open_saved(path, self.heldout_split, "ImageData.heldout_split", **fields)
+        self._check_labels(held)
+        return train, held, names
+
     def _of_tars(self, files: list[Place]) -> tuple[LabelledImages, LabelledImages]:
         word = self.heldout_split
         held = [path for path in files if word is not None and word in path.name]
@@ -237,12 +258,7 @@ class ImageData:
         rest = [path for path in files if path not in held]
         opened = [open_tars(some, self.label_feature) for some in (rest, held) if some]
         for images in opened:
-            most = int(images.labels().max())
-            if most >= self.num_classes:
-                raise UserError(
-                    f"ImageData.num_classes = {self.num_classes}, but ImageData.source = "
-                    f"{self.source!r} has a label {most}; set ImageData.num_classes = {most + 1}"
-                )
+            self._check_labels(images)
         return (opened[0], opened[1]) if held else self._hold_out(opened[0])
 
     def _hold_out(self, images: LabelledImages) -> tuple[Subset, Subset]:
@@ -264,6 +280,14 @@ class ImageData:
         size = builder.info.splits[split].num_bytes
         identity = f"{builder.info.full_name} {split} {len(records)} records {size} bytes"
         return stores.TfdsImages(records, self.image_feature, self.label_feature, identity)
+
+    def _check_labels(self, images: LabelledImages) -> None:
+        most = int(images.labels().max())
+        if most >= self.num_classes:
+            raise UserError(
+                f"ImageData.num_classes = {self.num_classes}, but ImageData.source = "
+                f"{self.source!r} has a label {most}; set ImageData.num_classes = {most + 1}"
+            )
 
     def _check_num_classes(self, found: int) -> None:
         if found != self.num_classes:

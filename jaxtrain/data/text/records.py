@@ -89,7 +89,7 @@ def check_field(path: object, text_field: str, fields: Iterable[str]) -> None:
         )
 
 
-def arrow(module: str, path: object) -> Any:
+def arrow(module: str, path: object, setting: str = "TextData.source") -> Any:
     """A module of pyarrow, which reads this file.
 
     Raises:
@@ -100,6 +100,6 @@ def arrow(module: str, path: object) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"TextData.source: {path} is read by pyarrow, of jaxtrain[formats] ({error}); run: "
+            f"{setting}: {path} is read by pyarrow, of jaxtrain[formats] ({error}); run: "
             "pip install 'jaxtrain[formats]'"
         ) from error

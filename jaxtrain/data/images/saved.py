@@ -1,0 +1,152 @@
+"""Images of a folder that Hugging Face's `datasets` saved: Arrow files, mapped and read by rows."""
+
+import dataclasses
+import functools
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.data.images.stores import decode
+from jaxtrain.data.text.records import arrow
+from jaxtrain.data.text.saved_datasets import arrow_files
+
+_SETTING = "ImageData.source"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedImages:
+    """The rows of a split; implements LabelledImages. Each process maps the files for itself.
+
+    Attributes:
+      paths: its files.
+      ends: int64 [files], rows up to the end of each.
+      image_field: the column of encoded images.
+      of_class: int64 [rows].
+      identity: each file's name, rows and size.
+    """
+
+    paths: tuple[Path, ...]
+    ends: np.ndarray
+    image_field: str
+    of_class: np.ndarray
+    identity: str
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """As in LabelledImages."""
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        row = index - (int(self.ends[number - 1]) if number else 0)
+        path = self.paths[number]
+        value = _mapped(path).column(self.image_field)[row].as_py()
+        content = value["bytes"] if isinstance(value, dict) else value
+        name = f"{path}, row {row + 1:,}"
+        if content is None:
+            raise UserError(
+                f"{_SETTING}: {name} has no image in it (a path alone, or null); save the dataset "
+                "with its images"
+            )
+        return decode(io.BytesIO(content), _SETTING, name), int(self.of_class[index])
+
+    def labels(self) -> np.ndarray:
+        """As in LabelledImages."""
+        return self.of_class
+
+    def content(self) -> list[bytes | np.ndarray]:
+        """As in LabelledImages."""
+        return [self.identity.encode(), self.of_class]
+
+
+def open_saved(
+    folder: Place, split: str, setting: str, *, image_field: str, label_field: str
+) -> tuple[SavedImages, list[str] | None]:
+    """The images of a split, and the names of their classes where the dataset has such.
+
+    Args:
+      folder: of `saved_datasets.is_saved`.
+      split: which; of a folder without splits any will do.
+      setting: the binding that names the split.
+      image_field: the column of encoded images, or of records with `bytes`.
+      label_field: the column of labels, whole numbers from 0 on.
+
+    Raises:
+      UserError: the folder is in a bucket or not whole, there is no such split, no such column, a
+        column of something else, or a row without a label.
+    """
+    if isinstance(folder, BucketPath):
+        raise UserError(
+            f"{_SETTING}: {folder} is in a bucket, and its files are read in many places; copy it "
+            "to a disk of this machine"
+        )
+    paths = [Path(str(path)) for path in arrow_files(folder, split, setting)]
+    tables = [_mapped(path) for path in paths]
+    schema = tables[0].schema
+    for name, of in (("image_feature", image_field), ("label_feature", label_field)):
+        if of not in schema.names:
+            raise UserError(
+                f"ImageData.{name} = {of!r}: {paths[0]} has no such column"
+                f"{did_you_mean(of, schema.names)}"
+            )
+    types = arrow("pyarrow.types", folder, _SETTING)
+    kind = schema.field(image_field).type
+    of_bytes = kind.field("bytes").type if _has_bytes(types, kind) else kind
+    if not (types.is_binary(of_bytes) or types.is_large_binary(of_bytes)):
+        raise UserError(
+            f"ImageData.image_feature = {image_field!r}: in {paths[0]} it holds {kind}, where "
+            "encoded images are wanted; name another column"
+        )
+    labels = [_labels(table.column(label_field), path, label_field, types) for table, path in
+              zip(tables, paths, strict=True)]  # fmt: skip
+    ends = np.cumsum([len(one) for one in labels])
+    identity = "\n".join(
+        f"{path.name}\0{len(one)}\0{path.stat().st_size}"
+        for path, one in zip(paths, labels, strict=True)
+    )
+    images = SavedImages(tuple(paths), ends, image_field, np.concatenate(labels), identity)
+    return images, _class_names(schema, label_field)
+
+
+def _has_bytes(types: Any, kind: Any) -> bool:
+    return types.is_struct(kind) and any(field.name == "bytes" for field in kind)
+
+
+def _labels(column: Any, path: Path, field: str, types: Any) -> np.ndarray:
+    if not types.is_integer(column.type):
+        raise UserError(
+            f"ImageData.label_feature = {field!r}: in {path} it holds {column.type}, where whole "
+            "numbers are wanted; name another column"
+        )
+    found = None if column.null_count else column.to_numpy().astype(np.int64)
+    if found is None or found.min(initial=0) < 0:
+        raise UserError(
+            f"ImageData.label_feature = {field!r}: {path} has rows without a label (null or under "
+            "0); leave them out"
+        )
+    return found
+
+
+def _class_names(schema: Any, field: str) -> list[str] | None:
+    """As `datasets` writes them into a file's schema."""
+    said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return said.get("info", {}).get("features", {}).get(field, {}).get("names")
+
+
+@functools.lru_cache(maxsize=4096)
+def _mapped(path: Path) -> Any:
+    """The table of a file of Arrow's stream format, none of it read yet."""
+    pyarrow = arrow("pyarrow", path, _SETTING)
+    ipc = arrow("pyarrow.ipc", path, _SETTING)
+    try:
+        return ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except (ValueError, OSError, NotImplementedError) as error:  # of pyarrow, all of them
+        raise UserError(
+            f"{_SETTING}: {path} is no whole Arrow file ({str(error).splitlines()[0]}); save the "
+            "dataset again"
+        ) from error
