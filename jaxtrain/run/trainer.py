@@ -18,7 +18,6 @@ from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
-from jaxtrain.models.model import reads_pairs
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
     chosen_devices,
@@ -34,10 +33,9 @@ from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.generate import BATCH_SIZE, generate
+from jaxtrain.run.generation.generate import BATCH_SIZE
+from jaxtrain.run.generation.respond import respond
 from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.targets import tell
-from jaxtrain.run.generation.write import write
 from jaxtrain.run.huggingface.adapters import write_adapter
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
@@ -504,29 +502,10 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or a prompt does not fit into its context.
         """
-        sampling = sampling or Sampling()
-        program, train = self.program.plain, self.config.train
-        state = self.program.consensus(self.state)
-        if reads_pairs(train.model):
-            return tell(
-                program, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
-                stop=stop, seed=seed, batch_size=batch_size,
-            )  # fmt: skip
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if len(texts) == len(prompts):
-            return write(
-                program, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
-                seed=seed, stop=stop, batch_size=batch_size, show=show,
-            )  # fmt: skip
-        if texts or stop or show:
-            raise UserError(
-                "Trainer.answers: prompts that are token ids go with no text: give all of them as "
-                "texts, or leave texts, `stop` and `show` out"
-            )
-        ids: Any = prompts
-        return generate(
-            program, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
-            seed=seed, batch_size=batch_size,
+        return respond(
+            self.program.plain, self.config.train, self.program.consensus(self.state), prompts,
+            max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), stop=stop, seed=seed,
+            batch_size=batch_size, show=show,
         )  # fmt: skip
 
     def show(self) -> None:

@@ -70,8 +70,8 @@ def attention(
         segment_ids=mask.segment_ids_BT is not None,
         cached=mask.query_start is not None,
         head_dim=q_BTNH.shape[-1],
-        T=q_BTNH.shape[1],
-        S=k_BSKH.shape[1],
+        T=q_BTNH.shape[1] * context.split_before(),
+        S=k_BSKH.shape[1] * context.split_before(),
         biased=mask.bias_NTS is not None,
     )
     refusals = list(refuse(kernel, request))
@@ -81,7 +81,7 @@ def attention(
         refusals += context.refuse(
             context_parallel,
             context=parts,
-            length=q_BTNH.shape[1],
+            length=request.T,
             tensor=layout.size(layout.activation(("heads",))[0]),
             num_heads=q_BTNH.shape[2],
             kernel=kernel,

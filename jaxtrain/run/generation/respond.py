@@ -1,0 +1,59 @@
+"""Answers to prompts, by what the model reads and what the prompts are: texts or token ids."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import reads_pairs
+from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.targets import tell
+from jaxtrain.run.generation.write import write
+from jaxtrain.training.settings import Train
+from jaxtrain.training.step import Program, TrainState
+
+
+def respond(
+    program: Program,
+    train: Train,
+    state: TrainState,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling | BeamSearch,
+    stop: Sequence[str],
+    seed: int,
+    batch_size: int,
+    show: Callable[[str], None] | None,
+) -> list[Answer]:
+    """What a trained model writes; other arguments, and what is raised, as in `Trainer.answers`.
+
+    Args:
+      program: whose model it is.
+      train: the run's model and data.
+      state: its parameters.
+      prompts: texts, or lists of token ids.
+    """
+    if reads_pairs(train.model):
+        return tell(
+            program, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+            stop=stop, seed=seed, batch_size=batch_size,
+        )  # fmt: skip
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) == len(prompts):
+        return write(
+            program, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
+            seed=seed, stop=stop, batch_size=batch_size, show=show,
+        )  # fmt: skip
+    if texts or stop or show:
+        raise UserError(
+            "Trainer.answers: prompts that are token ids go with no text: give all of them as "
+            "texts, or leave texts, `stop` and `show` out"
+        )
+    ids: Any = prompts
+    return generate(
+        program, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
+        seed=seed, batch_size=batch_size,
+    )  # fmt: skip
