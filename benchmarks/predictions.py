@@ -302,29 +302,32 @@ def main(words: Sequence[str] | None = None) -> None:
                 points.append(read(row))
             except (UserError, ValueError) as error:
                 say(f"{row['id']}: not counted: {str(error).splitlines()[0][:120]}")
-    shares: Callable[[str], Fitted] = shares_of
     fitting = [point for point in points if point.fits]
-    if options.fit:
-        shares, values = fit(fitting)
-        for name, value in values.items():
-            say(f"{name}: {value:g}")
     if options.rows:
         for point in points:
-            say(f"{point.name:28} {point.published:9.3f} s  {point.ratio(shares(point.chip)):.2f}")
-    say(table(points, shares))
-    pairs, right = in_order([point for point in points if point.fits], shares)
+            ratio = point.ratio(shares_of(point.chip))
+            say(f"{point.name:28} {point.published:9.3f} s  {ratio:.2f}")
+    say(table(points, shares_of))
+    pairs, right = in_order(fitting, shares_of)
     say(f"\n{right} of {pairs} pairs of layouts of one model on the same chips in published order")
-    if options.fit:
-        found = left_out(fitting)
-        for kind in ("tpu", "gpu"):
-            errors = [error for point, error in found if chips.CHIPS[point.chip].kind == kind]
-            say(
-                f"\nA source left out, {kind}: median {np.median(errors):.1%}, two of three within "
-                f"{np.quantile(errors, 2 / 3):.1%}, nine of ten within "
-                f"{np.quantile(errors, 0.9):.1%}"
-            )
     if options.png is not None:
-        options.png.write_bytes(figure(points, shares).png())
+        options.png.write_bytes(figure(points, shares_of).png())
+    if options.fit:
+        _fit_anew(fitting, say)
+
+
+def _fit_anew(points: Sequence[Point], say: Callable[[str], None]) -> None:
+    """Prints the shares of a fit, and the errors of fits that have not seen a source."""
+    _, values = fit(points)
+    for name, value in values.items():
+        say(f"{name}: {value:g}")
+    found = left_out(points)
+    for kind in ("tpu", "gpu"):
+        errors = [error for point, error in found if chips.CHIPS[point.chip].kind == kind]
+        say(
+            f"\nA source left out, {kind}: median {np.median(errors):.1%}, two of three within "
+            f"{np.quantile(errors, 2 / 3):.1%}, nine of ten within {np.quantile(errors, 0.9):.1%}"
+        )
 
 
 if __name__ == "__main__":

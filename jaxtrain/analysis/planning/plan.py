@@ -144,6 +144,7 @@ def _plan(
         moved or textbook,
         update_bytes=estimate.update_bytes,
         text=compiled.text if compiled else "",
+        thorough=effort == "thorough",
     )
     result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [])
     if advise and not result.fits:

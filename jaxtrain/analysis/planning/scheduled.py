@@ -30,7 +30,13 @@ class Schedule:
 
 
 def scheduled(
-    config: Config, layout: Layout, target: Target, text: str, *, attention: float
+    config: Config,
+    layout: Layout,
+    target: Target,
+    text: str,
+    *,
+    attention: float,
+    thorough: bool,
 ) -> Schedule:
     """Reads a compiled step: its collectives wait for what does not run beside them, and each
     operation has its own price (`schedule.seconds_of`).
@@ -41,6 +47,7 @@ def scheduled(
       target: the machine.
       text: of the compiled program.
       attention: seconds of attention's kernels by the closed form: no program tells theirs.
+      thorough: whether it was compiled as for a run.
     """
     sizes, shares, counts = dict(layout.mesh.shape), fitted(target), branch_counts(config, layout)
 
@@ -48,7 +55,7 @@ def scheduled(
         return links.seconds(one.kind, one.axis, one.bytes, sizes, target, config.mesh.dcn)[0]
 
     moved = by_launch(collectives(text, sizes, counts), sent)
-    price = seconds_of(target, products=shares.products, memory=shares.memory)
+    price = seconds_of(target, products=shares.products, memory=shares.memory, thorough=thorough)
     runs = walk(text, price, moved, counts).kernels
     found = walk(text, price, moved, counts, kernel=attention / runs if runs else 0.0)
     kernels = attention if runs else 0.0

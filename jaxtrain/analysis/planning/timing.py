@@ -435,6 +435,7 @@ def step_time(
     *,
     update_bytes: int,
     text: str = "",
+    thorough: bool = False,
 ) -> StepTime:
     """The prediction.
 
@@ -446,6 +447,7 @@ def step_time(
       update_bytes: bytes of parameters, gradients and optimizer state on one device, which the
         update reads and writes once.
       text: of the compiled program, whose own schedule then counts; "" without one.
+      thorough: whether it was compiled as for a run.
     """
     moved, chip = list(moved), target.chip
     config = resolved(config, chip.kind)
@@ -471,7 +473,8 @@ def step_time(
     closed = time(counted.compute(shares), counted.waited(shares), counted.hidden(shares))
     if not text:
         return closed
-    found = scheduled(config, layout, target, text, attention=counted.attention(shares))
+    attention = counted.attention(shares)
+    found = scheduled(config, layout, target, text, attention=attention, thorough=thorough)
     made = time(found.compute, found.waited + counted.between, found.sent - found.waited)
     return dataclasses.replace(made, estimate=closed, kernels=found.of_kernels)
 

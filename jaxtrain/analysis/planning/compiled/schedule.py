@@ -91,18 +91,20 @@ def by_launch(found: list[Collective], seconds: Callable[[Collective], float]) -
     return moved
 
 
-def seconds_of(target: Target, *, products: float, memory: float) -> Price:
+def seconds_of(target: Target, *, products: float, memory: float, thorough: bool) -> Price:
     """The price of operations on a chip.
 
     A product takes its FLOPs at a share of the peak, or its bytes at a share of the memory's
-    bandwidth; on a TPU no less than the cycles that libtpu expects of it. Of other operations the
-    bytes count, and on a TPU no more than libtpu's cycles, which are up to twice too many
-    (benchmarks/RESULTS.md).
+    bandwidth; in place of the bytes a TPU's has the cycles that libtpu expects, where it compiled
+    as for a run: what it compiles quickly fills the units two or three times worse. Of other
+    operations the bytes count, and on a TPU no more than libtpu's cycles, which are up to twice too
+    many (benchmarks/RESULTS.md).
 
     Args:
       target: the machine, of which the peak and the memory are known.
       products: the share of the peak that products reach.
       memory: the share of the memory's bandwidth.
+      thorough: whether a TPU's compiler took as long as for a run.
     """
     chip = target.chip
     peak, bandwidth = chip.bf16_flops, chip.hbm_bandwidth
@@ -118,7 +120,8 @@ def seconds_of(target: Target, *, products: float, memory: float) -> Price:
         bytes_seconds = cost.moved_bytes / (memory * bandwidth)
         if not cost.flops:
             return bytes_seconds if cycles is None else min(cycles, bytes_seconds)
-        return max(cost.flops / (products * peak), bytes_seconds, cycles or 0.0)
+        other = cycles if thorough and cycles is not None else bytes_seconds
+        return max(cost.flops / (products * peak), other)
 
     return price
 
