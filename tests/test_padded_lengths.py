@@ -151,7 +151,7 @@ def test_padding_changes_no_loss(corpus):
     """A batch at its length and the same rows with more padding: one loss."""
     trainer = Trainer(config(corpus), workdir=None)
     opened = trainer.dataset
-    rows = np.arange(8)
+    rows = np.arange(8) % opened.train.rows[0]
     short = opened.train.examples(rows)
     assert short.inputs.shape == (8, 16)
     wide = jax.tree.map(lambda leaf: np.pad(leaf, ((0, 0), (0, 48))), short)
