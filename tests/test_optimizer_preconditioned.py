@@ -248,3 +248,22 @@ def test_simulated_devices_that_decompose_together_do_not_wait_for_one_another()
         words, capture_output=True, text=True, timeout=300, check=False, env=alone
     )
     assert done.stdout == "(32, 96, 96)\n", done.stderr[-2000:]
+
+
+THREADS = """
+from jaxtrain.parallel.devices import simulate_devices
+simulate_devices(2)
+import scipy.linalg
+from threadpoolctl import threadpool_info
+print([x["num_threads"] for x in threadpool_info() if "scipy.libs" in x["filepath"]])
+"""
+
+
+@pytest.mark.parametrize("users", [None, "2"])
+def test_a_simulated_device_decomposes_in_its_own_thread(users):
+    pytest.importorskip("threadpoolctl")
+    kept = {name: x for name, x in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    asked = {} if users is None else {"OPENBLAS_NUM_THREADS": users}
+    words = [sys.executable, "-c", THREADS]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=kept | asked)
+    assert done.stdout == f"[{users or 1}]\n"
