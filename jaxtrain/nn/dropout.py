@@ -32,7 +32,13 @@ class Draws:
         return cls(jax.random.fold_in(jax.random.key(seed), step), rows)
 
 
-def dropout(x: jax.Array, rate: float, draws: Draws | None, place: int) -> jax.Array:
+def dropout(
+    x: jax.Array,
+    rate: float,
+    draws: Draws | None,
+    place: int,
+    layer: jax.Array | int | None = None,
+) -> jax.Array:
     """x with each number 0 with probability `rate`, the others over 1 - rate.
 
     Srivastava et al. 2014, "Dropout", scaled in training as `torch.nn.Dropout` does.
@@ -42,15 +48,21 @@ def dropout(x: jax.Array, rate: float, draws: Draws | None, place: int) -> jax.A
       rate: of what is dropped, 0 to below 1.
       draws: of this step; None is evaluation, which drops nothing.
       place: which dropout of the model this is, counted as the model likes: each draws its own.
+      layer: the number of the layer that it is in, where layers are alike.
     """
     if draws is None or rate == 0:
         return x
     key = jax.random.fold_in(draws.key, place)
+    if layer is not None:
+        key = jax.random.fold_in(key, layer)
 
     def of_row(row: jax.Array) -> jax.Array:
         return jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x.shape[1:])
 
-    return jnp.where(jax.vmap(of_row)(draws.rows), x / (1 - rate), 0).astype(x.dtype)
+    kept = jax.vmap(of_row)(draws.rows)
+    if not jax.sharding.get_abstract_mesh().empty:
+        kept = jax.sharding.reshard(kept, jax.typeof(x).sharding.spec)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 def refuse_rate(model: object, name: str, rate: float) -> None:

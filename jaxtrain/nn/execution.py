@@ -95,7 +95,9 @@ class Execution:
     ) -> jax.Array:
         """A layer's product with a weight, in this run's precision; as `contract.contract`."""
         if isinstance(weight.get_value(), LowRank):
-            return adapted(equation, x, weight, out, by=self.einsum)
+            return adapted(
+                equation, x, weight, out, by=self.einsum, draws=self.draws, layer=self.layer
+            )
         if isinstance(weight.get_value(), Quantised):
             return quantised.product(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)

@@ -91,7 +91,7 @@ def hutchinson(program: Program, state: TrainState, batch: Batch) -> nnx.State:
     u = signs(state)
 
     objective = program.objective
-    rows = numbered(batch) if objective.draws else batch
+    rows = numbered(batch) if objective.draws or program.tuning.draws else batch
     scales = {name: 1 / at_least_one(count) for name, count in objective.counts(batch).items()}
 
     def loss(params: nnx.State) -> jax.Array:

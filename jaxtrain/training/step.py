@@ -363,7 +363,7 @@ class Program:
           counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
         """
         counts = self.objective.counts(batch) if counts is None else counts
-        batch = numbered(batch) if self.objective.draws else batch
+        batch = numbered(batch) if self.objective.draws or self.tuning.draws else batch
         # Counts are known before the first microbatch, so each contributes its share of the MEAN
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]

@@ -1,19 +1,22 @@
 """Products with a weight that has a low-rank adapter beside it (LoRA, arXiv 2106.09685).
 
 y = x W + scale (x A) B: the weight's own gradient is never made, and the adapter's two products
-cost rank (in + out) a row. R is the rank.
+cost rank (in + out) a row. R is the rank. With a magnitude m (DoRA, arXiv 2402.09353) each number
+of y is multiplied by m / ||W + scale A B||, where the norm is taken for a constant (section 4.3).
 """
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.nn.dropout import Draws, dropout
 from jaxtrain.nn.products.contract import contract, meaning
 from jaxtrain.nn.products.dot import Einsum, sides
 from jaxtrain.nn.products.quantised import Quantised, product
-from jaxtrain.parallel.gathering import GradientSlice
+from jaxtrain.parallel.gathering import GradientSlice, gather
 
 
 @jax.tree_util.register_dataclass
@@ -25,17 +28,25 @@ class LowRank:
       base: the weight.
       down: A, the weight's dimensions that are summed over, then R.
       up: B, the weight's other dimensions, R where the first summed one stood.
+      magnitude: m, the weight's other dimensions; None: the norm stays what it is.
       down_axes: what A's dimensions mean.
       up_axes: what B's do.
+      magnitude_axes: what m's do.
       scale: of what the adapter adds.
+      dropout: of what A reads.
+      place: the number of its draws.
     """
 
     base: jax.Array | Quantised
     down: jax.Array | GradientSlice
     up: jax.Array | GradientSlice
+    magnitude: jax.Array | GradientSlice | None
     down_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     up_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    magnitude_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
+    place: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 def adapted(
@@ -45,6 +56,8 @@ def adapted(
     out: tuple[str, ...] | None,
     *,
     by: Einsum,
+    draws: Draws | None = None,
+    layer: jax.Array | int | None = None,
 ) -> jax.Array:
     """The product of x with a weight that has an adapter; arguments as of `contract`.
 
@@ -52,6 +65,8 @@ def adapted(
       equation, x, out: as of `contract`.
       weight: its value is a `LowRank`.
       by: what multiplies with the weight; the adapter's products are in x's dtype.
+      draws: what dropout draws from; None drops nothing.
+      layer: the number of the layer.
     """
     value: LowRank = weight.get_value()
     left, right, _ = sides(equation)
@@ -61,10 +76,43 @@ def adapted(
     of_base = product if isinstance(value.base, Quantised) else contract
     y = of_base(equation, x, base, out, by=by)
     down: Any = weight.replace(value.down, axes=value.down_axes)
-    middle = contract(f"{left},{summed}R->{kept}R", x, down, (*meaning(kept), "rank"))
+    read = dropout(x, value.dropout, draws, value.place, layer)
+    middle = contract(f"{left},{summed}R->{kept}R", read, down, (*meaning(kept), "rank"))
     up: Any = weight.replace(value.up, axes=value.up_axes)
     added = contract(f"{kept}R,{up_letters(right, summed)}->{sides(equation)[2]}", middle, up, out)
-    return y + value.scale * added
+    y = y + value.scale * added
+    if value.magnitude is None:
+        return y
+    size: Any = weight.replace(value.magnitude, axes=value.magnitude_axes)
+    whole = _whole(right, summed, gather(base), gather(down), gather(up), value.scale)
+    return y * _factor(sides(equation)[2], right, summed, gather(size), whole).astype(y.dtype)
+
+
+def _whole(
+    right: str, summed: str, base: jax.Array, down: jax.Array, up: jax.Array, scale: float
+) -> jax.Array:
+    """W + scale A B, float32, of which no gradient is taken."""
+    base, down, up = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in (base, down, up))
+    equation = f"{summed}R,{up_letters(right, summed)}->{right}"
+    return base + scale * jnp.einsum(equation, down, up)
+
+
+def _factor(made: str, right: str, summed: str, size: jax.Array, whole: jax.Array) -> jax.Array:
+    """m over the norm, for each number of a product's result, with dimensions of 1 for the others.
+
+    Args:
+      made: the letters of the result.
+      right: those of W.
+      summed: of these the ones that are summed over.
+      size: m.
+      whole: what W acts as, but for its magnitude.
+    """
+    squares = jnp.square(whole).sum(tuple(right.index(letter) for letter in summed))
+    norm = jnp.sqrt(jnp.where(squares == 0, 1.0, squares))
+    kept = [letter for letter in right if letter not in summed]
+    assert kept == [letter for letter in made if letter in kept], "in one order"
+    others = tuple(place for place, letter in enumerate(made) if letter not in kept)
+    return jnp.expand_dims(size.astype(jnp.float32) / norm, others)
 
 
 def up_letters(right: str, summed: str) -> str:

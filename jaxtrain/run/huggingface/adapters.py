@@ -16,7 +16,7 @@ from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.run.huggingface.parameters import their_tensors
-from jaxtrain.training.finetune.lora import DOWN, UP, LoRA, sides_of
+from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA, sides_of
 from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState, parameter_shapes
@@ -117,8 +117,8 @@ def _shapes(program: Program, tuning: LoRA) -> dict[str, tuple[int, ...]]:
     return {name: variable.get_value().shape for name, variable in named(drawn).items()}
 
 
-def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, Name, Name]]:
-    """The map's line of each weight that has an adapter, and those of its A and B."""
+def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, ...]]:
+    """The map's line of each weight that has an adapter, and those of its A, B and magnitude."""
     family, _ = family_for(config.train.model, None)
     shapes = named(parameter_shapes(program.build))
     for line in family.names(config.train.model):
@@ -129,14 +129,14 @@ def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, N
                 "the merged weights with 'jaxtrain export-hf' without an adapter's folder"
             )
     return [
-        (line, *_of_adapter(line, logical_axes(shapes[line.ours])))
+        (line, *_of_adapter(line, logical_axes(shapes[line.ours]))[: 2 + tuning.magnitudes])
         for line in family.names(config.train.model)
         if line.ours in tuning.targets
     ]
 
 
-def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name]:
-    """A is [r, in] there and B [out, r], whichever way the weight itself is stored."""
+def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name, Name]:
+    """A is [r, in] there, B [out, r] and m [out], whichever way the weight itself is stored."""
     letters, there = line.form.split("->")
     inside, outside = sides_of(axes)
     taken = {letters[i] for i in inside}
@@ -153,6 +153,11 @@ def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name]:
     return (
         Name(f"{theirs}.lora_A.weight", f"{line.ours}/{DOWN}", f"{down}->R({into})"),
         Name(f"{theirs}.lora_B.weight", f"{line.ours}/{UP}", f"{up}->({out_of})R"),
+        Name(
+            f"{theirs}.lora_magnitude_vector",
+            f"{line.ours}/{MAGNITUDE}",
+            f"{letters[0]}{''.join(letters[i] for i in outside)}->({out_of})",
+        ),
     )
 
 
@@ -166,7 +171,7 @@ def _until_bracket(piece: str) -> list[str]:
     return [inside, *rest] if bracket else list(inside)
 
 
-def _said(config: Config, tuning: LoRA, pairs: list[tuple[Name, Name, Name]]) -> dict[str, Any]:
+def _said(config: Config, tuning: LoRA, pairs: list[tuple[Name, ...]]) -> dict[str, Any]:
     """The adapter_config.json."""
     family, _ = family_for(config.train.model, None)
     others = {
@@ -186,11 +191,11 @@ def _said(config: Config, tuning: LoRA, pairs: list[tuple[Name, Name, Name]]) ->
         "base_model_name_or_path": config.train.start_from,
         "r": tuning.rank,
         "lora_alpha": settings.lora_alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": settings.lora_dropout,
         "use_rslora": settings.lora_scale == "sqrt_rank",
-        "use_dora": False,
+        "use_dora": tuning.magnitudes,
         "bias": "none",
-        "fan_in_fan_out": all(_stored_by_input(*pair[:2]) for pair in pairs),
+        "fan_in_fan_out": all(_stored_by_input(pair[0], pair[1]) for pair in pairs),
         "target_modules": sorted(set(modules)),
         "inference_mode": True,
     }
@@ -218,8 +223,13 @@ def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
             f"lora_alpha is {said.get('lora_alpha')} and use_rslora {said.get('use_rslora')}; use "
             f"Finetune.lora_alpha={said.get('lora_alpha')} and Finetune.lora_scale={kind!r}"
         )
+    if bool(said.get("use_dora")) != tuning.magnitudes:
+        found.append(
+            f"use_dora is {said.get('use_dora')}; use Finetune.lora_magnitudes="
+            f"{bool(said.get('use_dora'))}"
+        )
     for key, allowed in (
-        ("use_dora", False), ("bias", "none"), ("modules_to_save", None), ("rank_pattern", {}),
+        ("bias", "none"), ("modules_to_save", None), ("rank_pattern", {}),
         ("alpha_pattern", {}), ("layers_to_transform", None),
     ):  # fmt: skip
         value = said.get(key, allowed)

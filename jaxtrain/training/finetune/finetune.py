@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, did_you_mean, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
+from jaxtrain.nn.dropout import refuse_rate
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.lora import LoRA, can_adapt, refuse_blocks, targets_of
 from jaxtrain.training.finetune.tuning import Tuning, named
@@ -32,6 +33,10 @@ class Finetune:
         are none.
       lora_alpha: what an adapter adds is multiplied by this over what `lora_scale` says.
       lora_scale: 'rank' divides by the rank, 'sqrt_rank' by its root (rsLoRA, arXiv 2312.03732).
+      lora_dropout: the share of what an adapter reads that is dropped in training, as
+        `torch.nn.Dropout` drops it.
+      lora_magnitudes: whether an adapter also trains the norm of each row that makes one number of
+        the result, apart from its direction (DoRA, arXiv 2402.09353).
       lora_targets: which weights have an adapter: 'attention', 'mlp', or patterns of names.
       few_bits: what the frozen weights of a transformer's layers are held in while adapters are
         trained: 'nf4' is 4 bits in blocks of 64 (QLoRA, arXiv 2305.14314), 'int8' a scale for each
@@ -45,6 +50,8 @@ class Finetune:
     lora_rank: int | None = None
     lora_alpha: float = 16.0
     lora_scale: Literal["rank", "sqrt_rank"] = "rank"
+    lora_dropout: float = 0.0
+    lora_magnitudes: bool = False
     lora_targets: tuple[str, ...] = ("attention", "mlp")
     few_bits: Literal["none", "int8", "nf4"] = "none"
     adapter: Annotated[str | None, PathOr()] = None
@@ -61,6 +68,20 @@ class Finetune:
             raise UserError(
                 f"Finetune.few_bits={self.few_bits!r} with Finetune.lora_rank=None: weights in few "
                 "bits cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
+            )
+        if self.lora_magnitudes and (self.lora_rank is None or self.few_bits != "none"):
+            other = "lora_rank=None" if self.lora_rank is None else f"few_bits={self.few_bits!r}"
+            raise UserError(
+                f"Finetune.lora_magnitudes=True with Finetune.{other}: magnitudes are of adapters "
+                "beside weights in Precision.params; set Finetune.lora_rank, such as 16, and "
+                "Finetune.few_bits='none'"
+            )
+        refuse_rate(self, "lora_dropout", self.lora_dropout)
+        if self.lora_dropout and (self.lora_rank is None or self.lora_magnitudes):
+            other = "lora_rank=None" if self.lora_rank is None else "lora_magnitudes=True"
+            raise UserError(
+                f"Finetune.lora_dropout={self.lora_dropout} with Finetune.{other}: what adapters "
+                "read beside whole weights is dropped; use Finetune.lora_dropout=0.0"
             )
         if self.lora_rank is None and self.adapter is not None:
             raise UserError(
@@ -131,6 +152,14 @@ def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | Non
             f"Sharding.tensor_layout={layout.tensor_layout!r}: adapters are laid out for '1d'; use "
             "Sharding.tensor_layout='1d'"
         )
+    if layout is not None and settings.lora_dropout:
+        for axis in ("pipe", "context"):
+            if layout.mesh.shape[axis] > 1:
+                yield (
+                    f"Finetune.lora_dropout={settings.lora_dropout} with Mesh.{axis}="
+                    f"{layout.mesh.shape[axis]}: what is dropped depends on rows and places that "
+                    f"these devices do not know; use Mesh.{axis}=1, or Finetune.lora_dropout=0.0"
+                )
     able = [name for name, variable in named(shapes).items() if can_adapt(variable)]
     if not able:
         yield (
@@ -174,9 +203,16 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
     divisor = rank if settings.lora_scale == "rank" else math.sqrt(rank)
     scale = settings.lora_alpha / divisor
     if settings.few_bits == "none":
-        return LoRA(frozenset(names), frozenset(targets), rank, scale)
+        all_names, of = frozenset(names), frozenset(targets)
+        return LoRA(
+            all_names, of, rank, scale, magnitudes=settings.lora_magnitudes,
+            dropout=settings.lora_dropout,
+        )  # fmt: skip
     few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))
-    return LoRA(frozenset(names), frozenset(targets), rank, scale, few_bits, kind=settings.few_bits)
+    return LoRA(
+        frozenset(names), frozenset(targets), rank, scale, few_bits, kind=settings.few_bits,
+        dropout=settings.lora_dropout,
+    )  # fmt: skip
 
 
 def matching(patterns: Iterable[str], names: Collection[str]) -> list[str]:

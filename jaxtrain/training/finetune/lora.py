@@ -1,4 +1,8 @@
-"""LoRA (arXiv 2106.09685): adapters of low rank beside frozen weights, which alone are trained."""
+"""LoRA (arXiv 2106.09685): adapters of low rank beside frozen weights, which alone are trained.
+
+With magnitudes it is DoRA (arXiv 2402.09353): a weight acts as m V / ||V|| with V = W + scale A B,
+the norm being that of what makes one number of the result, and m is trained too.
+"""
 
 import dataclasses
 import fnmatch
@@ -19,6 +23,7 @@ from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.training.finetune.tuning import Tuning, Weights, named
 
 DOWN, UP = "lora_a", "lora_b"  # A and B, under the name of their weight
+MAGNITUDE = "lora_magnitude"  # m, likewise
 CODES, SCALES = "codes", "scales"  # of a weight in few bits, likewise
 # A weight of these dimensions besides embed is multiplied with in a transformer's layers.
 _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
@@ -34,6 +39,8 @@ class LoRA(Tuning):
       scale: of what an adapter adds.
       few_bits: names of the weights that are held in few bits.
       kind: how.
+      magnitudes: whether each target has one (DoRA).
+      dropout: of what adapters read in training.
     """
 
     targets: frozenset[str] = frozenset()
@@ -41,6 +48,13 @@ class LoRA(Tuning):
     scale: float = 1.0
     few_bits: frozenset[str] = frozenset()
     kind: Kind = "nf4"
+    magnitudes: bool = False
+    dropout: float = 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Where it drops anything."""
+        return self.dropout > 0
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
         """A uniform within 1 / sqrt(in), as `torch.nn.Linear` draws its weights, B zero: at first
@@ -55,16 +69,24 @@ class LoRA(Tuning):
             if name not in self.targets:
                 continue
             one = _Adapter.of(variable, self.rank)
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+            own = jax.random.fold_in(key, number_of(name))
             limit = 1 / math.sqrt(one.fan_in)
             down = jax.random.uniform(own, one.down, jnp.float32, -limit, limit)
             path = tuple(name.split("/"))
             found[*path, DOWN] = nnx.Param(down, axes=one.down_axes, role=None)
             found[*path, UP] = nnx.Param(jnp.zeros(one.up), axes=one.up_axes, role=None)
+            if self.magnitudes:
+                empty = jnp.zeros(one.magnitude)  # `begin` has the weights that it is the norm of
+                found[*path, MAGNITUDE] = nnx.Param(empty, axes=one.magnitude_axes, role=None)
         return nnx.from_flat_state(found)
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """Adapters are trained, parameters are not; of those in few bits the codes are kept."""
+        """Adapters are trained, parameters are not; of those in few bits the codes are kept.
+
+        Magnitudes are the norms of their weights: the model begins as it was.
+        """
+        if self.magnitudes:
+            adapters = self._with_norms(params, adapters)
         if not self.few_bits:
             return adapters, params
         found: dict[Any, Any] = {}
@@ -80,6 +102,17 @@ class LoRA(Tuning):
             ):
                 found[*path, last] = nnx.Param(value, axes=names, role="few_bits")
         return adapters, nnx.from_flat_state(found)
+
+    def _with_norms(self, params: nnx.State, adapters: nnx.State) -> nnx.State:
+        weights, found = named(params), dict[Any, Any]()
+        for path, variable in nnx.to_flat_state(adapters):
+            if path[-1] == MAGNITUDE:
+                weight = weights["/".join(map(str, path[:-1]))]
+                inside, _ = sides_of(logical_axes(weight))
+                norm = norm_of(weight.get_value().astype(jnp.float32), inside)
+                variable = variable.replace(norm.astype(variable.get_value().dtype))
+            found[path] = variable
+        return nnx.from_flat_state(found)
 
     def _as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
         """The frozen parameters by path, those in few bits as `Quantised`."""
@@ -110,9 +143,13 @@ class LoRA(Tuning):
             name = "/".join(map(str, path))
             if name in self.targets:
                 down, up = pairs[f"{name}/{DOWN}"], pairs[f"{name}/{UP}"]
+                size = pairs[f"{name}/{MAGNITUDE}"] if self.magnitudes else None
                 value = LowRank(
                     variable.get_value(), down.get_value(), up.get_value(),
-                    logical_axes(down), logical_axes(up), self.scale,
+                    None if size is None else size.get_value(),
+                    logical_axes(down), logical_axes(up),
+                    () if size is None else logical_axes(size), self.scale, self.dropout,
+                    number_of(name),
                 )  # fmt: skip
                 found[path] = variable.replace(value)
         return nnx.from_flat_state(found)
@@ -130,7 +167,11 @@ class LoRA(Tuning):
                 value = dequantised(value).astype(dtype)
             if name in self.targets:
                 down, up = (pairs[f"{name}/{one}"].get_value() for one in (DOWN, UP))
-                value = self._merged(variable, value, down, up).astype(value.dtype)
+                whole = self._merged(variable, value, down, up)
+                if self.magnitudes:
+                    size = pairs[f"{name}/{MAGNITUDE}"].get_value()
+                    whole = _of_magnitude(whole, size, sides_of(logical_axes(variable))[0])
+                value = whole.astype(value.dtype)
             found[path] = variable.replace(value)
         return nnx.from_flat_state(found)
 
@@ -156,8 +197,10 @@ class _Adapter:
 
     down: tuple[int, ...]
     up: tuple[int, ...]
+    magnitude: tuple[int, ...]
     down_axes: tuple[str, ...]
     up_axes: tuple[str, ...]
+    magnitude_axes: tuple[str, ...]
     fan_in: int
 
     @classmethod
@@ -165,14 +208,16 @@ class _Adapter:
         shape, axes = variable.get_value().shape, logical_axes(variable)
         inside, outside = sides_of(axes)
 
-        def taken(values: tuple[Any, ...], of_rank: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        Parts = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+
+        def taken(values: tuple[Any, ...], of_rank: Any) -> Parts:
             down = tuple(values[i] for i in (0, *inside)) + (of_rank,)
             up = tuple(
                 of_rank if i == inside[0] else values[i]
                 for i in range(len(values))
                 if i == inside[0] or i in (0, *outside)
             )
-            return down, up
+            return down, up, tuple(values[i] for i in (0, *outside))
 
         sizes, names = taken(shape, rank), taken(axes, "rank")
         return cls(*sizes, *names, math.prod(shape[i] for i in inside))
@@ -184,6 +229,22 @@ def sides_of(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     embed = axes.index("embed")
     others = tuple(i for i in range(1, len(axes)) if i != embed)
     return (others, (embed,)) if embed == len(axes) - 1 else ((embed,), others)
+
+
+def number_of(name: str) -> int:
+    """By which the draws of a weight's adapter are told from others'."""
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF
+
+
+def norm_of(weight: jax.Array, inside: tuple[int, ...]) -> jax.Array:
+    """The norm over the dimensions that a product sums over; 1 for what is all zero."""
+    squares = jnp.square(weight).sum(inside)
+    return jnp.where(squares == 0, 1.0, jnp.sqrt(jnp.where(squares == 0, 1.0, squares)))
+
+
+def _of_magnitude(weight: jax.Array, size: jax.Array, inside: tuple[int, ...]) -> jax.Array:
+    factor = size.astype(jnp.float32) / norm_of(weight, inside)
+    return weight * jnp.expand_dims(factor, inside)
 
 
 def can_adapt(variable: Any) -> bool:

@@ -41,6 +41,11 @@ class Tuning:
         zero = layout.zero if self.teacher_zero is None else self.teacher_zero
         return dataclasses.replace(layout, zero=zero)
 
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers, for which rows are counted."""
+        return False
+
     def splits_more(self, layout: Layout) -> bool:
         """Whether a teacher is split over fsdp where gradients are summed over it once a step: in
         that sum each device has all parameters at hand, so that they are summed as they come."""

@@ -4,6 +4,7 @@ Letters: B batch, T length, D embed, V vocab.
 """
 
 import abc
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, final
 
@@ -84,8 +85,9 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     @final
     def arranged(self, batch: Batch, execution: Execution) -> Batch:
         """As in Objective: rows, and places over context."""
-        method = execution.context_parallel
-        return jax.tree.map(lambda x_BT: along_context(x_BT, method), batch)
+        method, of_places = execution.context_parallel, dataclasses.replace(batch, rows=None)
+        arranged = jax.tree.map(lambda x_BT: along_context(x_BT, method), of_places)
+        return dataclasses.replace(arranged, rows=batch.rows)
 
     def weight(self, batch: Batch) -> jax.Array:
         """How much a batch counts: its targets, each by its loss mask."""
