@@ -16,7 +16,14 @@ import jaxtrain.models
 from jaxtrain.analysis.bindings import models
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import ImageModel, Model, TokenModel, VectorModel, reads_tokens
+from jaxtrain.models.model import (
+    ImageModel,
+    Model,
+    PairModel,
+    TokenModel,
+    VectorModel,
+    reads_tokens,
+)
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
@@ -35,12 +42,15 @@ SMALL = {
 
 def small(cls: type) -> Any:
     known = {field.name for field in dataclasses.fields(cls)}
-    sizes = SMALL | {"depth": {"VGG": 11}.get(cls.__name__, SMALL["depth"])}
+    own = {"VGG": {"depth": 11}, "Mamba2": {"head_dim": 16}}
+    sizes = SMALL | own.get(cls.__name__, {})
     return cls(**{name: size for name, size in sizes.items() if name in known})
 
 
 MODELS = {cls.__name__: small(cls) for cls in models()}
-KINDS = {"tokens": TokenModel, "images": ImageModel, "vectors": VectorModel}
+KINDS = {
+    "tokens": TokenModel, "pairs": PairModel, "images": ImageModel, "vectors": VectorModel
+}  # fmt: skip
 TEXT = [name for name, model in MODELS.items() if reads_tokens(model)]
 
 
@@ -101,7 +111,8 @@ def test_parameters_say_what_they_are_for(name):
     normed |= {n for n in everything if n.removesuffix("bias") + "scale" in normed}
     assert roles.get("norm", set()) == normed
     assert roles.get("router", set()) == {n for n in everything if n.endswith("/router")}
-    assert roles.get("position", set()) == everything & {"position_embedding"}
+    places = {"position_embedding", "source_distances", "target_distances"}
+    assert roles.get("position", set()) == everything & places
     assert roles.get("embedding", set()) == everything & {"token_embedding"}
     assert roles.get("output", set()) == everything & {"output", "head", "head/weight"}
     assert roles.keys() & {"embedding", "output"}
@@ -174,7 +185,7 @@ def test_flops_of_a_sequence_are_those_of_its_tokens(name):
 
 
 def test_the_type_checker_knows_that_every_model_says_all_of_it(tmp_path):
-    lines = ["from jaxtrain.models.model import ImageModel, TokenModel, VectorModel"]
+    lines = ["from jaxtrain.models.model import ImageModel, PairModel, TokenModel, VectorModel"]
     for name, model in MODELS.items():
         kind = KINDS[model.inputs].__name__
         lines += [f"from {type(model).__module__} import {name}", f"_{name}: {kind} = {name}()"]

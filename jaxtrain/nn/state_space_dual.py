@@ -13,7 +13,7 @@ from jaxtrain.parallel.sharding import shard
 
 CHUNK = 64  # places whose scores among each other exist at one time
 
-STATE = ("inner_batch", "heads", "head_dim", "state")
+STATE = ("inner_batch", "mlp", "head_dim", "state")
 
 
 def state_space_dual(

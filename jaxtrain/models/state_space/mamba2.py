@@ -70,7 +70,7 @@ class Mamba2:
     experts = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "heads": "embed_dim",
+        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim",
     }  # fmt: skip
 
@@ -120,7 +120,7 @@ class Mamba2:
             Cached(shape=(before, layer.inner_dim), axes=("narrow", "mlp"), every_token=False),
             Cached(shape=(before, 2 * self.state_dim), axes=("narrow", "narrow"),
                    every_token=False),
-            Cached(shape=states, axes=("heads", "head_dim", "state"), every_token=False,
+            Cached(shape=states, axes=("mlp", "head_dim", "state"), every_token=False,
                    dtype="float32"),
         )  # fmt: skip
 
@@ -205,10 +205,10 @@ class Mamba2Layer:
             "select": param(keys[2], (D, 2 * S), ("embed", "narrow"), uniform(D)),
             "select_conv": param(keys[3], (K, 2 * S), ("narrow", "narrow"), uniform(K)),
             "select_conv_bias": param(keys[3], (2 * S,), ("vector",), constant(0.0)),
-            "step": param(keys[4], (D, N), ("embed", "heads"), uniform(D)),
-            "step_bias": param(keys[5], (N,), ("heads",), steps),
-            "decay": param(keys[6], (N,), ("heads",), _rates),
-            "skip": param(key, (N,), ("heads",), constant(1.0)),
+            "step": param(keys[4], (D, N), ("embed", "mlp"), uniform(D)),
+            "step_bias": param(keys[5], (N,), ("mlp",), steps),
+            "decay": param(keys[6], (N,), ("mlp",), _rates),
+            "skip": param(key, (N,), ("mlp",), constant(1.0)),
             "gated_norm_scale": param(key, (F,), ("mlp",), constant(1.0), role="norm"),
             "out": param(keys[7], (F, D), ("mlp", "embed"), uniform(F, self.num_layers)),
         }

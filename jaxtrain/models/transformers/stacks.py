@@ -3,9 +3,7 @@
 Letters: S source length, T target length, D embed, N heads, H head_dim, V vocab.
 """
 
-import abc
-import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.block import Block
@@ -13,40 +11,40 @@ from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.cross_block import CrossBlock
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stacks(abc.ABC):
-    """An encoder and a decoder of as many layers, with as many heads each.
+class Stacks(Protocol):
+    """The settings, each documented at the models, and what a `PairModel` says by them: an encoder
+    and a decoder of as many layers, with as many heads each.
 
-    Attributes:
-      vocab_size: rows of the embedding table, of sources and targets.
-      num_layers: blocks of the encoder, and of the decoder.
-      embed_dim: width of the residual stream.
-      num_heads: attention heads.
+    A model that is this has the settings as fields, each with a default (a dataclass would take
+    the property for a missing one), and says what a layer of each stack computes.
     """
 
-    vocab_size: int
-    num_layers: int
-    embed_dim: int
-    num_heads: int
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_width(self) -> int: ...
+    @property
+    def encoder(self) -> Block: ...
+    @property
+    def decoder(self) -> CrossBlock: ...
 
     inputs: ClassVar[Inputs] = "pairs"
-    objective = "sequence_to_sequence"
-    experts = None
 
     @property
-    @abc.abstractmethod
-    def head_width(self) -> int:
-        """Width of each head."""
+    def objective(self) -> str:
+        """They tell a target from a source."""
+        return "sequence_to_sequence"
 
     @property
-    @abc.abstractmethod
-    def encoder(self) -> Block:
-        """What every layer computes that reads the source."""
-
-    @property
-    @abc.abstractmethod
-    def decoder(self) -> CrossBlock:
-        """What every layer computes that writes the target."""
+    def experts(self) -> None:
+        """They have none."""
+        return None  # noqa: RET501
 
     @property
     def layers(self) -> int:
