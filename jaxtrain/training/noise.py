@@ -49,7 +49,7 @@ class NoiseMeasured(ExchangeProgram):
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One optimizer step; its metrics have `noise_scale`, in rows of the batch, too: the
         quotient of the means so far, 0 before the first."""
-        kept, at = state.exchange, self.trained(state)
+        kept, at = state.exchange, _of_plain(state)
         grads, metrics, statistics = self.plain.gradients(at, batch)
         parts = self.plain.accumulation
         rows = jax.tree.leaves(batch)[0].shape[0]
@@ -71,18 +71,23 @@ class NoiseMeasured(ExchangeProgram):
 
     def consensus(self, state: TrainState) -> TrainState:
         """As of the synchronous program."""
-        return self.plain.consensus(self.trained(state))
+        return self.plain.consensus(_of_plain(state))
 
     def trained(self, state: TrainState) -> TrainState:
         """As of the synchronous program, without the means."""
-        return dataclasses.replace(state, exchange=())
+        return self.plain.trained(_of_plain(state))
 
     def with_weights(
         self, state: TrainState, params: nnx.State, statistics: nnx.State
     ) -> TrainState:
         """As of the synchronous program; the means stay."""
-        after = self.plain.with_weights(self.trained(state), params, statistics)
+        after = self.plain.with_weights(_of_plain(state), params, statistics)
         return dataclasses.replace(after, exchange=state.exchange)
+
+
+def _of_plain(state: TrainState) -> TrainState:
+    """The state of the synchronous program."""
+    return dataclasses.replace(state, exchange=())
 
 
 def signal_and_noise(
