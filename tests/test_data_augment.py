@@ -16,6 +16,8 @@ from jaxtrain.data.images import operations
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches, heldout_batches
+from jaxtrain.run.show.data_picture import data_picture
+from jaxtrain.run.show.examples import show_examples
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.objectives.classification import Classification
 from jaxtrain.training.objectives.losses import Loss
@@ -220,6 +222,17 @@ def test_abstract_batch_is_what_mixed_examples_stack_to():
 def test_the_digest_is_another_with_augmentation():
     plain, augmented = (data(augment=one).open(seed=0).digest for one in (None, Augment(hue=0.1)))
     assert plain != augmented
+
+
+def test_a_mixed_image_is_shown_by_both_labels_and_their_shares():
+    opened = data(augment=Augment(mixup=1.0)).open(seed=1)
+    batch, said = rows_of(opened, range(4)), []
+    show_examples(batch, opened, 1, said.append)
+    first, second = batch.targets[0].tolist()
+    assert f"label {first} ({first}) and label {second} ({second})" in said[0]
+    titles = [axes.get_title() for axes in data_picture(batch, opened).axes]
+    share = batch.loss_mask[0, 0]
+    assert titles[0] == f"{first} {share:.0%}, {second} {1 - share:.0%}"
 
 
 # -- the loss --------------------------------------------------------------------------------------

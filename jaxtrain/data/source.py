@@ -135,7 +135,7 @@ def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bo
     if not named:
         raise UserError(
             f"{name}.heldout_split = {heldout!r}: only a 'tfds:NAME' source has named splits, and "
-            f"a folder of text that `datasets` saved with splits; leave it None and set "
+            f"a folder that `datasets` saved with splits; leave it None and set "
             f"{name}.heldout_fraction"
         )
     if heldout == train:
