@@ -85,7 +85,8 @@ class CompiledStep:
         compiled = {batch.inputs.shape: self.lower(batch).compile() for batch in batches}
 
         def of_its_shape(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
-            return compiled[batch.inputs.shape](arrays, batch)
+            # A batch of one's own of another length is compiled for when it comes.
+            return compiled.get(batch.inputs.shape, self._jitted)(arrays, batch)
 
         self.on_arrays = of_its_shape
         return of_its_shape
