@@ -6,7 +6,9 @@ Batches of 64 x 1024 tokens on the host. Ours is what `jaxtrain train` reads: sh
 epoch, exact after a resume, with loss mask, segment ids and positions, documents apart; once also
 without documents' marks, which is nearer to the peers. Theirs are a sequential data set (row i is
 tokens [i * T, i * T + T]) that DataLoader shuffles, and nanoGPT's random offsets; both yield int64
-inputs and targets, nothing else. Sequential rows are compared with ours first.
+inputs and targets, nothing else. Sequential rows are compared with ours first. Where Hugging Face's
+`datasets` is installed, rows of T + 1 tokens that it saved, shuffled by it and given as NumPy's
+arrays, are another.
 """
 
 import argparse
@@ -76,6 +78,34 @@ def theirs(dataset: type[Sequential], file: str, workers: int) -> Iterator[Any]:
     )
 
 
+def saved_rows(tokens: np.ndarray, folder: str) -> bool:
+    """Saves the rows as `datasets` does; False where it is not installed."""
+    try:
+        import datasets
+        import pyarrow as pa
+    except ImportError:
+        return False
+    rows = (TOKENS - 1) // LENGTH
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, LENGTH + 1)[::LENGTH][:rows]
+    ends = pa.array(np.arange(rows + 1) * (LENGTH + 1), pa.int32())
+    column = pa.ListArray.from_arrays(ends, pa.array(np.ascontiguousarray(windows).reshape(-1)))
+    datasets.Dataset(pa.table({"input_ids": column})).save_to_disk(folder)
+    return True
+
+
+def of_datasets(folder: str) -> Iterator[Any]:
+    """Batches of what `datasets` saved: inputs and targets."""
+    import datasets
+
+    saved = datasets.load_from_disk(folder)
+    seed = 0
+    while True:
+        seed += 1
+        shuffled = saved.shuffle(seed=seed).with_format("numpy")
+        for batch in shuffled.iter(ROWS, drop_last_batch=True):
+            yield batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
+
+
 def assert_equal_rows(packed: PackedText, file: str) -> None:
     """Both read the same tokens: row i of one is row i of the other."""
     peer = Sequential(file)
@@ -117,6 +147,9 @@ def main() -> None:
             "torch random offsets, 0 workers": lambda: theirs(RandomOffsets, file, 0),
             "torch random offsets, 2 workers": lambda: theirs(RandomOffsets, file, 2),
         }
+        saved = str(Path(folder) / "saved")
+        if saved_rows(tokens, saved):
+            makers["datasets, shuffled"] = lambda: of_datasets(saved)
         found = compare(makers, rounds=arguments.rounds, count=arguments.batches)
     names = ("loader", "batches/s", "Mtokens/s", "CPU ms", "first batch, ms", "ours packed / it")
     table = Table(*names)
@@ -164,7 +197,7 @@ def compare(
             "first_seconds": float(np.median(first[name])),
             "cpu_seconds": float(np.median(cpu[name])),  # of this process, not of workers
         }
-        if name.startswith("torch"):
+        if not name.startswith("jaxtrain"):
             found[name]["ours_over"] = side_by_side.spread((np.array(seconds[name]) / own).tolist())
     return found
 
