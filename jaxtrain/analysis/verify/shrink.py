@@ -106,9 +106,9 @@ def shrink(own: Config) -> Small:
     meshes, left_out = choose_meshes(
         sizes,
         tensor=_smallest_tensor(own.sharding),
-        pipe=3 if layout is not None and layout.unstaged else 2,
+        pipe=3 if layout.unstaged else 2,
     )
-    if layout is not None and layout.mesh.shape["fsdp"] != sizes["fsdp"]:
+    if not math.isinf(sizes["fsdp"]) and layout.mesh.shape["fsdp"] != sizes["fsdp"]:
         meshes.append(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 6})  # of which sizes divide by 2
     most = {axis: max(mesh[axis] for mesh in meshes) for axis in MESH_AXES}
     pipeline = _pipeline(own.pipeline, sizes["pipe"], most["pipe"])
@@ -153,10 +153,12 @@ def _size(mesh: Mesh, axis: str) -> float:
     return math.inf if size == -1 else size
 
 
-def _layout(own: Config, sizes: dict[str, float]) -> Layout | None:
-    """The user's own layout; None where it depends on the number of devices."""
-    count = math.prod(sizes.values())
-    return None if math.isinf(count) else layouts.abstract_layout(own, int(count))
+def _layout(own: Config, sizes: dict[str, float]) -> Layout:
+    """The user's own layout; axes whose size depends on the number of devices have one."""
+    known = {axis: 1 if math.isinf(size) else int(size) for axis, size in sizes.items()}
+    mesh = Mesh(**known, dcn=own.mesh.dcn if known == sizes else {})
+    config = dataclasses.replace(own, mesh=mesh)
+    return layouts.abstract_layout(config, math.prod(known.values()))
 
 
 def _dcn(own: Mesh, sizes: MeshSizes) -> dict[str, int]:
@@ -214,9 +216,7 @@ def _text(
     stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
     block = min(own.scan.layers_per_iteration, 2)
     layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
-    layout = _layout(own, sizes)
-    odd = layout is not None and "vocab" in layout.whole
-    vocabulary = VOCABULARY - odd
+    vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
     small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
     if model.attention is not None:
         small |= _heads(own, model.attention, sizes, most)
