@@ -15,6 +15,7 @@ from test_planning_traffic import config_of as traffic_of
 from jaxtrain import Trainer
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
 from jaxtrain.analysis.planning.plan import plan
+from jaxtrain.analysis.planning.search import search
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.timing import step_time
 from jaxtrain.analysis.verify.shrink import shrink
@@ -231,6 +232,13 @@ def test_places_of_shorter_stages_are_counted():
     assert five.flops_per_device == six.flops_per_device
     assert five.compute == six.compute
     assert five.model_flops_per_device < six.model_flops_per_device
+
+
+def test_a_search_names_a_layout_once():
+    bindings = "Train.global_batch_size = 12", "TextData.sequence_length = 16"
+    found = search(config_of(MODEL, 3, *bindings), parse_target("h100:1x6"))
+    assert {one.config.mesh.fsdp for one in found.candidates} <= {1, 2}
+    assert any("the same as with fewer" in reason for reason in found.refused)
 
 
 def test_nemo_s_405b_on_nine_stages_is_counted_with_whole_tables():

@@ -313,7 +313,12 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
     except UserError as error:
         return str(error)
     said = refusal(variant, target, slices=slices)
-    return None if said is None else said.splitlines()[0]
+    if said is not None:
+        return said.splitlines()[0]
+    sharded = dataclasses.replace(variant, sharding=dataclasses.replace(variant.sharding, zero=3))
+    if layouts.shared_mesh(sharded, target.devices * slices) != variant.mesh:
+        return f"Mesh.fsdp={variant.mesh.fsdp}: the same as with fewer, and more Mesh.data"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
