@@ -135,7 +135,8 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         """Rows of tokens, each one text from its beginning."""
         places = np.arange(inputs.shape[-1] if inputs.ndim else 1, dtype=np.int32)
         every = np.ones(inputs.shape, np.float32)
-        return Batch(inputs, inputs, every, None, np.array(np.broadcast_to(places, inputs.shape)))
+        targets = np.zeros_like(inputs) if self.labels else inputs
+        return Batch(inputs, targets, every, None, np.array(np.broadcast_to(places, inputs.shape)))
 
     @final
     def logits(
