@@ -268,8 +268,8 @@ def test_what_has_no_value_is_told_what_it_takes(tmp_path):
     assert "Garden" not in model
     assert data == (
         "Train.data has no value: bind it to one of @ChatData(), @ImageData(), @LabelledText(), "
-        "@Mixture(), @PairData(), @PreferenceData(), @TextData(), @VectorData(), such as Train.data "
-        "= @ChatData()"
+        "@Mixture(), @PairData(), @PreferenceData(), @TextData(), @VectorData(), such as "
+        "Train.data = @ChatData()"
     )
     assert steps == "Train.steps has no value: bind it, such as Train.steps = 1"
     assert batch.startswith("Train.global_batch_size has no value")
@@ -478,4 +478,5 @@ def test_shipped_configs_build_abstractly(name):
         sharding = layout.named(layout.parameter(logical_axes(variable)))
         assert sharding.shard_shape(value.shape)  # raises where a size does not divide
     batch = loaded.train.data.abstract_batch(loaded.train.global_batch_size)
-    assert len(batch.inputs.shape) == {"tokens": 2, "images": 4, "vectors": 2}[model.inputs]
+    dimensions = {"tokens": 2, "pairs": 2, "images": 4, "vectors": 2}
+    assert len(batch.inputs.shape) == dimensions[model.inputs]

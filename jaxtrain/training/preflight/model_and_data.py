@@ -22,6 +22,7 @@ from jaxtrain.models.model import (
     reads_tokens,
     reads_vectors,
 )
+from jaxtrain.training.objectives.next_token import NextToken
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.settings import Config
 
@@ -103,11 +104,11 @@ def _lengths(config: Config, text: TextData) -> Iterator[str]:
 def _text(config: Config, model: TokenModel, length: int, section: str) -> Iterator[str]:
     text = text_of(config.train.data)
     if text is not None and text.fill_in_middle is not None:
-        objective = config.train.task.name
-        if objective != "next_token":
+        objective = config.train.task
+        if not isinstance(objective, NextToken):
             yield (
                 "TextData.fill_in_middle is for models that tell the next token, and "
-                f"{type(model).__name__}.objective={objective!r}; use None"
+                f"{type(model).__name__}.objective={objective.name!r}; use None"
             )
     if text is not None and text.lengths:
         yield from _lengths(config, text)
