@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.gathering import gather
-from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, shard
+from jaxtrain.parallel.sharding import current_layout, logical_axes, on_each_device, parts_of, shard
 from jaxtrain.parallel.tables import MeshAxes
 
 
@@ -33,7 +33,9 @@ def embed(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
     table_VD, layout = gather(table), current_layout()
     if layout is None:
         return table_VD[tokens_BT]
-    of_tokens, of_table = layout.activation(("batch", "length")), jax.typeof(table_VD).sharding.spec
+    of_tokens, of_table = layout.activation(("batch", "length")), layout.weight(logical_axes(table))
+    if "vocab" in layout.whole:  # padded to be split where it is computed with
+        of_table = jax.typeof(table_VD).sharding.spec
     split = _Split(of_tokens, of_table, rows=table_VD.shape[0] // layout.size(of_table[0]))
     return shard(_embedded(split, tokens_BT, table_VD), ("batch", "length", "embed"))
 
