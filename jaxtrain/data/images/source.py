@@ -27,7 +27,7 @@ from jaxtrain.data.source import (
     existing_path,
     is_heldout,
 )
-from jaxtrain.data.text.saved_datasets import has_splits, is_saved
+from jaxtrain.data.text.saved_datasets import has_splits, holds_saved
 from jaxtrain.data.tfds import PREFIX, check_feature, open_builder, open_split, tfds_name
 
 SOURCE_WORDS = (*stores.DEMO, "synthetic", "tfds:NAME")
@@ -209,25 +209,27 @@ class ImageData:
         if self.source in stores.DEMO:
             images, class_names = stores.DEMO[self.source](), _numbers(10)
         else:
-            files = self._tars()
-            if files:
+            if is_glob(self.source):
+                files = glob_files(self.source, "ImageData.source")
                 return *self._of_tars(files), _numbers(self.num_classes)
             path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
-            if is_saved(path):
+            inside = [path] if is_tar(path.name) else self._inside(path)
+            files = [one for one in inside if is_tar(one.name)]
+            if files:
+                return *self._of_tars(files), _numbers(self.num_classes)
+            if holds_saved(one.name for one in inside):
                 return self._of_saved(path)
             check_heldout_split("ImageData", self.train_split, self.heldout_split, named=False)
             images, class_names = stores.folder(path)
         self._check_num_classes(len(class_names))
         return *self._hold_out(images), class_names
 
-    def _tars(self) -> list[Place]:
-        """The `.tar` files of a source that is such; none of another."""
-        if is_glob(self.source):
-            return glob_files(self.source, "ImageData.source")
-        path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
+    def _inside(self, path: Place) -> list[Place]:
         if not path.is_dir():
-            return [path] if is_tar(path.name) else []
-        return sorted(one for one in path.iterdir() if is_tar(one.name))
+            raise UserError(
+                f"ImageData.source = {str(path)!r} is a file; it takes a folder of folders"
+            )
+        return sorted(path.iterdir())
 
     def _of_saved(self, path: Place) -> tuple[LabelledImages, LabelledImages, list[str]]:
         check_heldout_split(

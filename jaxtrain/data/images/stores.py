@@ -203,8 +203,6 @@ def folder(root: Place) -> tuple[FileImages, list[str]]:
     Raises:
       UserError: no class folders, a class without images, or a link out of the folder.
     """
-    if not root.is_dir():
-        raise UserError(f"ImageData.source = {str(root)!r} is a file; it takes a folder of folders")
     files = list(walk_files(root, "ImageData.source"))
     if isinstance(root, BucketPath):  # where a folder without files is none
         names = sorted({name.partition("/")[0] for _, name, _ in files if "/" in name})

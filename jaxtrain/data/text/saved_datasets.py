@@ -1,19 +1,24 @@
 """Folders that Hugging Face's `datasets` wrote by `save_to_disk`: the Arrow files of a split."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def is_saved(folder: Place) -> bool:
     """Whether it is such a folder, of one dataset or of several splits."""
-    return has_splits(folder) or (
-        (folder / _STATE).is_file() and (folder / "dataset_info.json").is_file()
-    )
+    return has_splits(folder) or ((folder / _STATE).is_file() and (folder / _INFO).is_file())
+
+
+def holds_saved(names: Iterable[str]) -> bool:
+    """The same by the names of what is in it, which is one question to a bucket."""
+    names = set(names)
+    return _SPLITS in names or {_STATE, _INFO} <= names
 
 
 def has_splits(folder: Place) -> bool:
