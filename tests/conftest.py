@@ -34,6 +34,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax  # noqa: E402 - after the flags
 import numpy as np
 import pytest
+from long_cases import LONG_CASES
 
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("JAXTRAIN_TEST_DEVICES", "8")))
 jax.config.update("jax_platforms", "cpu")
@@ -64,7 +65,10 @@ LONG_FILES = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first (xdist keeps the order with --no-loadscope-reorder)."""
+    """Long files first (xdist keeps the order with --no-loadscope-reorder); long cases are slow."""
+    for item in items:
+        if item.name in LONG_CASES.get(item.path.stem, ()):
+            item.add_marker(pytest.mark.slow)
     place = {name: number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
@@ -75,8 +79,18 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ["JAXTRAIN_TEST_CACHE"], ignore_errors=True)
 
 
-# What is imported stays: the collector need not walk over it again and again.
+# What is imported stays: the collector need not walk over it again and again, nor over a million
+# objects of traced programs after every few thousand more: a tenth of the suite's time.
 gc.freeze()
+gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_go_with_their_file():
+    """What a file has traced and compiled no other asks for, and a worker would hold gigabytes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def unreadable(path: Path) -> None:

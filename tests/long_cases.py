@@ -1,0 +1,120 @@
+"""Cases that are left to `make test-slow`: what they run another case of the suite runs too."""
+
+LONG_CASES = {
+    "test_planning_search_published": {
+        "test_what_is_found_is_at_most_a_tenth_slower_than_what_was_published[70B on 64 H100]",
+    },
+    "test_googlenet": {
+        "test_every_mesh_computes_and_drops_the_same[{'fsdp': 2, 'tensor': 4, 'zero': 3}]",
+    },
+    "test_encoder_decoder": {
+        "test_every_mesh_computes_the_same[zero1_blocked]",
+        "test_every_mesh_computes_the_same[zero2_sequence_parallel_remat]",
+    },
+    "test_text_classification": {
+        "test_every_mesh_tells_the_same",
+    },
+    "test_pipeline": {
+        "test_loss_and_gradients_equal_one_device[residuals]",
+    },
+    "test_planning_traffic": {
+        "test_everything_that_moves_is_explained_and_the_textbooks[pipe x fsdp, gpipe, tied]",
+        "test_everything_that_moves_is_explained_and_the_textbooks[expert]",
+        "test_everything_that_moves_is_explained_and_the_textbooks[ulysses, full]",
+        "test_the_modes_of_test_traffic[zero0]",
+        "test_the_modes_of_test_traffic[zero1]",
+        "test_the_modes_of_test_traffic[zero2]",
+    },
+    "test_reduction": {
+        "test_gradients_of_many_microbatches_are_one_devices[experts]",
+    },
+    "test_mixtral": {
+        "test_loss_and_gradients_equal_one_device[dropless-expert8]",
+        "test_loss_and_gradients_equal_one_device[dropless-expert_hsdp_zero2]",
+        "test_loss_and_gradients_equal_one_device[capacity-expert_hsdp]",
+    },
+    "test_lora_dropout": {
+        "test_any_mesh_and_accumulation_drop_the_same",
+    },
+    "test_planning_advice": {
+        "test_where_one_change_is_not_enough_several_are_combined",
+    },
+    "test_benchmarks_tpu": {
+        "test_with_our_options_products_run_beside_gathers[v6e:4x4]",
+    },
+    "test_optimizer_rules": {
+        "test_losses_and_evaluation_on_a_mesh_are_those_of_one_device[schedule_free-1]",
+        "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[adam8bit]",
+        "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[soap]",
+    },
+    "test_speculative": {
+        "test_greedy_answers_are_the_plain_ones[mesh]",
+    },
+    "test_offload": {
+        "test_a_step_is_that_of_a_state_on_the_devices[offload0-3]",
+    },
+    "test_parity_matrix": {
+        "test_loss_and_gradients_equal_one_device[pipe_expert]",
+        "test_loss_and_gradients_equal_one_device[context_tensor]",
+        "test_loss_and_gradients_equal_one_device[fsdp_context]",
+    },
+    "test_resume": {
+        "test_every_layout_trains_alike[data]",
+        "test_every_layout_trains_alike[uneven]",
+        "test_every_layout_trains_alike[tensor]",
+    },
+    "test_gemma3": {
+        "test_every_mesh_computes_the_same[zero_bubble]",
+        "test_logits_and_every_gradient_equal_transformers[all_heads]",
+    },
+    "test_mamba": {
+        "test_every_mesh_computes_the_same[sequence_parallel]",
+    },
+    "test_mamba2": {
+        "test_every_mesh_computes_the_same[sequence_parallel]",
+        "test_every_mesh_computes_the_same[pipe]",
+    },
+    "test_bert": {
+        "test_every_mesh_computes_the_same[context_sequence_parallel]",
+    },
+    "test_convnets": {
+        "test_every_mesh_computes_and_drops_the_same[vgg-{'fsdp': 2, 'tensor': 4, 'zero': 2}]",
+    },
+    "test_qwen3_moe": {
+        "test_thirty_steps_have_the_losses_of_transformers",
+    },
+    "test_weights": {
+        "test_with_the_weights_of_transformers_everything_is_as_there[diloco]",
+    },
+    "test_context_step": {
+        "test_loss_and_gradients_equal_one_device[llama-data]",
+    },
+    "test_indivisible_layouts": {
+        "test_a_vocabulary_that_tensor_does_not_divide_equals_one_device[bert-mesh1-changes1]",
+    },
+    "test_bucket_runs": {
+        "test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_used",
+        "test_a_trainer_of_its_own_keeps_its_run_in_a_bucket",
+    },
+    "test_allocation": {
+        "test_a_program_takes_next_to_no_fresh_pages",
+    },
+    "test_planning_search_field": {
+        "test_where_nothing_fits_the_ways_out_are_true",
+    },
+    "test_pair_runs": {
+        "test_a_plan_knows_the_step",
+    },
+    "test_finetune_freeze": {
+        "test_gradients_of_the_rest_are_those_of_a_model_that_trains_whole[zero bubble, residuals]",
+    },
+    "test_lora": {
+        "test_gradients_are_the_formulas_on_every_mesh[zero bubble, residuals]",
+    },
+    "test_qlora": {
+        "test_losses_and_gradients_are_those_of_the_floats_on_every_mesh[1f1b, int8]",
+    },
+    "test_sweep": {
+        "test_a_sweep_trains_each_once_and_shows_them",
+    },
+}
