@@ -64,11 +64,19 @@ LONG_FILES = [
 ]  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first (xdist keeps the order with --no-loadscope-reorder); long cases are slow."""
+    found: dict[str, set[str]] = {}
     for item in items:
+        found.setdefault(item.path.stem, set()).add(item.name)
         if item.name in LONG_CASES.get(item.path.stem, ()):
             item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):
+        for file, cases in LONG_CASES.items():
+            gone = cases - found.get(file, cases)
+            if gone or not Path(__file__).with_name(f"{file}.py").exists():
+                raise pytest.UsageError(f"long_cases.py names what {file}.py has not: {gone}")
     place = {name: number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -67,12 +67,10 @@ LONG_CASES = {
         "test_every_mesh_computes_the_same[zero_bubble]",
         "test_logits_and_every_gradient_equal_transformers[all_heads]",
     },
-    "test_mamba": {
-        "test_every_mesh_computes_the_same[sequence_parallel]",
-    },
-    "test_mamba2": {
-        "test_every_mesh_computes_the_same[sequence_parallel]",
-        "test_every_mesh_computes_the_same[pipe]",
+    "test_state_space": {
+        "test_every_mesh_computes_the_same[mamba-sequence_parallel]",
+        "test_every_mesh_computes_the_same[mamba2-sequence_parallel]",
+        "test_every_mesh_computes_the_same[mamba2-pipe]",
     },
     "test_bert": {
         "test_every_mesh_computes_the_same[context_sequence_parallel]",

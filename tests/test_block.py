@@ -15,7 +15,7 @@ from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.mlp import GELU, SwiGLU
+from jaxtrain.nn.mlp import SwiGLU, TwoLayers
 from jaxtrain.nn.norms import LayerNorm, RMSNorm
 from jaxtrain.nn.parameters import normal, param, together
 from jaxtrain.nn.transformer import hidden, logits
@@ -28,7 +28,7 @@ SIZES = Llama(
 )  # fmt: skip
 SPREAD = residual_stddev(L)
 SWIGLU = SwiGLU(embed_dim=D, mlp_dim=F, residual_stddev=SPREAD)
-GELU_MLP = GELU(embed_dim=D, mlp_dim=F, residual_stddev=SPREAD)
+BIASED_MLP = TwoLayers(embed_dim=D, mlp_dim=F, residual_stddev=SPREAD)
 MULTI_HEAD = MultiHead(embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=SPREAD)
 LAYER_NORM = LayerNorm(dim=D, epsilon=1e-5)
 RMS_NORM = RMSNorm(dim=D, epsilon=1e-5)
@@ -107,7 +107,7 @@ class Mixed:
     """Grouped queries with a window and rotary positions, a GELU with biases, RMS norms."""
 
     objective = "next_token"
-    block = Block(attention=SIZES.grouped_query, mlp=GELU_MLP, norm=RMS_NORM)
+    block = Block(attention=SIZES.grouped_query, mlp=BIASED_MLP, norm=RMS_NORM)
 
     def build(self, key):
         return build(self.block, key)
@@ -121,7 +121,7 @@ def test_another_block_trains_on_a_mesh_as_on_one_device():
 
 
 @pytest.mark.parametrize("attention", [SIZES.grouped_query, MULTI_HEAD])
-@pytest.mark.parametrize("mlp", [SWIGLU, GELU_MLP])
+@pytest.mark.parametrize("mlp", [SWIGLU, BIASED_MLP])
 def test_matmul_parameters_are_those_with_two_sides(attention, mlp):
     block = Block(attention=attention, mlp=mlp, norm=LAYER_NORM)
     own = jax.eval_shape(block.weights, jax.random.key(0))

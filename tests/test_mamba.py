@@ -3,21 +3,16 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import text_batch
 from flax import nnx
-from parity import assert_equal, evaluate
 
 from jaxtrain import load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.selective_scan import causal_convolution, selective_scan
-from jaxtrain.run.generation.decoding import next_logits
-from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.preflight import check
 
 SHAPES = {
@@ -128,55 +123,6 @@ def test_a_convolution_goes_on_where_it_was_left():
     second, after = causal_convolution(x[:, 2:], kernel, Mask(), before)
     np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(after, last)
-
-
-# -- generation ------------------------------------------------------------------------------------
-
-
-def test_cached_logits_are_those_of_the_whole_text():
-    """Of rows that are padded on the left too, the second so far that it has one token at first."""
-    sizes, padding = SHAPES["odd"], np.array([0, 3])
-    program = make_program(sizes, make_layout(fsdp=1))
-    state, objective, execution = program.create(0), program.objective, program.execution
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab_size, (2, 9)).astype(np.int32)
-    with program.layout.active():
-        model = program.model(state)
-        texts = [row[None, before:] for row, before in zip(tokens, padding, strict=True)]
-        whole = [objective.logits(model, {}, objective.reading(x), execution)[0] for x in texts]
-        cache = empty_cache(sizes.cached, layers=3, rows=2, room=9, dtype=jnp.dtype("float32"))
-        run = jax.jit(lambda t, c: next_logits(model, t, c, padding, execution, room=9, last=1))
-        done = 0
-        for part in np.split(tokens, [4, 5, 7], 1):
-            found, cache = run(part, cache)
-            done += part.shape[1]
-            for row, before in enumerate(padding):
-                expected = whole[row][done - before - 1]
-                np.testing.assert_allclose(found[row, 0], expected, rtol=1e-5, atol=1e-6)
-
-
-# -- meshes ----------------------------------------------------------------------------------------
-
-ON_MESH = SHAPES["small"]
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    batch = text_batch(rows=16, length=8, vocab_size=ON_MESH.vocab_size)
-    return batch, evaluate(make_program(ON_MESH, make_layout()), batch)
-
-
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
-        ({"fsdp": 2, "tensor": 4, "sequence_parallel": True, "zero": 1}, {"accumulation": 2}),
-        ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
-    ],
-    ids=["tensor", "sequence_parallel", "pipe"],
-)
-def test_every_mesh_computes_the_same(layout, changes, one_device):
-    batch, expected = one_device
-    assert_equal(evaluate(make_program(ON_MESH, make_layout(**layout), **changes), batch), expected)
 
 
 @pytest.mark.parametrize(

@@ -70,53 +70,6 @@ class SwiGLU:
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReLU:
-    """down(max(up x, 0)), without biases.
-
-    Attributes:
-      embed_dim: width of the residual stream.
-      mlp_dim: width inside.
-      residual_stddev: spread of the weight that makes the result.
-      stddev: spread of the other.
-    """
-
-    embed_dim: int
-    mlp_dim: int
-    residual_stddev: float
-    stddev: float = 0.02
-
-    num_keys: ClassVar[int] = 2
-    scope: ClassVar[str] = "mlp"
-
-    def weights(self, keys: jax.Array) -> Weights:
-        """Up [D, F] and down [F, D]."""
-        D, F = self.embed_dim, self.mlp_dim
-        key_up, key_down = keys
-        return {
-            "up": param(key_up, (D, F), ("embed", "mlp"), normal(self.stddev)),
-            "down": param(key_down, (F, D), ("mlp", "embed"), normal(self.residual_stddev)),
-        }
-
-    def matmul_parameters(self) -> int:
-        """All of them."""
-        return 2 * self.embed_dim * self.mlp_dim
-
-    def __call__(
-        self,
-        own: Weights,
-        h_BTD: jax.Array,
-        mask: Mask,
-        execution: Execution,
-        *,
-        out: tuple[str, ...],
-    ) -> tuple[jax.Array, Auxiliary]:
-        """The network's outputs; arguments and results as in `block.Feeds`."""
-        del mask
-        h_BTF = jax.nn.relu(execution.contract("BTD,DF->BTF", h_BTD, own["up"]))
-        return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
-
-
 def gelu(x: jax.Array) -> jax.Array:
     """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
 
@@ -136,34 +89,40 @@ def exact_gelu(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GELU:
-    """down(gelu(up x)), with biases.
+class TwoLayers:
+    """down(function(up x)).
 
     Attributes:
       embed_dim: width of the residual stream.
       mlp_dim: width inside.
       residual_stddev: spread of the weight that makes the result.
-      function: the unit itself, or what is used for it.
+      function: between the two.
+      stddev: spread of the other weight.
+      biases: each product has one.
     """
 
     embed_dim: int
     mlp_dim: int
     residual_stddev: float
     function: Callable[[jax.Array], jax.Array] = gelu
+    stddev: float = 0.02
+    biases: bool = True
 
     num_keys: ClassVar[int] = 2
     scope: ClassVar[str] = "mlp"
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Up [D, F], down [F, D], and their biases."""
+        """Up [D, F] and down [F, D], and their biases."""
         D, F = self.embed_dim, self.mlp_dim
         key_up, key_down = keys
-        return {
-            "up": param(key_up, (D, F), ("embed", "mlp"), normal(0.02)),
-            "up_bias": param(key_up, (F,), ("mlp",), constant(0.0)),
+        found = {
+            "up": param(key_up, (D, F), ("embed", "mlp"), normal(self.stddev)),
             "down": param(key_down, (F, D), ("mlp", "embed"), normal(self.residual_stddev)),
-            "down_bias": param(key_down, (D,), ("vector",), constant(0.0)),
         }
+        if self.biases:
+            found["up_bias"] = param(key_up, (F,), ("mlp",), constant(0.0))
+            found["down_bias"] = param(key_down, (D,), ("vector",), constant(0.0))
+        return found
 
     def matmul_parameters(self) -> int:
         """All but the biases."""
@@ -180,7 +139,7 @@ class GELU:
     ) -> tuple[jax.Array, Auxiliary]:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
-        up_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
-        h_BTF = self.function(add_bias(up_BTF, own["up_bias"]))
+        h_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        h_BTF = self.function(add_bias(h_BTF, own["up_bias"]) if self.biases else h_BTF)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
-        return add_bias(y_BTD, own["down_bias"]), {}
+        return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}

@@ -93,7 +93,7 @@ class Loop:
                         recorder.close()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
-            self._tell_trackers(self.saved.on_disk() if self.saved.keeps else self.steps_done)
+            self._tell_trackers()
             if self.folder is not None:
                 self.folder.push_or_report()
         return values
@@ -233,7 +233,7 @@ class Loop:
                 self._save()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
-        self._tell_trackers(self.saved.on_disk())
+        self._tell_trackers()
         self._account(log)
         raise Preempted(self.steps_done, reason)
 
@@ -245,10 +245,13 @@ class Loop:
                 next_batch=self.next_batch,
                 digest=self.dataset().digest,
             )
-        if self.saved.keeps:
-            self._tell_trackers(self.saved.on_disk())
+        self._tell_trackers()
 
-    def _tell_trackers(self, step: int) -> None:
+    def _tell_trackers(self) -> None:
+        """Lets them have the lines that a later start does not write again."""
+        if not self.tracking:
+            return  # where checkpoints are in a bucket, what is on disk takes a request
+        step = self.saved.on_disk() if self.saved.keeps else self.steps_done
         for one in self.tracking:
             one.up_to(step)
 

@@ -12,25 +12,23 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.errors import refuse_below, refuse_not_positive
+from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import RESIDUAL, pre_norm
+from jaxtrain.nn.block import RESIDUAL
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.norms import RMSNorm
-from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
+from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed
 from jaxtrain.nn.selective_scan import causal_convolution, goes_on, selective_scan, steps
-from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba:
+class Mamba(StateSpaceSizes):
     """Sizes of a Mamba; the defaults are the 130M model.
 
     Attributes:
@@ -55,30 +53,10 @@ class Mamba:
     context_length: int = 2048
     norm_eps: float = 1e-5
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    attention = None
-    experts = None
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
-        "vocab_embed": "embed_dim",
-    }  # fmt: skip
-
     def __post_init__(self) -> None:
-        refuse_below(
-            1, self, "vocab_size", "num_layers", "embed_dim", "expand", "state_dim",
-            "context_length",
-        )  # fmt: skip
+        super().__post_init__()
         if self.step_rank is not None:
             refuse_below(1, self, "step_rank")
-        refuse_below(2, self, "conv_width")
-        refuse_not_positive(self, "norm_eps")
-
-    @property
-    def layers(self) -> int:
-        """All layers are one stack."""
-        return self.num_layers
 
     @property
     def layer(self) -> "MambaLayer":
@@ -95,11 +73,6 @@ class Mamba:
         )
 
     @property
-    def norm(self) -> RMSNorm:
-        """The norm before each layer, and after the last."""
-        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
-
-    @property
     def cached(self) -> tuple[Cached, ...]:
         """The last inputs of the convolution, and the states: as many for any length."""
         layer = self.layer
@@ -109,59 +82,20 @@ class Mamba:
             Cached(shape=states, axes=("mlp", "state"), every_token=False, dtype="float32"),
         )
 
-    def build(self, key: jax.Array) -> Decoder:
-        """The module with freshly drawn parameters."""
-        key_tokens, key_layers = jax.random.split(key)
-        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
-        return Decoder(
-            self.layer,
-            key_layers,
-            num_layers=self.num_layers,
-            token_embedding=param(key_tokens, shape, axes, normal(0.02), role="embedding"),
-            norm=self.norm,
-        )
-
-    def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        return self.num_layers * self.layer.matmul_parameters() + self.vocab_size * self.embed_dim
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token, whatever the length.
-
-        6 N, and three times what goes forward: 2 K of each channel's convolution, 6 of each state
-        (its rate, its input, two for the recurrence, two for the sum that is read).
-        """
-        del sequence_length
-        layer = self.layer
-        channel = 2 * layer.conv_width + 6 * layer.state_dim
-        return 6.0 * self.matmul_parameters() + 3 * self.num_layers * layer.inner_dim * channel
-
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
-        return shape[0] * self.flops_per_token(shape[0])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MambaLayer:
+class MambaLayer(StateSpaceLayer):
     """x + out(scan(convolution(in(norm(x)))) gated): section 3.4 of the paper.
 
-    Attributes:
-      embed_dim: width of the residual stream.
+    Attributes (and those of StateSpaceLayer):
       inner_dim: channels.
-      state_dim: states of each.
       step_rank: numbers that a token's steps are made of.
-      conv_width: places of the convolution.
-      norm: of what goes in.
-      num_layers: of the model: the more, the less each adds at first.
     """
 
-    embed_dim: int
     inner_dim: int
-    state_dim: int
     step_rank: int
-    conv_width: int
-    norm: RMSNorm
-    num_layers: int
+
+    scope: ClassVar[str] = "mamba"
 
     def weights(self, key: jax.Array) -> Weights:
         """Freshly drawn parameters of one layer.
@@ -194,25 +128,9 @@ class MambaLayer:
         """All but the convolution, the rates, biases and norms."""
         return self.inner_dim * (3 * self.embed_dim + 2 * self.step_rank + 2 * self.state_dim)
 
-    def __call__(
-        self,
-        own: Weights,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        mask: Mask,
-        execution: Execution,
-        cache: LayerCache | None = None,
-        start: jax.Array | int = 0,
-    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer, whose cache is its states; arguments and results as in `decoder.Layer`."""
-        del positions_BT, start  # the order is in the recurrence
-
-        def mix(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
-            return self.mix(own, h_BTD, mask, execution, cache)
-
-        with jax.named_scope("mamba"):
-            x_BTD, cache = pre_norm(lambda x: self.norm(under("norm", own), x), x_BTD, mix)
-        return x_BTD, cache, {}
+    def other_flops(self) -> int:
+        """As in StateSpaceLayer."""
+        return self.inner_dim * (2 * self.conv_width + 6 * self.state_dim)
 
     def mix(
         self,

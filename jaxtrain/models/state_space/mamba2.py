@@ -16,21 +16,18 @@ from jaxtrain.config.errors import (
     UserError,
     nearest_multiple,
     refuse_below,
-    refuse_not_positive,
 )
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import RESIDUAL, pre_norm
+from jaxtrain.nn.block import RESIDUAL
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias, rms_norm
-from jaxtrain.nn.norms import RMSNorm
-from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
+from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed
 from jaxtrain.nn.selective_scan import causal_convolution, goes_on, steps
 from jaxtrain.nn.state_space_dual import state_space_dual
-from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 
@@ -39,7 +36,7 @@ MOST_RATE = 16.0  # of a fresh layer's heads, which are drawn evenly from 1 on
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2:
+class Mamba2(StateSpaceSizes):
     """Sizes of a Mamba 2; the defaults are the 130M model.
 
     Attributes:
@@ -64,34 +61,15 @@ class Mamba2:
     context_length: int = 2048
     norm_eps: float = 1e-5
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    attention = None
-    experts = None
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim",
-        "layers": "num_layers", "vocab_embed": "embed_dim",
-    }  # fmt: skip
-
     def __post_init__(self) -> None:
-        refuse_below(
-            1, self, "vocab_size", "num_layers", "embed_dim", "expand", "head_dim", "state_dim",
-            "context_length",
-        )  # fmt: skip
-        refuse_below(2, self, "conv_width")
-        refuse_not_positive(self, "norm_eps")
+        super().__post_init__()
+        refuse_below(1, self, "head_dim")
         if self.expand * self.embed_dim % self.head_dim:
             nearest = nearest_multiple(self.embed_dim, self.head_dim)
             raise UserError(
                 f"Mamba2.embed_dim={self.embed_dim} x Mamba2.expand={self.expand} does not divide "
                 f"by Mamba2.head_dim={self.head_dim}; the nearest embed_dim is {nearest}"
             )
-
-    @property
-    def layers(self) -> int:
-        """All layers are one stack."""
-        return self.num_layers
 
     @property
     def layer(self) -> "Mamba2Layer":
@@ -107,11 +85,6 @@ class Mamba2:
         )
 
     @property
-    def norm(self) -> RMSNorm:
-        """The norm before each layer, and after the last."""
-        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
-
-    @property
     def cached(self) -> tuple[Cached, ...]:
         """The last inputs of both convolutions, and the states: as many for any length."""
         layer, before = self.layer, self.conv_width - 1
@@ -124,59 +97,20 @@ class Mamba2:
                    dtype="float32"),
         )  # fmt: skip
 
-    def build(self, key: jax.Array) -> Decoder:
-        """The module with freshly drawn parameters."""
-        key_tokens, key_layers = jax.random.split(key)
-        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
-        return Decoder(
-            self.layer,
-            key_layers,
-            num_layers=self.num_layers,
-            token_embedding=param(key_tokens, shape, axes, normal(0.02), role="embedding"),
-            norm=self.norm,
-        )
-
-    def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        return self.num_layers * self.layer.matmul_parameters() + self.vocab_size * self.embed_dim
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token, whatever the length, as the recurrence is written.
-
-        6 N, and three times what goes forward: 2 K of each channel's convolution, 6 of each state
-        (its rate, its input, two for the recurrence, two for the sum that is read).
-        """
-        del sequence_length
-        layer, S, K = self.layer, self.state_dim, self.conv_width
-        own = layer.inner_dim * (2 * K + 6 * S) + 2 * S * 2 * K
-        return 6.0 * self.matmul_parameters() + 3 * self.num_layers * own
-
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
-        return shape[0] * self.flops_per_token(shape[0])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2Layer:
+class Mamba2Layer(StateSpaceLayer):
     """x + out(norm(states(convolution(in(norm(x)))) gated)): figure 6 of the paper.
 
-    Attributes:
-      embed_dim: width of the residual stream.
+    Attributes (and those of StateSpaceLayer):
       num_heads: heads.
       head_dim: channels of each.
-      state_dim: states of each channel.
-      conv_width: places of the convolution.
-      norm: of what goes in.
-      num_layers: of the model: the more, the less each adds at first.
     """
 
-    embed_dim: int
     num_heads: int
     head_dim: int
-    state_dim: int
-    conv_width: int
-    norm: RMSNorm
-    num_layers: int
+
+    scope: ClassVar[str] = "mamba2"
 
     @property
     def inner_dim(self) -> int:
@@ -217,25 +151,10 @@ class Mamba2Layer:
         """All but the convolutions, the rates, biases and norms."""
         return self.embed_dim * (3 * self.inner_dim + 2 * self.state_dim + self.num_heads)
 
-    def __call__(
-        self,
-        own: Weights,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        mask: Mask,
-        execution: Execution,
-        cache: LayerCache | None = None,
-        start: jax.Array | int = 0,
-    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer, whose cache is its states; arguments and results as in `decoder.Layer`."""
-        del positions_BT, start  # the order is in the recurrence
-
-        def mix(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
-            return self.mix(own, h_BTD, mask, execution, cache)
-
-        with jax.named_scope("mamba2"):
-            x_BTD, cache = pre_norm(lambda x: self.norm(under("norm", own), x), x_BTD, mix)
-        return x_BTD, cache, {}
+    def other_flops(self) -> int:
+        """As in StateSpaceLayer."""
+        S, K = self.state_dim, self.conv_width
+        return self.inner_dim * (2 * K + 6 * S) + 2 * S * 2 * K
 
     def mix(
         self,

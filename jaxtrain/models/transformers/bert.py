@@ -19,7 +19,7 @@ from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block, post_norm
 from jaxtrain.nn.layers import add_bias, embed
-from jaxtrain.nn.mlp import GELU, exact_gelu
+from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
 from jaxtrain.nn.products.contract import contract
@@ -102,7 +102,7 @@ class BERT:
             attention=MultiHead(
                 embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=spread
             ),
-            mlp=GELU(
+            mlp=TwoLayers(
                 embed_dim=D, mlp_dim=self.mlp_dim, residual_stddev=spread, function=exact_gelu
             ),
             norm=self.norm,

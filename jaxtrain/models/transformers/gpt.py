@@ -16,7 +16,7 @@ from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder
-from jaxtrain.nn.mlp import GELU
+from jaxtrain.nn.mlp import TwoLayers
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import normal, param
 
@@ -94,7 +94,9 @@ class GPT:
                 head_dim=self.head_dim,
                 residual_stddev=stddev,
             ),
-            mlp=GELU(embed_dim=self.embed_dim, mlp_dim=4 * self.embed_dim, residual_stddev=stddev),
+            mlp=TwoLayers(
+                embed_dim=self.embed_dim, mlp_dim=4 * self.embed_dim, residual_stddev=stddev
+            ),
             norm=LayerNorm(dim=self.embed_dim, epsilon=self.norm_eps),
         )
 

@@ -18,7 +18,7 @@ from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.block import Block, Feeds
 from jaxtrain.nn.cross_block import CrossBlock
 from jaxtrain.nn.encoder_decoder import EncoderDecoder
-from jaxtrain.nn.mlp import ReLU, SwiGLU, gelu
+from jaxtrain.nn.mlp import SwiGLU, TwoLayers, gelu
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.places import Relative
@@ -153,5 +153,5 @@ class T5(Stacks):
         D, F = self.embed_dim, self.mlp_dim
         spreads = {"stddev": 1 / math.sqrt(D), "residual_stddev": 1 / math.sqrt(F)}
         if self.mlp == "relu":
-            return ReLU(embed_dim=D, mlp_dim=F, **spreads)
+            return TwoLayers(embed_dim=D, mlp_dim=F, function=jax.nn.relu, biases=False, **spreads)
         return SwiGLU(embed_dim=D, mlp_dim=F, function=gelu, **spreads)

@@ -17,7 +17,7 @@ from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.block import Block, post_norm, pre_norm
 from jaxtrain.nn.cross_block import CrossBlock
 from jaxtrain.nn.encoder_decoder import EncoderDecoder
-from jaxtrain.nn.mlp import GELU
+from jaxtrain.nn.mlp import TwoLayers
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.places import Learned, Places, Sinusoidal
@@ -131,8 +131,8 @@ class Transformer(Stacks):
         }  # fmt: skip
 
     @property
-    def _mlp(self) -> GELU:
-        return GELU(
+    def _mlp(self) -> TwoLayers:
+        return TwoLayers(
             embed_dim=self.embed_dim, mlp_dim=self.mlp_dim, function=jax.nn.relu,
             residual_stddev=math.sqrt(2 / (self.embed_dim + self.mlp_dim)),
         )  # fmt: skip

@@ -23,7 +23,7 @@ from jaxtrain.nn.convnet import IMAGES
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.mlp import GELU, exact_gelu
+from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
 from jaxtrain.parallel.gathering import dtype_of, gather
@@ -112,7 +112,7 @@ class ViT:
             attention=MultiHead(
                 embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=stddev
             ),
-            mlp=GELU(
+            mlp=TwoLayers(
                 embed_dim=D, mlp_dim=self.mlp_dim, residual_stddev=stddev, function=exact_gelu
             ),
             norm=LayerNorm(dim=D, epsilon=self.norm_eps),

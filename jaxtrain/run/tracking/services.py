@@ -64,6 +64,7 @@ class WandB:
         self, settings: Tracker, run_name: str, run: str | None, folder: Path | None, config: str
     ) -> None:
         """As of `open_service`."""
+        os.environ.setdefault("WANDB_SILENT", "true")
         wandb = _installed("wandb")
         self._run = wandb.init(
             project=settings.project,
@@ -156,7 +157,6 @@ def open_service(
 
 
 def _installed(module: str) -> Any:
-    os.environ.setdefault("WANDB_SILENT", "true")
     try:
         return importlib.import_module(module)
     except ImportError as error:
