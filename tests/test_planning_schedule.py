@@ -1,10 +1,13 @@
 """What a compiled program's schedule says of a step: prices of operations, what waits for what."""
 
 import pytest
+from conftest import lower_step, make_layout, make_program, text_batch
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.compiled.schedule import PEAK, by_launch, seconds_of, walk
 from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.llama import Llama
 
 # A loop of three turns: a gather that a product hides, then an all-reduce that nothing hides, and a
 # kernel; around it a branch that is taken or not.
@@ -132,3 +135,24 @@ def test_cycles_of_a_tpu_bound_products_from_below_and_other_work_from_above():
     # An operation of which libtpu says nothing takes no time: only one of the two negations counts.
     assert slow.rest == pytest.approx(2 * _BYTES / (0.8 * 2765e9))
     assert fast.rest == pytest.approx(1 / clock)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        GPT(vocab_size=96, num_layers=2, embed_dim=32, num_heads=4, context_length=16),
+        Llama(vocab_size=96, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48,
+              context_length=16),
+    ],
+    ids=["gpt", "llama"],
+)  # fmt: skip
+def test_products_of_a_compiled_step_are_the_closed_form_to_the_flop(sizes, accumulation):
+    """6 N of every token, and 12 T D a layer of attention that computes every pair."""
+    rows, length = 4, 16
+    program = make_program(sizes, make_layout(), accumulation=accumulation)
+    batch = text_batch(rows=rows, length=length, vocab_size=96)
+    price = seconds_of(parse_target("h100:1x1"), products=0.5, memory=0.8, thorough=False)
+    found = walk(lower_step(program, batch).compile().as_text(), price, {})
+    pairs = 12 * sizes.num_layers * length * sizes.embed_dim
+    assert found.flops == rows * length * (6 * sizes.matmul_parameters() + pairs)
