@@ -4,7 +4,6 @@ Arithmetic on the parameters' shapes and the layout's table alone: nothing is tr
 device is asked, so that a search over meshes can price thousands of them.
 """
 
-import collections
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -127,11 +126,10 @@ def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
     for weight in facts.weights:
         own = Kept(weight.shape, weight.axes)
         kept = (own, *optimizer.keeps(weight.shape, weight.axes)) if moments else (own,)
-        alike = collections.Counter((array.shape, array.axes) for array in kept)
-        for (shape, axes), copies in alike.items():
-            size = (facts.L if weight.is_layer else 1) * _shard(facts, shape, axes)
+        for array in kept:  # each on its own, as compiled: three of one size are not three layers
+            size = (facts.L if weight.is_layer else 1) * _shard(facts, array.shape, array.axes)
             yield Expected(
-                "all-reduce", "data", copies, 4 * size, f"replicas: {what}",
+                "all-reduce", "data", 1, 4 * size, f"replicas: {what}",
                 "2 n (k-1)/k each", settings.period,
             )  # fmt: skip
 
