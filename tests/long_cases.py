@@ -21,11 +21,23 @@ LONG_CASES = {
         "test_everything_that_moves_is_explained_and_the_textbooks[pipe x fsdp, gpipe, tied]",
         "test_everything_that_moves_is_explained_and_the_textbooks[expert]",
         "test_everything_that_moves_is_explained_and_the_textbooks[ulysses, full]",
+        "test_everything_that_moves_is_explained_and_the_textbooks[ring, layers of two kinds]",
+        "test_everything_that_moves_is_explained_and_the_textbooks"
+        "[accumulation x expert x data, zero 1]",
+        "test_everything_that_moves_is_explained_and_the_textbooks"
+        "[accumulation x fsdp x context, ring]",
+        "test_the_modes_of_test_traffic[data, 2 microbatches]",
+        "test_the_modes_of_test_traffic[data, 10 microbatches]",
+        "test_the_modes_of_test_traffic[data gpt]",
+        "test_the_modes_of_test_traffic[zero1, 2 microbatches]",
+        "test_the_modes_of_test_traffic[tensor]",
+        "test_the_modes_of_test_traffic[hsdp]",
         "test_the_modes_of_test_traffic[zero0]",
         "test_the_modes_of_test_traffic[zero1]",
         "test_the_modes_of_test_traffic[zero2]",
     },
     "test_reduction": {
+        "test_gradients_of_many_microbatches_are_one_devices[ring, experts, chunks, remat]",
         "test_gradients_of_many_microbatches_are_one_devices[experts]",
     },
     "test_mixtral": {
@@ -43,6 +55,9 @@ LONG_CASES = {
         "test_with_our_options_products_run_beside_gathers[v6e:4x4]",
     },
     "test_optimizer_rules": {
+        "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[sophia_g]",
+        "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[sgd]",
+        "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[muon]",
         "test_losses_and_evaluation_on_a_mesh_are_those_of_one_device[schedule_free-1]",
         "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[adam8bit]",
         "test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit[soap]",
@@ -54,6 +69,7 @@ LONG_CASES = {
         "test_a_step_is_that_of_a_state_on_the_devices[offload0-3]",
     },
     "test_parity_matrix": {
+        "test_loss_and_gradients_equal_one_device[data_context]",
         "test_loss_and_gradients_equal_one_device[pipe_expert]",
         "test_loss_and_gradients_equal_one_device[context_tensor]",
         "test_loss_and_gradients_equal_one_device[fsdp_context]",
