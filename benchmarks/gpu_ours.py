@@ -26,11 +26,12 @@ from benchmarks.gpu_rows import (
     normal,
     timed,
 )
+from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.parallel.chips import peak_flops
+from jaxtrain.parallel.chips import CHIPS, peak_flops
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.losses import cross_entropy
@@ -79,6 +80,7 @@ def train(task: Task) -> dict[str, Any]:
         "kernel": getattr(trainer.program.plain.execution, "kernel", None),
         "mfu": None if peak is None else flops / float(np.median(seconds)) / peak,
         "device": jax.devices()[0].device_kind,
+        "planned": planned(trainer),
     }
 
 
@@ -114,6 +116,16 @@ def model_flops(trainer: Trainer, row: TrainRow) -> float:
         return model.flops((row.length,)) / row.length * row.units
     size = row.sizes["image_size"]
     return model.flops((size, size, 3)) * row.units
+
+
+def planned(trainer: Trainer) -> dict[str, Any] | None:
+    """What the closed forms of `plan` say of this step on this device; None for one unknown."""
+    kind = jax.devices()[0].device_kind
+    chip = next((chip for chip in CHIPS.values() if kind in chip.device_kinds), None)
+    if chip is None or chip.kind != "gpu":
+        return None
+    made = plan(trainer.config, f"{chip.name}:1x1", compile=False)
+    return {"seconds": made.time.seconds, "bytes": made.total}
 
 
 def peak_bytes() -> int | None:
