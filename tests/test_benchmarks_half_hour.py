@@ -97,7 +97,7 @@ def test_every_format_says_how_near_it_must_be():
 def test_formats_are_compared_and_a_wrong_one_is_named():
     few = {
         "float32": gpu_formats.SETTINGS["float32"],
-        "wrong": gpu_formats.Setting(gpu=("Optimizer.learning_rate = 1e-2",)),
+        "wrong": gpu_formats.Setting(gpu=("Loss.z_weight = 0.1",)),
         "cudnn": gpu_formats.SETTINGS["cudnn"],
     }
     gpu, cpu = (
