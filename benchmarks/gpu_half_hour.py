@@ -241,7 +241,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
     for name, one in result.get("settings", {}).items():
         if "apart" in one:
             found[f"{name}, loss apart"] = one["apart"]
-    numbers = ("tokens_per_second", "mfu", "goodput", "last_loss", "steps")
+    numbers = ("step_seconds", "tokens_per_second", "mfu", "goodput", "last_loss", "steps")
     return found | {
         name: result[name] for name in numbers if isinstance(result.get(name), int | float)
     }
