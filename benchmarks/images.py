@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,10 @@ def main() -> None:
             f"{label}, {some} workers": lambda: theirs(dataset, some),
             "jaxtrain, RandAugment, mixup or cutmix": lambda: ours(0, heavy),
         }
-        found = compare(makers, rounds=arguments.rounds, count=arguments.batches)
+        streamed = side_by_side.interleave_streams(
+            makers, rounds=arguments.rounds, count=arguments.batches, ahead=3
+        )
+        found = {name: summarised(name, of) for name, of in streamed.items()}
     table = Table("loader", "images/s", "images/s of a core", "first batch, s")
     for name, row in found.items():
         speed, first = f"{row['speed']:.0f}", f"{row['first_seconds']:.1f}"
@@ -155,34 +157,11 @@ def main() -> None:
         Path(arguments.json).write_text(json.dumps({**about, "rows": found}, indent=1))
 
 
-def compare(
-    makers: dict[str, Callable[[], Iterator[Any]]], *, rounds: int, count: int
-) -> dict[str, dict[str, float]]:
-    """Interleaved rounds; the best of each, for what else the machine does only slows down."""
-    seconds: dict[str, list[float]] = {name: [] for name in makers}
-    processor: dict[str, list[float]] = {name: [] for name in makers}
-    first: dict[str, list[float]] = {name: [] for name in makers}
-    names = list(makers)
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            begin = time.perf_counter()
-            stream = makers[name]()
-            next(stream)
-            first[name].append(time.perf_counter() - begin)
-            for _ in range(3):  # what was made ahead before the clock starts
-                next(stream)
-            begin, spent = time.perf_counter(), time.process_time()
-            for _ in range(count):
-                next(stream)
-            seconds[name].append((time.perf_counter() - begin) / count)
-            processor[name].append((time.process_time() - spent) / count)
-            stream.close()
-    found = {}
-    for name in names:
-        found[name] = {"speed": ROWS / min(seconds[name]), "first_seconds": min(first[name])}
-        if "workers" not in name:
-            found[name]["of_core"] = ROWS / min(processor[name])
+def summarised(name: str, of: side_by_side.Streamed) -> dict[str, float]:
+    """The best of the rounds, for what else the machine does only slows down."""
+    found = {"speed": ROWS / min(of.seconds), "first_seconds": min(of.first_seconds)}
+    if "workers" not in name:
+        found["of_core"] = ROWS / min(of.cpu_seconds)
     return found
 
 

@@ -14,7 +14,6 @@ arrays, are another.
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,11 @@ def main() -> None:
         saved = str(Path(folder) / "saved")
         if saved_rows(tokens, saved):
             makers["datasets, shuffled"] = lambda: of_datasets(saved)
-        found = compare(makers, rounds=arguments.rounds, count=arguments.batches)
+        found = summarised(
+            side_by_side.interleave_streams(
+                makers, rounds=arguments.rounds, count=arguments.batches, ahead=8
+            )
+        )
     names = ("loader", "batches/s", "Mtokens/s", "CPU ms", "first batch, ms", "ours packed / it")
     table = Table(*names)
     for name, row in found.items():
@@ -166,39 +169,17 @@ def main() -> None:
     Console(width=120).print_json(json.dumps(about))
 
 
-def compare(
-    makers: dict[str, Callable[[], Iterator[Any]]], *, rounds: int, count: int
-) -> dict[str, Any]:
-    """Interleaved rounds; each opens a loader, takes its first batch, and then `count` more."""
-    seconds: dict[str, list[float]] = {name: [] for name in makers}
-    first: dict[str, list[float]] = {name: [] for name in makers}
-    cpu: dict[str, list[float]] = {name: [] for name in makers}
-    names = list(makers)
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            begin = time.perf_counter()
-            stream = makers[name]()
-            next(stream)
-            first[name].append(time.perf_counter() - begin)
-            for _ in range(8):  # what was made ahead before the clock starts
-                next(stream)
-            begin, processor = time.perf_counter(), time.process_time()
-            for _ in range(count):
-                next(stream)
-            seconds[name].append((time.perf_counter() - begin) / count)
-            cpu[name].append((time.process_time() - processor) / count)
-            stream.close()
-            del stream
-    own, found = np.array(seconds[names[0]]), {}
-    for name in names:
+def summarised(streamed: dict[str, side_by_side.Streamed]) -> dict[str, Any]:
+    """Medians of the rounds, and how much longer a peer's batch takes than our first stream's."""
+    own, found = np.array(next(iter(streamed.values())).seconds), {}
+    for name, of in streamed.items():
         found[name] = {
-            "batches_per_second": 1 / float(np.median(seconds[name])),
-            "first_seconds": float(np.median(first[name])),
-            "cpu_seconds": float(np.median(cpu[name])),  # of this process, not of workers
+            "batches_per_second": 1 / float(np.median(of.seconds)),
+            "first_seconds": float(np.median(of.first_seconds)),
+            "cpu_seconds": float(np.median(of.cpu_seconds)),  # of this process, not of workers
         }
         if not name.startswith("jaxtrain"):
-            found[name]["ours_over"] = side_by_side.spread((np.array(seconds[name]) / own).tolist())
+            found[name]["ours_over"] = side_by_side.spread((np.array(of.seconds) / own).tolist())
     return found
 
 

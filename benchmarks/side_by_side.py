@@ -1,4 +1,4 @@
-"""Two or more sides of a comparison, each in a process of its own, timed in interleaved rounds.
+"""Two or more sides of a comparison, timed in interleaved rounds: processes, or streams of one.
 
 A side is a process that answers requests, one JSON value a line. Only one works at a time and the
 others sleep, so that all sides meet the same disturbances of a shared machine, and the ratio of two
@@ -18,12 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
+
+T = TypeVar("T")
 
 
 class Side:
@@ -151,8 +153,7 @@ def interleave(sides: Sequence[Side], *, rounds: int, round_seconds: float) -> d
         s.name: max(1, round(round_seconds / s.ask("time", steps=2)["seconds"])) for s in sides
     }
     for number in range(rounds):
-        turn = number % len(sides)
-        for side in (*sides[turn:], *sides[:turn]):
+        for side in _turned(sides, number):
             answer = side.ask("time", steps=steps[side.name])
             seconds[side.name].append(answer["seconds"])
             side.first_step_seconds = answer["first_step_seconds"]
@@ -160,6 +161,57 @@ def interleave(sides: Sequence[Side], *, rounds: int, round_seconds: float) -> d
             cpu[side.name].append(answer["cpu_seconds"])
             side.cpu_seconds = float(np.median(cpu[side.name]))
     return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """What a stream took in each round.
+
+    Attributes:
+      seconds: of an item.
+      cpu_seconds: this process's processor time of an item, all threads.
+      first_seconds: from asking for the stream to its first item.
+    """
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    cpu_seconds: list[float] = dataclasses.field(default_factory=list)
+    first_seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def interleave_streams(
+    makers: Mapping[str, Callable[[], Iterator[Any]]], *, rounds: int, count: int, ahead: int
+) -> dict[str, Streamed]:
+    """Streams of this process by turns, each opened anew in every round.
+
+    Args:
+      makers: opens each; a stream has a `close`.
+      rounds: how often; the order turns from round to round.
+      count: items that are timed.
+      ahead: items taken before that, which were made before the clock starts.
+    """
+    found = {name: Streamed() for name in makers}
+    for number in range(rounds):
+        for name in _turned(list(makers), number):
+            begin = time.perf_counter()
+            stream: Any = makers[name]()
+            next(stream)
+            found[name].first_seconds.append(time.perf_counter() - begin)
+            for _ in range(ahead):
+                next(stream)
+            begin, begin_cpu = time.perf_counter(), time.process_time()
+            for _ in range(count):
+                next(stream)
+            found[name].seconds.append((time.perf_counter() - begin) / count)
+            found[name].cpu_seconds.append((time.process_time() - begin_cpu) / count)
+            stream.close()
+            del stream
+    return found
+
+
+def _turned(items: Sequence[T], number: int) -> list[T]:
+    """The items, beginning with another one in each round."""
+    turn = number % len(items)
+    return [*items[turn:], *items[:turn]]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
