@@ -1,10 +1,12 @@
 """gs:// paths, data, locks and staging: the real gcsfs talks to a stand-in of a bucket."""
 
 import concurrent.futures
+import dataclasses
 import json
 import sys
 import time
 
+import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -181,6 +183,77 @@ def test_a_store_in_a_bucket_is_fetched_once_in_ranges(gcs, tmp_path, monkeypatc
     assert len(said) == 1
     expected = text.open(seed=0).digest
     assert stored.open(seed=0).digest == there.open(seed=0).digest == expected
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"line {number}\n" for number in range(900)))
+    return file
+
+
+def test_a_store_is_made_in_a_bucket_and_goes_on_where_it_was(
+    gcs, text_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    words = ["prepare", str(text_file), "--out", "gs://box/stores/two"]
+    gcs.refuse = lambda method, _, name: 403 if method == "POST" else None
+    assert main(words) == 2  # before anything is made
+    assert "role Storage Object User" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+    gcs.refuse = lambda method, _, name: 403 if method == "POST" and "train.o" in name else None
+    assert main(words) == 2
+    assert "role Storage Object User" in capsys.readouterr().err
+    assert gcs.names("box") == ["stores/two/train.tokens"]  # no store yet
+    gcs.refuse = lambda *_: None
+    gcs.requests.clear()
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "bytes in gs://box/stores/two" in told
+    assert "-b 'TextData.source=\"gs://box/stores/two\"'" in told
+    assert all("train.tokens" not in name for method, _, name in gcs.requests if method == "POST")
+    text = TextData(source=str(text_file), sequence_length=8)
+    there = TextData(source="gs://box/stores/two", sequence_length=8)
+    assert there.open(seed=0).digest == text.open(seed=0).digest
+    assert main(words) == 2
+    assert "there is a store in it already" in capsys.readouterr().err
+    gcs.put("box", "other/a.txt", b"text")
+    assert main([*words[:-1], "gs://box/other"]) == 2
+    assert "other objects in it, such as a.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit", "padded"])
+def test_of_a_large_store_each_row_is_one_read(gcs, text_file, tmp_path, monkeypatch, packing):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "WHOLE_BYTES", 1000)
+    lines = [json.dumps({"text": line}) for line in text_file.read_text().split("\n")]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    # Documents that fill a row alone, but in a stream.
+    text = TextData(source=str(tmp_path / "lines.jsonl"), sequence_length=8, packing=packing)
+    prepare(text, tmp_path / "store", workers=1, progress=lambda characters, tokens: None)
+    for file in (tmp_path / "store").iterdir():
+        gcs.put("box", f"stores/large/{file.name}", file.read_bytes())
+    there = dataclasses.replace(text, source="gs://box/stores/large")
+    said = []
+    assert with_stores(there, said.append) == there
+    assert f"tokens ({10 * 7 + 90 * 8 + 800 * 9:,} bytes) stay in the bucket" in said[0]
+    opened, expected = there.open(seed=0), text.open(seed=0)
+    assert opened.digest == expected.digest
+    asked = lambda: [name for *_, name in gcs.requests if name.endswith(".tokens")]  # noqa: E731
+    gcs.requests.clear()
+    rows = np.array([3, 400, 0, len(expected.train) - 1])
+    if packing == "padded":
+        rows = rows[:3]
+    for _ in range(2):  # the second time they are still there
+        found = opened.train.examples(rows)
+        jax.tree.map(np.testing.assert_array_equal, found, expected.train.examples(rows))
+        assert len(asked()) == len(rows)
+    name = "stores/large/train.tokens"
+    gcs.put("box", name, gcs.read("box", name)[:-10])
+    with pytest.raises(UserError, match="train.tokens was changed: it ends within its tokens"):
+        opened.train.tokens[-20:]
+    with pytest.raises(UserError, match="train.tokens was changed after it was prepared"):
+        there.open(seed=0)
 
 
 def test_a_tokenizer_from_a_bucket_is_that_of_the_file(gcs, tmp_path):

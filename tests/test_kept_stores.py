@@ -72,11 +72,11 @@ def test_of_a_mixture_the_large_sources_are_kept(large):
 def test_of_two_processes_one_makes_it_and_the_other_waits(large):
     code = """
 import sys
-from jaxtrain.data import kept
+from jaxtrain.data import kept, once
 from jaxtrain.data.text import tokenizing
 from jaxtrain.data.text.source import TextData
 kept.LARGE_BYTES, tokenizing.JOB_CHARACTERS = 5000, 1000
-kept._WAIT_SECONDS = 0.01
+once._WAIT_SECONDS = 0.01
 data = kept.with_stores(TextData(source=sys.argv[1], sequence_length=16), lambda line: None)
 print(data.open(seed=0).digest)
 """

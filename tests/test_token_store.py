@@ -360,7 +360,6 @@ def test_the_command_says_what_it_made_and_refuses_with_2(tmp_path, capsys, toke
     assert f'TextData.source="{out}"\' -b \'TextData.tokenizer="{tokenizer_file}"\'' in told
     for more, said in (
         (["--workers", "0"], "--workers 0: use 1 to"),
-        (["--out", "gs://bucket/store"], "--out gs://bucket/store: a store is mapped"),
         (["--out", "/proc/no/such"], "--out /proc/no/such"),
         (["-b", "TextData.text_field=3"], "TextData.text_field"),
     ):

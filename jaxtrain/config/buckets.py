@@ -142,6 +142,10 @@ class BucketPath:
             rows.append(Stored(below, int(facts["size"]), _hex(facts.get("md5Hash"))))
         return rows
 
+    def size(self) -> int:
+        """Of the object, in bytes; FileNotFoundError where there is none."""
+        return int(_ask(self, lambda files: files.info(self.address))["size"])
+
     # -- reading and writing -----------------------------------------------------------------------
 
     def read_bytes(self) -> bytes:
@@ -159,6 +163,10 @@ class BucketPath:
     def write_bytes(self, content: bytes) -> None:
         """Makes or replaces the object, whole."""
         _ask(self, lambda files: files.pipe_file(self.address, content))
+
+    def upload(self, file: Path) -> None:
+        """Makes or replaces the object with a file's content, sent in parts; whole at its end."""
+        _ask(self, lambda files: files.put_file(str(file), self.address))
 
     def create(self, content: bytes) -> None:
         """Makes the object unless there is one: of all who try at once, one succeeds.

@@ -1,6 +1,8 @@
-"""Several arrays of tokens, mapped from files, as one that is read by slices."""
+"""Tokens that are read by slices, wherever they are; several arrays of them as one."""
 
 import numpy as np
+
+from jaxtrain.data.ranged import Ranged
 
 
 class Joined:
@@ -36,3 +38,14 @@ class Joined:
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else np.zeros(0, self.dtype)
+
+
+Tokens = np.ndarray | Joined | Ranged
+
+
+def windows(tokens: Tokens, starts: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """The tokens from each of `starts` on, so many of them: a request each where they are away."""
+    if isinstance(tokens, Ranged):
+        return tokens.windows(starts, sizes)
+    bounds = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
+    return [tokens[begin:end] for begin, end in bounds]

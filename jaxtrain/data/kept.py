@@ -6,21 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config.buckets import BucketPath
-from jaxtrain.config.files import cache_folder, refused_path
+from jaxtrain.config.files import cache_folder
 from jaxtrain.data.mixture import Mixture
+from jaxtrain.data.once import made_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.fetching import fetched
 from jaxtrain.data.text.prepare import identity, prepare, source_bytes
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import is_store
-from jaxtrain.data.text.tokenizing import BusyStoreError
 
 LARGE_BYTES = 1 << 28  # of files; less is tokenized into memory in seconds
-_TELL_SECONDS, _WAIT_SECONDS = 30.0, 1.0
+_TELL_SECONDS = 30.0
 
 
 def with_stores(data: Any, say: Callable[[str], None]) -> Any:
-    """A run's data, with a store on this machine for each large text and for each store elsewhere.
+    """A run's data, with a store on this machine for each large text and for each small store in a
+    bucket.
 
     Batches and digest are those of the text. A store is made where there is none yet of this text,
     this tokenizer and these settings; of several processes of a machine one makes it.
@@ -45,7 +46,8 @@ def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):
-            return dataclasses.replace(data, source=str(fetched(path, say)))
+            folder, away = fetched(path, say)
+            return data if away is not None else dataclasses.replace(data, source=str(folder))
         return data
     if data.is_tokens():
         return data
@@ -71,11 +73,10 @@ def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
             told = time.monotonic()
             say(f"{named}: {characters / size:.0%} tokenized, {tokens:,} tokens")
 
-    with refused_path(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
-        while not is_store(folder):
-            try:
-                prepare(data, folder, workers=1, progress=progress)
-            except BusyStoreError:  # by another process of this machine, of this run or another
-                time.sleep(_WAIT_SECONDS)
+    made_once(
+        folder,
+        lambda: is_store(folder),
+        lambda: prepare(data, folder, workers=1, progress=progress),
+    )
     # Its splits, if the source has such, and its bad records are decided.
     return dataclasses.replace(data, source=str(folder), heldout_split=None)

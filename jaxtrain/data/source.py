@@ -15,7 +15,7 @@ from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.by_length import ByLength
-from jaxtrain.data.joined import Joined
+from jaxtrain.data.joined import Tokens
 from jaxtrain.data.mixing import Mixing
 from jaxtrain.data.tokenizer import Tokenizer
 
@@ -145,7 +145,7 @@ def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bo
         )
 
 
-def digest(header: dict[str, Any], parts: Iterable[bytes | np.ndarray | Joined]) -> str:
+def digest(header: dict[str, Any], parts: Iterable[bytes | Tokens]) -> str:
     """sha256 hex of a JSON header and of the digests of `parts`."""
     return digest_of(header, map(part_digest, parts))
 
@@ -158,7 +158,7 @@ def digest_of(header: dict[str, Any], parts: Iterable[str]) -> str:
     return sha.hexdigest()
 
 
-def part_digest(part: bytes | np.ndarray | Joined) -> str:
+def part_digest(part: bytes | Tokens) -> str:
     """sha256 hex of the bytes of one part."""
     sha = hashlib.sha256()
     if isinstance(part, bytes):

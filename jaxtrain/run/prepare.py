@@ -2,16 +2,16 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.buckets import BucketPath, Place, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.data.text.prepare import prepare, source_bytes
+from jaxtrain.data.text.sending import prepare_in_bucket
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import Store
 from jaxtrain.run.show.progress import quantity, say_notes, terminal
@@ -22,7 +22,7 @@ from jaxtrain.training.settings import load_config
 def command(arguments: argparse.Namespace) -> int:
     """Makes the store and says what is in it, and how to train on it."""
     console = terminal()
-    data, folder = _data(arguments, console), _folder(arguments.out)
+    data, out = _data(arguments, console), place(arguments.out)
     workers = arguments.workers
     most = os.cpu_count() or 1
     if not 1 <= workers <= most:
@@ -48,8 +48,13 @@ def command(arguments: argparse.Namespace) -> int:
             bar.update(task, completed=characters, figures=figures)
 
         with refused_path(f"--out {arguments.out}", needs="name a folder that can be written"):
-            store = prepare(data, folder, workers=workers, progress=show)
-    _tell(console, store, data)
+            if isinstance(out, BucketPath):
+                store = prepare_in_bucket(
+                    data, out, workers=workers, progress=show, say=bar.console.print
+                )
+            else:
+                store = prepare(data, out, workers=workers, progress=show)
+    _tell(console, store, out, data)
     return DONE
 
 
@@ -74,22 +79,12 @@ def _data(arguments: argparse.Namespace, console: Console) -> TextData:
     return data
 
 
-def _folder(out: str) -> Path:
-    folder = place(out)
-    if isinstance(folder, BucketPath):
-        raise UserError(
-            f"--out {out}: a store is mapped into memory from a disk; name a folder on this machine"
-        )
-    return folder
-
-
-def _tell(console: Console, store: Store, data: TextData) -> None:
-    size = sum(file.stat().st_size for file in store.folder.iterdir())
+def _tell(console: Console, store: Store, out: Place, data: TextData) -> None:
     train, heldout = store.parts["train"], store.parts["heldout"]
     lines = [
         f"{train.tokens:,} tokens of {train.texts:,} documents to train on, {heldout.tokens:,} of "
-        f"{heldout.texts:,} held out, {size:,} bytes in {store.folder}",
-        f"To train on them: -b 'TextData.source=\"{store.folder}\"'"
+        f"{heldout.texts:,} held out, {store.bytes:,} bytes in {out}",
+        f"To train on them: -b 'TextData.source=\"{out}\"'"
         + ("" if data.tokenizer == "byte" else f" -b 'TextData.tokenizer=\"{data.tokenizer}\"'"),
     ]
     if "files_left_out" in store.facts:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.joined import Joined
+from jaxtrain.data.joined import Tokens, windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BestFit:
       sequence_length: T, in tokens.
     """
 
-    tokens: np.ndarray | Joined
+    tokens: Tokens
     offsets: np.ndarray
     sequence_length: int
 
@@ -52,17 +52,21 @@ class BestFit:
         """The rows `indices`, one under the other: tokens [len(indices), T]."""
         shape, rows = (len(indices), self.sequence_length), self._rows
         inputs, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
-        for row, index in enumerate(indices.tolist()):
+        parts = [np.arange(rows.bounds[index], rows.bounds[index + 1]) for index in indices]
+        found = iter(self._windows(np.concatenate(parts)))
+        for row, of_row in enumerate(parts):
             place = 0
-            parts = range(int(rows.bounds[index]), int(rows.bounds[index + 1]))
-            for number, part in enumerate(parts, 1):
-                start, size = int(rows.starts[part]), int(rows.sizes[part])
-                window = self.tokens[start : start + size + 1]
+            for number in range(1, len(of_row) + 1):
+                window = next(found)
+                size = len(window) - 1
                 here = slice(place, place + size)
                 inputs[row, here], targets[row, here] = window[:-1], window[1:]
                 segment_ids[row, here], positions[row, here] = number, np.arange(size)
                 place += size
         return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
+
+    def _windows(self, parts: np.ndarray) -> list[np.ndarray]:
+        return windows(self.tokens, self._rows.starts[parts], self._rows.sizes[parts] + 1)
 
     @functools.cached_property
     def _rows(self) -> "_Rows":

@@ -1,21 +1,24 @@
-"""Brings a token store from a bucket to this machine, where its windows are mapped."""
+"""Brings token stores from a bucket to this machine: small ones whole, of large ones no tokens.
 
-import time
+Where documents begin is needed for every row, and is a hundredth of the tokens; of those a row is
+one read from the bucket.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath
 from jaxtrain.config.disks import writing
-from jaxtrain.config.files import cache_folder, refused_path, write_atomically
+from jaxtrain.config.files import cache_folder, write_atomically
+from jaxtrain.data.once import alone, made_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.store import SPLITS, STORE_FILE, TOKENIZER_FILE, files_of, is_store
-from jaxtrain.data.text.tokenizing import BusyStoreError, alone
 
+WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
 _RANGE_BYTES = 1 << 26  # asked for at a time
-_WAIT_SECONDS = 1.0
 
 
-def fetched(store: BucketPath, say: Callable[[str], None]) -> Path:
+def fetched(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
     """The folder in the cache that holds a copy; made at the first call, in bounded memory.
 
     A copy that was stopped goes on where it was; of several processes of a machine one makes it.
@@ -24,6 +27,9 @@ def fetched(store: BucketPath, say: Callable[[str], None]) -> Path:
       store: the store in the bucket.
       say: takes a line for people.
 
+    Returns:
+      The folder, and where the tokens are: None is there too.
+
     Raises:
       BucketError: the bucket does not answer.
       FullDiskError: there is no room; the next call goes on.
@@ -31,32 +37,38 @@ def fetched(store: BucketPath, say: Callable[[str], None]) -> Path:
     content = (store / STORE_FILE).read_bytes()
     # By what the store says of itself, its digests among that: another store is another folder.
     folder = cache_folder("stores") / part_digest(str(store).encode() + content)[:32]
+    tokens, others = zip(*(files_of(folder, split) for split in SPLITS), strict=True)
     if not is_store(folder):
-        say(f"TextData.source = {str(store)!r}: fetched to {folder}, for the next starts too")
-    with refused_path(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
-        folder.mkdir(parents=True, exist_ok=True)
-        while not is_store(folder):
-            try:
-                with alone(folder), writing(folder):
-                    _fetch(store, folder, content)
-            except BusyStoreError:
-                time.sleep(_WAIT_SECONDS)
-    return folder
+        sizes = {row.name: row.bytes for row in store.stored()}
+        of_tokens = sum(sizes.get(file.name, 0) for file in tokens)
+        whole = of_tokens <= WHOLE_BYTES
+        wanted = [file.name for file in (*others, *(tokens if whole else ()))] + [TOKENIZER_FILE]
+        said = f"TextData.source = {str(store)!r}"
+        say(
+            f"{said}: fetched to {folder}, for the next starts too"
+            if whole
+            else f"{said}: its tokens ({of_tokens:,} bytes) stay in the bucket, and rows are read "
+            f"there; where documents begin is fetched to {folder}"
+        )
+
+        def fetch() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with alone(folder), writing(folder):
+                for name in wanted:
+                    # What the bucket lacks `open_store` names.
+                    if name in sizes:
+                        _fetch(store / name, sizes[name], folder / name)
+                write_atomically(folder / STORE_FILE, content)
+
+        made_once(folder, lambda: is_store(folder), fetch)
+    return folder, None if all(file.is_file() for file in tokens) else store
 
 
-def _fetch(store: BucketPath, folder: Path, content: bytes) -> None:
-    sizes = {row.name: row.bytes for row in store.stored()}
-    wanted = [file.name for split in SPLITS for file in files_of(folder, split)]
-    for name in [*wanted, TOKENIZER_FILE]:
-        file = folder / name
-        # What the bucket lacks `open_store` names.
-        if name not in sizes or file.is_file():
-            continue
-        part = folder / f"{name}.part"
-        with part.open("ab") as stream:
-            while stream.tell() < sizes[name]:
-                begin = stream.tell()
-                end = min(begin + _RANGE_BYTES, sizes[name])
-                stream.write((store / name).read_range(begin, end))
-        part.replace(file)
-    write_atomically(folder / STORE_FILE, content)
+def _fetch(source: BucketPath, size: int, file: Path) -> None:
+    if file.is_file():
+        return
+    part = file.with_name(f"{file.name}.part")
+    with part.open("ab") as stream:
+        while (begin := stream.tell()) < size:
+            stream.write(source.read_range(begin, min(begin + _RANGE_BYTES, size)))
+    part.replace(file)

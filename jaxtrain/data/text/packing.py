@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.joined import Joined
+from jaxtrain.data.joined import Tokens, windows
 
 # Counting a slice at a time: bincount makes an int64 copy of what it counts.
 COUNT_SLICE = 1 << 22
@@ -22,15 +22,15 @@ class PackedText:
     its document is a counted target exactly once per epoch.
 
     Attributes:
-      tokens: integers [total], perhaps of several files; every document with its end-of-text token,
-        if the tokenizer has one.
+      tokens: integers [total], perhaps of several files or in a bucket; every document with its
+        end-of-text token, if the tokenizer has one.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
       sequence_length: T, in tokens.
       separate: keep documents apart; otherwise a row is one text: no segment ids, positions that
         run through, and every token's successor as its target.
     """
 
-    tokens: np.ndarray | Joined
+    tokens: Tokens
     offsets: np.ndarray
     sequence_length: int
     separate: bool = True
@@ -57,13 +57,16 @@ class PackedText:
         inputs = np.empty((rows, length), np.int32)
         if isinstance(self.tokens, np.ndarray) and indices.max() < whole:  # one gather of rows
             inputs[...] = self.tokens[: whole * length].reshape(whole, length)[indices]
+            lasts = self.tokens[starts + reals]
         else:
             short = np.flatnonzero(reals < length).tolist()
-            for row, (start, real) in enumerate(zip(starts.tolist(), reals.tolist(), strict=True)):
-                inputs[row, :real] = self.tokens[start : start + real]
+            found = windows(self.tokens, starts, reals + 1)
+            for row, window in enumerate(found):
+                inputs[row, : len(window) - 1] = window[:-1]
+            lasts = [window[-1] for window in found]
         targets = np.empty_like(inputs)
         targets[:, :-1] = inputs[:, 1:]
-        targets[:, -1] = self.tokens[starts + reals]
+        targets[:, -1] = lasts
         loss_mask = np.empty((rows, length), np.float32)
         loss_mask.fill(1.0)
         positions, segment_ids = np.arange(length, dtype=np.int32), None
@@ -132,7 +135,7 @@ def pack(
     return PackedText(tokens.astype(dtype, copy=False), offsets, sequence_length, separate)
 
 
-def token_counts(tokens: np.ndarray | Joined, vocab_size: int) -> np.ndarray:
+def token_counts(tokens: Tokens, vocab_size: int) -> np.ndarray:
     """int64 [vocab_size]: how often each token occurs."""
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(tokens), COUNT_SLICE):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.joined import Joined
+from jaxtrain.data.joined import Tokens, windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PaddedText:
       lengths: of rows, in their order.
     """
 
-    tokens: np.ndarray | Joined
+    tokens: Tokens
     offsets: np.ndarray
     lengths: tuple[int, ...]
 
@@ -61,9 +61,9 @@ class PaddedText:
         shape = len(indices), self.lengths[length - 1]
         inputs, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         real = np.arange(shape[1]) < sizes[indices][:, None]
-        for row, index in enumerate(indices.tolist()):
-            start, size = int(starts[index]), int(sizes[index])
-            window = self.tokens[start : start + size + 1]
+        found = windows(self.tokens, starts[indices], sizes[indices] + 1)
+        for row, window in enumerate(found):
+            size = len(window) - 1
             inputs[row, :size], targets[row, :size] = window[:-1], window[1:]
         positions = np.where(real, np.arange(shape[1], dtype=np.int32), 0)
         return Batch(inputs, targets, real.astype(np.float32), real.astype(np.int32), positions)

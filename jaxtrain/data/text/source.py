@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
@@ -34,7 +33,7 @@ from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
 from jaxtrain.data.text.padded import PaddedText
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
-from jaxtrain.data.text.store import SPLITS, Split, is_store, open_store
+from jaxtrain.data.text.store import SPLITS, Split, Store, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -57,9 +56,9 @@ class TextData:
         random tokens for benchmarks. Of JSON lines (`.jsonl`, `.ndjson`), `.csv`, `.tsv`,
         `.parquet`, `.arrow` and `.array_record`, alone or in a folder, each record is a document,
         as in a folder that `datasets` saved. Text, JSON lines and CSV may be packed (`.gz`,
-        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these, which is
-        fetched from a bucket; or
-        `.bin` files of tokens by nanoGPT, llm.c, or Megatron with their `.idx`.
+        `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these, on a
+        disk or in a bucket; or `.bin` files of tokens by nanoGPT, llm.c, or Megatron with their
+        `.idx`.
       sequence_length: tokens a row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
@@ -183,8 +182,9 @@ class TextData:
         tokenizer = self.open_tokenizer()
         path = self.path()
         if path is not None and is_store(path):
-            own = fetched(path, lambda line: None) if isinstance(path, BucketPath) else path
-            return self._open_store(own, tokenizer)
+            if isinstance(path, BucketPath):
+                return self._of_store(open_store(*fetched(path, lambda line: None)), tokenizer)
+            return self._of_store(open_store(path), tokenizer)
         files, records = self.files(), Records(self.text_field, self.bad_records)
         if files is not None and self.is_tokens():
             return self._open_token_files(files["train"].paths, tokenizer)
@@ -206,9 +206,8 @@ class TextData:
         made = digest(self._header(tokenizer), parts)
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
-    def _open_store(self, path: Path, tokenizer: Tokenizer) -> Dataset:
+    def _of_store(self, store: Store, tokenizer: Tokenizer) -> Dataset:
         """What `open` gives of the text that the store was made of, without reading it."""
-        store = open_store(path)
         store.refuse_tokenizer(tokenizer, self.tokenizer)
         store.refuse_fraction(self.heldout_fraction)
         train, heldout = (

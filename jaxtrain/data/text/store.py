@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.ranged import Ranged
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ class Store:
       unigram_entropy: as `packing.unigram_entropy`.
       facts: more of the source, to show.
       parts: by split.
+      tokens_in: the folder of the files of tokens; None: `folder`.
     """
 
     folder: Path
@@ -66,20 +68,29 @@ class Store:
     unigram_entropy: float
     facts: dict[str, int | str]
     parts: dict[Split, Part]
+    tokens_in: BucketPath | None = None
 
     def save(self) -> str:
         """As the text of STORE_FILE."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["parts"] = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
-        del fields["folder"]
+        del fields["folder"], fields["tokens_in"]
         return json.dumps({"format": _FORMAT, **fields}, indent=1)
+
+    @property
+    def bytes(self) -> int:
+        """Of its tokens and of where documents begin."""
+        size = np.dtype(self.dtype).itemsize
+        return sum(part.tokens * size + (part.documents + 1) * 8 for part in self.parts.values())
 
     def packed(self, split: Split, sequence_length: int, *, separate: bool) -> PackedText:
         """A split's rows; of its tokens only those are read that rows are made of."""
         part = self.parts[split]
-        tokens, offsets = files_of(self.folder, split)
+        dtype, (tokens, offsets) = np.dtype(self.dtype), files_of(self.folder, split)
         return PackedText(
-            _mapped(tokens, np.dtype(self.dtype), part.tokens),
+            _mapped(tokens, dtype, part.tokens)
+            if self.tokens_in is None
+            else Ranged(self.tokens_in / tokens.name, dtype, part.tokens),
             _mapped(offsets, np.dtype(np.int64), part.documents + 1),
             sequence_length,
             separate,
@@ -122,10 +133,14 @@ def is_store(path: Place) -> bool:
     return (path / STORE_FILE).is_file()
 
 
-def open_store(folder: Path) -> Store:
+def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
     """The store of a folder.
 
     Its files are looked at in some places alone: opening takes as long for 100 GB as for 1.
+
+    Args:
+      folder: of the store.
+      tokens_in: where its files of tokens are; None: in the folder too.
 
     Raises:
       UserError: a file is missing, cut short or changed, or another version wrote it.
@@ -139,17 +154,20 @@ def open_store(folder: Path) -> Store:
                 f"{file} has format {written}; this version reads {_FORMAT}: prepare the text anew"
             )
         parts = {split: Part(**part) for split, part in said.pop("parts").items()}
-        store = Store(folder=folder, parts=parts, **said)
+        store = Store(folder=folder, parts=parts, tokens_in=tokens_in, **said)
         np.dtype(store.dtype)
         assert set(parts) == set(SPLITS), "both splits"
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"{file} is damaged ({error}); prepare the text anew") from error
     for split, part in store.parts.items():
         sizes = part.tokens * np.dtype(store.dtype).itemsize, (part.documents + 1) * 8
-        for path, size, sample in zip(files_of(folder, split), sizes, part.samples, strict=True):
-            found = path.stat().st_size if path.is_file() else None
-            if found is None:
+        files: list[Place] = list(files_of(folder, split))
+        if tokens_in is not None:
+            files[0] = tokens_in / files[0].name
+        for path, size, sample in zip(files, sizes, part.samples, strict=True):
+            if not path.is_file():
                 raise UserError(f"the store {folder} lacks {path.name}; prepare the text anew")
+            found = _size(path)
             if found != size or sample_digest(path) != sample:
                 raise UserError(
                     f"{path} was changed after it was prepared ({found:,} bytes, {size:,} were "
@@ -163,18 +181,29 @@ def files_of(folder: Path, split: Split) -> tuple[Path, Path]:
     return folder / f"{split}.tokens", folder / f"{split}.offsets"
 
 
-def sample_digest(file: Path) -> str:
+def sample_digest(file: Place) -> str:
     """sha256 hex of some blocks of a file, of all where it is small."""
-    size, sha = file.stat().st_size, hashlib.sha256()
+    size, sha = _size(file), hashlib.sha256()
     step = max(_BLOCK_BYTES, -(-size // _BLOCKS))
+    # The end too, which a copy that broke off lacks.
+    begins = [*range(0, size, step), max(0, size - _BLOCK_BYTES)]
+    if isinstance(file, BucketPath):
+
+        def block(begin: int) -> bytes:
+            return file.read_range(begin, min(begin + _BLOCK_BYTES, size))
+
+        for content in in_threads(block, begins) if size else ():
+            sha.update(content)
+        return sha.hexdigest()
     with file.open("rb") as stream:
-        for begin in range(0, size, step):
+        for begin in begins:
             stream.seek(begin)
             sha.update(stream.read(_BLOCK_BYTES))
-        # The end too, which a copy that broke off lacks.
-        stream.seek(max(0, size - _BLOCK_BYTES))
-        sha.update(stream.read(_BLOCK_BYTES))
     return sha.hexdigest()
+
+
+def _size(file: Place) -> int:
+    return file.size() if isinstance(file, BucketPath) else file.stat().st_size
 
 
 def _mapped(file: Path, dtype: np.dtype, count: int) -> np.ndarray:

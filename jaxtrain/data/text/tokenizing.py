@@ -7,7 +7,6 @@ files to the journal's sizes and passes over the jobs that are done.
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ import numpy as np
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError, counted
 from jaxtrain.config.files import write_atomically
+from jaxtrain.data.once import LOCK, alone
 from jaxtrain.data.source import is_held_out, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
 from jaxtrain.data.text.pieces import Document
@@ -39,14 +39,9 @@ from jaxtrain.data.text.store import (
 )
 from jaxtrain.data.tokenizer import Tokenizer
 
-
-class BusyStoreError(UserError):
-    """Another process is making this store."""
-
-
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
-_JOURNAL, _LOCK = "progress.json", ".lock"
+_JOURNAL = "progress.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +160,7 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     try:
         said = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if others := sorted(path.name for path in folder.iterdir() if path.name != _LOCK):
+        if others := sorted(path.name for path in folder.iterdir() if path.name != LOCK):
             raise UserError(
                 f"--out {folder}: there are other files in it, such as {others[0]}; {anew}"
             ) from None
@@ -180,23 +175,6 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
         raise UserError(f"--out {folder}: it was begun with {what}; {anew}")
     parts: dict[Split, Written] = {split: Written(**said["parts"][split]) for split in SPLITS}
     return _Journal(parts, said["jobs"], said["characters"])
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the system frees when this process ends.
-
-    Raises:
-      BusyStoreError: another process has it.
-    """
-    with (folder / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BusyStoreError(
-                f"--out {folder}: another process prepares it now; wait for it, or name another"
-            ) from error
-        yield
 
 
 # -- jobs ----------------------------------------------------------------------------------------
