@@ -1,4 +1,4 @@
-"""Folders of images that Hugging Face's `datasets` saved: rows, splits, classes, refusals."""
+"""Images that Hugging Face's `datasets` saved or its hub holds: rows, splits, classes, refusals."""
 
 import io
 import json
@@ -6,11 +6,13 @@ import json
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.images import saved
+from jaxtrain.config.files import cache_folder
+from jaxtrain.data.images import parquet, saved
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches
 
@@ -18,9 +20,10 @@ NAMES = ["owl", "gull", "wren"]
 
 
 @pytest.fixture(autouse=True)
-def _anew():
-    """Files of one name are written several times here, which no run sees."""
+def _anew(tmp_path_factory, monkeypatch):
+    """Files of one name are written several times here, which no run sees; an empty cache."""
     saved._mapped.cache_clear()
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def png(grey):
@@ -29,24 +32,36 @@ def png(grey):
     return file.getvalue()
 
 
+def rows_of(numbers, *, names=NAMES, label=lambda n: n % 3, image=None, field="image"):
+    """Image n is of grey 5n, encoded as `datasets` does."""
+    rows = image or (lambda n: {"bytes": png(5 * n), "path": None})
+    table = pa.table({field: [rows(n) for n in numbers], "label": [label(n) for n in numbers]})
+    features = {"label": {"names": names, "_type": "ClassLabel"}} if names else {}
+    said = json.dumps({"info": {"features": features}})
+    return table.replace_schema_metadata({"huggingface": said})
+
+
 def write(folder, numbers, *, names=NAMES, label=lambda n: n % 3, image=None, field="image"):
-    """Image n is of grey 5n; two files, each of several batches, as `save_to_disk` writes them."""
+    """Two files, each of several batches, as `save_to_disk` writes them."""
     folder.mkdir(parents=True)
     numbers = list(numbers)
     half = len(numbers) // 2
+    rows = {"image": image, "label": label, "field": field, "names": names}
     files = []
     for place, part in enumerate((numbers[:half], numbers[half:])):
-        rows = image or (lambda n: {"bytes": png(5 * n), "path": None})
-        table = pa.table({field: [rows(n) for n in part], "label": [label(n) for n in part]})
-        features = {"label": {"names": names, "_type": "ClassLabel"}} if names else {}
-        said = json.dumps({"info": {"features": features}})
-        table = table.replace_schema_metadata({"huggingface": said})
+        table = rows_of(part, **rows)
         name = f"data-{place:05}-of-00002.arrow"
         files.append({"filename": name})
         with pa.ipc.new_stream(folder / name, table.schema) as writer:
             writer.write_table(table, max_chunksize=3)
     (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": None}))
     (folder / "dataset_info.json").write_text("{}")
+
+
+def write_parquet(folder, name, numbers, **rows):
+    """As the hub holds them: a split's name in each file's."""
+    folder.mkdir(exist_ok=True)
+    pq.write_table(rows_of(numbers, **rows), folder / name, row_group_size=4)
 
 
 def opened(source, **settings):
@@ -95,6 +110,51 @@ def test_worker_processes_map_the_files_for_themselves(tmp_path):
         next(batches(train, global_batch_size=6, seed=0, workers=workers)) for workers in (0, 1)
     )
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_rows_of_parquet_files_are_those_of_saved_ones(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "hub", "train-00000-of-00002.parquet", range(12))
+    write_parquet(tmp_path / "hub", "train-00001-of-00002.parquet", range(12, 20))
+    write_parquet(tmp_path / "hub", "test-00000-of-00001.parquet", range(20, 26))
+    found = opened(tmp_path / "hub", heldout_split="test")
+    assert greys(found.train) == [(n, n % 3) for n in range(20)]
+    assert greys(found.heldout) == [(n, n % 3) for n in range(20, 26)]
+    assert found.facts["class_names"] == "owl, gull, wren"
+    monkeypatch.setattr(parquet, "_unpack", None)  # it was done: the next start has them
+    again = opened(tmp_path / "hub" / "*.parquet", heldout_split="test")
+    assert again.digest == found.digest
+    one, other = (
+        next(batches(again.train, global_batch_size=6, seed=0, workers=workers))
+        for workers in (0, 1)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_what_cannot_be_read_of_parquet_files_is_refused_and_nothing_kept(tmp_path):
+    hub, name = tmp_path / "hub", "train-0.parquet"
+
+    def refused(words, **settings):
+        with pytest.raises(UserError, match=words):
+            opened(hub, **settings)
+
+    write_parquet(hub, name, range(60))
+    refused("train-0.parquet has no such column; did you mean 'label'", label_feature="lable")
+    refused("it holds int64, where encoded images are wanted", image_feature="label")
+    refused("num_classes = 4, but .* has 3 classes; set ImageData.num_classes = 3", num_classes=4)
+    whole = (hub / name).read_bytes()
+    (hub / name).write_bytes(whole[: len(whole) // 2])
+    refused("train-0.parquet is no whole Parquet file")
+    images = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(9).column(0)
+    place = images.data_page_offset
+    (hub / name).write_bytes(whole[:place] + bytes(40) + whole[place + 40 :])
+    refused("train-0.parquet is no whole Parquet file")
+    write_parquet(hub, name, range(8), image=lambda n: {"bytes": None if n else png(1), "path": ""})
+    with pytest.raises(UserError, match=r"train-0.parquet, row \d has no image in it"):
+        greys(opened(hub, num_classes=3).train)
+    (hub / "a.tar").write_bytes(b"")
+    refused("holds a.tar and train-0.parquet; name files of one kind")
+    kept = [path.parent for path in cache_folder("images").glob("*/rows.arrow")]
+    assert len(kept) == 2  # that of the first file and of the last
 
 
 def test_what_datasets_saves_is_read(tmp_path):

@@ -75,6 +75,17 @@ def test_splits_are_by_the_names_of_files_or_by_class(folder):
     assert greys(found.train)[0] == (12, 0)
 
 
+def test_a_folder_that_is_named_like_a_file_is_a_folder(folder, tmp_path):
+    named = folder.rename(tmp_path / "birds.tar")
+    assert len(opened(named, heldout_split="val").train) == 20
+    for n in range(9):  # class folders, one of which ends in .tar
+        file = tmp_path / "classes" / ("a", "b.tar", "c")[n % 3] / f"{n}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(png(5 * n))
+    found = opened(tmp_path / "classes", heldout_fraction=0.5)
+    assert sorted(greys(found.train) + greys(found.heldout)) == [(n, n % 3) for n in range(9)]
+
+
 def test_samples_are_those_that_webdataset_reads(folder):
     webdataset = pytest.importorskip("webdataset")
     path = str(folder / "train-0001.tar")

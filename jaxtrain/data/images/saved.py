@@ -1,4 +1,4 @@
-"""Images of a folder that Hugging Face's `datasets` saved: Arrow files, mapped and read by rows."""
+"""Images in Arrow files, mapped and read by rows: those that Hugging Face's `datasets` saved."""
 
 import dataclasses
 import functools
@@ -20,18 +20,31 @@ _SETTING = "ImageData.source"
 
 
 @dataclasses.dataclass(frozen=True)
+class ArrowFile:
+    """A file of Arrow's stream format.
+
+    Attributes:
+      path: where it is.
+      named: what people gave: itself, or what it was unpacked from.
+    """
+
+    path: Path
+    named: Path
+
+
+@dataclasses.dataclass(frozen=True)
 class SavedImages:
     """The rows of a split; implements LabelledImages. Each process maps the files for itself.
 
     Attributes:
-      paths: its files.
+      files: its files.
       ends: int64 [files], rows up to the end of each.
       image_field: the column of encoded images.
       of_class: int64 [rows].
       identity: each file's name, rows and size.
     """
 
-    paths: tuple[Path, ...]
+    files: tuple[ArrowFile, ...]
     ends: np.ndarray
     image_field: str
     of_class: np.ndarray
@@ -44,10 +57,10 @@ class SavedImages:
         """As in LabelledImages."""
         number = int(np.searchsorted(self.ends, index, side="right"))
         row = index - (int(self.ends[number - 1]) if number else 0)
-        path = self.paths[number]
-        value = _mapped(path).column(self.image_field)[row].as_py()
+        file = self.files[number]
+        value = _mapped(file.path).column(self.image_field)[row].as_py()
         content = value["bytes"] if isinstance(value, dict) else value
-        name = f"{path}, row {row + 1:,}"
+        name = f"{file.named}, row {row + 1:,}"
         if content is None:
             raise UserError(
                 f"{_SETTING}: {name} has no image in it (a path alone, or null); save the dataset "
@@ -86,43 +99,66 @@ def open_saved(
             "to a disk of this machine"
         )
     paths = [Path(str(path)) for path in arrow_files(folder, split, setting)]
-    tables = [_mapped(path) for path in paths]
+    return open_arrow(
+        [ArrowFile(path, path) for path in paths], image_field=image_field, label_field=label_field
+    )
+
+
+def open_arrow(
+    files: list[ArrowFile], *, image_field: str, label_field: str
+) -> tuple[SavedImages, list[str] | None]:
+    """The images of files that follow each other, and the names of their classes, if there are.
+
+    Raises:
+      UserError: a file is not whole or lacks a column, a column is of something else, or a row has
+        no label.
+    """
+    tables = [_mapped(file.path) for file in files]
     schema = tables[0].schema
+    labels = []
+    for table, file in zip(tables, files, strict=True):
+        check_columns(table.schema, file.named, image_field=image_field, label_field=label_field)
+        labels.append(_labels(table.column(label_field), file.named, label_field))
+    ends = np.cumsum([len(one) for one in labels])
+    identity = "\n".join(
+        f"{file.named.name}\0{len(one)}\0{file.named.stat().st_size}"
+        for file, one in zip(files, labels, strict=True)
+    )
+    images = SavedImages(tuple(files), ends, image_field, np.concatenate(labels), identity)
+    return images, _class_names(schema, label_field)
+
+
+def check_columns(schema: Any, path: Path, *, image_field: str, label_field: str) -> None:
+    """Raises UserError where a file has not both columns, of encoded images and of labels."""
     for name, of in (("image_feature", image_field), ("label_feature", label_field)):
         if of not in schema.names:
             raise UserError(
-                f"ImageData.{name} = {of!r}: {paths[0]} has no such column"
+                f"ImageData.{name} = {of!r}: {path} has no such column"
                 f"{did_you_mean(of, schema.names)}"
             )
-    types = arrow("pyarrow.types", folder, _SETTING)
+    types = arrow("pyarrow.types", path, _SETTING)
     kind = schema.field(image_field).type
     of_bytes = kind.field("bytes").type if _has_bytes(types, kind) else kind
-    if not (types.is_binary(of_bytes) or types.is_large_binary(of_bytes)):
+    # Null where no row of a file has an image: each is named when it is asked for.
+    known = types.is_binary, types.is_large_binary, types.is_null
+    if not any(is_known(of_bytes) for is_known in known):
         raise UserError(
-            f"ImageData.image_feature = {image_field!r}: in {paths[0]} it holds {kind}, where "
+            f"ImageData.image_feature = {image_field!r}: in {path} it holds {kind}, where "
             "encoded images are wanted; name another column"
         )
-    labels = [_labels(table.column(label_field), path, label_field, types) for table, path in
-              zip(tables, paths, strict=True)]  # fmt: skip
-    ends = np.cumsum([len(one) for one in labels])
-    identity = "\n".join(
-        f"{path.name}\0{len(one)}\0{path.stat().st_size}"
-        for path, one in zip(paths, labels, strict=True)
-    )
-    images = SavedImages(tuple(paths), ends, image_field, np.concatenate(labels), identity)
-    return images, _class_names(schema, label_field)
+    kind = schema.field(label_field).type
+    if not types.is_integer(kind):
+        raise UserError(
+            f"ImageData.label_feature = {label_field!r}: in {path} it holds {kind}, where whole "
+            "numbers are wanted; name another column"
+        )
 
 
 def _has_bytes(types: Any, kind: Any) -> bool:
     return types.is_struct(kind) and any(field.name == "bytes" for field in kind)
 
 
-def _labels(column: Any, path: Path, field: str, types: Any) -> np.ndarray:
-    if not types.is_integer(column.type):
-        raise UserError(
-            f"ImageData.label_feature = {field!r}: in {path} it holds {column.type}, where whole "
-            "numbers are wanted; name another column"
-        )
+def _labels(column: Any, path: Path, field: str) -> np.ndarray:
     found = None if column.null_count else column.to_numpy().astype(np.int64)
     if found is None or found.min(initial=0) < 0:
         raise UserError(

@@ -16,6 +16,7 @@ from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.augment import Augment
+from jaxtrain.data.images.parquet import is_parquet, open_parquet
 from jaxtrain.data.images.saved import open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.images.tars import is_tar, open_tars
@@ -41,9 +42,9 @@ class ImageData:
     Attributes:
       source: `'digits'` (1,797 of 8x8) or `'mnist5k'` (5,000 of 28x28), both from jaxtrain[demo]; a
         folder with a folder of PNG and JPEG files for each class, numbered by sorted name;
-        WebDataset's `.tar` files, one, a folder or a pattern (`*`, `**`, `?`, `[...]`) of them;
-        a folder of images that `datasets` saved; `'tfds:NAME'`; or `'synthetic'`, random pixels for
-        benchmarks.
+        WebDataset's `.tar` files or `.parquet` files, one, a folder or a pattern (`*`, `**`, `?`,
+        `[...]`) of them; a folder of images that `datasets` saved; `'tfds:NAME'`; or `'synthetic'`,
+        random pixels for benchmarks.
       image_size: height and width that the model reads, in pixels. Images of another size are
         scaled to it by their shorter side and cut to their middle, unless `crop` is 'resized'.
       channels: 1 (grey) or 3 (RGB).
@@ -60,9 +61,9 @@ class ImageData:
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the split to train on, of TFDS or of a folder that `datasets` saved.
-      heldout_split: the split to evaluate on, or of `.tar` files those with this word in their
-        names, such as 'val'; None holds out a part of `train_split`.
-      image_feature: the feature or column that holds the image, of TFDS and of `datasets`.
+      heldout_split: the split to evaluate on, or of `.tar` and `.parquet` files those with this
+        word in their names, such as 'val'; None holds out a part of `train_split`.
+      image_feature: the feature or column that holds the image, of TFDS, `datasets` and `.parquet`.
       label_feature: that which holds the label, or the field of a `.tar` sample's `.json`.
     """
 
@@ -210,13 +211,19 @@ class ImageData:
             images, class_names = stores.DEMO[self.source](), _numbers(10)
         else:
             if is_glob(self.source):
-                files = glob_files(self.source, "ImageData.source")
-                return *self._of_tars(files), _numbers(self.num_classes)
+                found = glob_files(self.source, "ImageData.source")
+                for path in found:
+                    if not _holds_images(path.name):
+                        raise UserError(
+                            f"ImageData.source = {self.source!r}: {path} is no .tar or .parquet "
+                            "file; name such, or a folder of class folders"
+                        )
+                return self._of_files(found)
             path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
-            inside = [path] if is_tar(path.name) else self._inside(path)
-            files = [one for one in inside if is_tar(one.name)]
+            inside = self._inside(path)
+            files = [one for one in inside if _holds_images(one.name) and not one.is_dir()]
             if files:
-                return *self._of_tars(files), _numbers(self.num_classes)
+                return self._of_files(files)
             if holds_saved(one.name for one in inside):
                 return self._of_saved(path)
             check_heldout_split("ImageData", self.train_split, self.heldout_split, named=False)
@@ -225,11 +232,14 @@ class ImageData:
         return *self._hold_out(images), class_names
 
     def _inside(self, path: Place) -> list[Place]:
-        if not path.is_dir():
-            raise UserError(
-                f"ImageData.source = {str(path)!r} is a file; it takes a folder of folders"
-            )
-        return sorted(path.iterdir())
+        if path.is_dir():
+            return sorted(path.iterdir())
+        if _holds_images(path.name):
+            return [path]
+        raise UserError(
+            f"ImageData.source = {str(path)!r} is a file; it takes a folder of folders, or .tar or "
+            ".parquet files"
+        )
 
     def _of_saved(self, path: Place) -> tuple[LabelledImages, LabelledImages, list[str]]:
         check_heldout_split(
@@ -247,7 +257,14 @@ class ImageData:
         self._check_labels(held)
         return train, held, names
 
-    def _of_tars(self, files: list[Place]) -> tuple[LabelledImages, LabelledImages]:
+    def _of_files(self, files: list[Place]) -> tuple[LabelledImages, LabelledImages, list[str]]:
+        """The images of tar files or of Parquet files."""
+        kinds = {is_tar(path.name): path for path in files}
+        if len(kinds) > 1:
+            raise UserError(
+                f"ImageData.source = {self.source!r} holds {kinds[True].name} and "
+                f"{kinds[False].name}; name files of one kind, such as '*.tar'"
+            )
         word = self.heldout_split
         held = [path for path in files if word is not None and word in path.name]
         if word is not None and len(held) in (0, len(files)):
@@ -258,10 +275,21 @@ class ImageData:
                 f"{files[0].name}; use a word that some of them have, or None"
             )
         rest = [path for path in files if path not in held]
-        opened = [open_tars(some, self.label_feature) for some in (rest, held) if some]
-        for images in opened:
+        opened = [self._opened_files(some) for some in (rest, held) if some]
+        names = opened[0][1]
+        if names is not None:
+            self._check_num_classes(len(names))
+        for images, _ in opened:
             self._check_labels(images)
-        return (opened[0], opened[1]) if held else self._hold_out(opened[0])
+        names = names or _numbers(self.num_classes)
+        if held:
+            return opened[0][0], opened[1][0], names
+        return *self._hold_out(opened[0][0]), names
+
+    def _opened_files(self, files: list[Place]) -> tuple[LabelledImages, list[str] | None]:
+        if is_tar(files[0].name):
+            return open_tars(files, self.label_feature), None
+        return open_parquet(files, image_field=self.image_feature, label_field=self.label_feature)
 
     def _hold_out(self, images: LabelledImages) -> tuple[Subset, Subset]:
         labels = images.labels()
@@ -339,6 +367,10 @@ class MixedImages(PreparedImages):
                 np.float32
             ),
         )
+
+
+def _holds_images(name: str) -> bool:
+    return is_tar(name) or is_parquet(name)
 
 
 def _numbers(count: int) -> list[str]:
