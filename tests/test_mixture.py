@@ -24,9 +24,9 @@ from jaxtrain.data.text.source import TextData
 ROWS = 200, 1000, 150
 
 
-def mixing(shares, *, once=(False, False, False), later=(), rows=ROWS):
+def mixing(shares, *, once=(False, False, False), later=(), rows=ROWS, linear=False):
     sources = [Source(name, count, 8 * count, 2) for name, count in zip("abc", rows, strict=False)]
-    return Mixing(tuple(sources), ((0, shares), *later), once[: len(rows)])
+    return Mixing(tuple(sources), ((0, shares), *later), once[: len(rows)], linear)
 
 
 def drawn(one, count, *, size=10, seed=3):
@@ -44,7 +44,7 @@ def by_source(indices, rows=ROWS):
     return source, indices - (np.cumsum(rows) - rows)[source]
 
 
-@given(st.integers(0, 60), st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
+@given(st.integers(0, 60), st.integers(1, 50), st.integers(-99, 200), st.integers(-99, 200))
 @settings(max_examples=60)
 def test_a_sum_of_floors_is_the_sum_of_the_floors(count, divisor, step, offset):
     found = floor_sum(count, divisor, step, offset)
@@ -85,6 +85,56 @@ def test_shares_change_at_their_steps():
     assert set(source[:40]) == {0}
     assert set(source[40:70]) == {1}
     np.testing.assert_allclose(np.bincount(source[70:]), [0, 32.5, 97.5], atol=3)
+
+
+def test_shares_go_evenly_from_stage_to_stage():
+    stages = ((10, (0.8, 0.1, 0.1)), (110, (0.0, 0.4, 0.6)))
+    one = mixing((0.8, 0.1, 0.1), later=stages, linear=True)
+    source = by_source(drawn(one, 200, size=20))[0]
+    for begin in range(0, 3800, 100):
+        ahead = np.clip((np.arange(begin, begin + 200) - 200) / 2000, 0, 1)[:, None]
+        shares = np.array([0.8, 0.1, 0.1]) * (1 - ahead) + np.array([0.0, 0.4, 0.6]) * ahead
+        counts = np.bincount(source[begin : begin + 200], minlength=3)
+        np.testing.assert_allclose(counts, shares.sum(0), atol=4)
+    assert 0 not in source[2200:]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sampled_from([0.0, 0.1, 0.25, 0.6])] * 2), min_size=2, max_size=4),
+    st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    st.tuples(st.booleans(), st.booleans()),
+    st.integers(0, 5),
+)
+def test_of_shares_that_move_what_was_seen_is_what_was_drawn(shares, gaps, once, seed):
+    every = [(a, b, 1 - a - b if a + b <= 1 else 0.0) for a, b in shares]
+    every = [of if of[2] else (0.0, 0.0, 1.0) for of in every]
+    steps = np.cumsum(gaps).tolist()
+    later = tuple(zip(steps, every[1:], strict=False))
+    one = mixing(every[0], later=later, linear=True, once=(*once, False), rows=(11, 30, 19))
+    source, row = by_source(drawn(one, 30, size=5, seed=seed), (11, 30, 19))
+    for count in (1, *steps, 30):
+        told = one.seen(count, global_batch_size=5, seed=seed)
+        counts = np.bincount(source[: 5 * count], minlength=3)
+        assert [seen.rows for seen in told.values()] == counts.tolist()
+    for number, rows in enumerate((11, 30)):
+        own = row[source == number]
+        assert sorted(own[:rows]) == sorted(set(own))  # the first epoch has each row once
+        assert not once[number] or len(own) <= rows
+
+
+def test_shares_that_move_over_a_long_run_are_known_in_no_time():
+    half = 10**12
+    one = mixing((1.0, 0.0, 0.0), later=((2 * half, (0.0, 0.0, 1.0)),), linear=True)
+    told = one.seen(2 * half, global_batch_size=10**3, seed=3)
+    assert told["a"].rows == pytest.approx(10**15, rel=1e-9)
+    assert told["b"].rows == 0
+    rows = one.indices(half, np.arange(1000), global_batch_size=10**3, seed=3)
+    assert 490 < np.count_nonzero(rows < 200) < 510
+    before, after = (
+        one.seen(half + one_more, global_batch_size=10**3, seed=3) for one_more in (0, 1)
+    )
+    assert after["a"].rows - before["a"].rows == np.count_nonzero(rows < 200)
 
 
 def test_a_source_that_is_seen_once_leaves_its_share_to_the_others():
@@ -219,6 +269,7 @@ def test_a_run_tells_losses_and_epochs_by_source_and_goes_on_where_it_was(corpus
             {"once": ("code",), "stages": {9: {"code": 1.0, "web": 0.0}}},
             "Mixture.stages[9] draws from none but sources",
         ),
+        ({"between": "linear"}, "'linear' goes from Mixture.weights to Mixture.stages, of which"),
         ({"data": TextData(source="README.md")}, "is not read beside Mixture.sources"),
     ],
 )

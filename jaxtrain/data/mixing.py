@@ -3,14 +3,14 @@
 Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
 ratio lies (Weyl's sequence, from an offset of the seed's own): any stretch of places, and so any
 batch, holds the sources in their shares to within a few rows. How many of the places before p are a
-source's is a sum of floors, known in some 30 divisions however large p is; so what stands at p
-needs neither memory nor the places before it.
+source's is a sum of floors, known in some 30 divisions however large p is, also where the shares
+move evenly with p; so what stands at p needs neither memory nor the places before it.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -53,16 +53,20 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class _Segment:
-    """A stretch of the stream with the same shares.
+    """A stretch of the stream on which the bounds of the shares stay or move evenly.
 
     Attributes:
       begin: its first place.
-      cuts: [sources + 1] bounds of the shares, from 0 to `_WHOLE`.
+      cuts: [sources + 1] the bounds there, from 0 to `_WHOLE`.
+      moved: [sources + 1] how far each has moved after `length` places.
+      length: places, at least 1.
       before: [sources] how many of the places before `begin` are each source's.
     """
 
     begin: int
     cuts: tuple[int, ...]
+    moved: tuple[int, ...]
+    length: int
     before: tuple[int, ...]
 
 
@@ -76,11 +80,13 @@ class Mixing:
       sources: in their order.
       stages: (first step, share of each source), the first from step 0.
       once: of each source, whether it leaves the mixture to the others once it was seen whole.
+      linear: whether shares go evenly from those of a stage to those of the next, and do not jump.
     """
 
     sources: tuple[Source, ...]
     stages: tuple[tuple[int, tuple[float, ...]], ...]
     once: tuple[bool, ...]
+    linear: bool = False
 
     def indices(
         self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
@@ -143,8 +149,8 @@ class Mixing:
         own = np.searchsorted(begins, places, side="right") - 1
         found = np.empty(len(places), np.int64)
         for number in np.unique(own).tolist():
-            cuts = np.array(segments[number].cuts)
-            found[own == number] = np.searchsorted(cuts, parts[own == number], side="right") - 1
+            here = own == number
+            found[here] = _among(segments[number], places[here], parts[here])
         return found
 
     def _before(self, place: int, global_batch_size: int, seed: int) -> tuple[int, ...]:
@@ -162,53 +168,90 @@ def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_
     segments: list[_Segment] = []
     gone = [False] * len(mixing.sources)
     before = (0,) * len(mixing.sources)
-    for (_, shares), begin, end in zip(mixing.stages, places, [*places[1:], None], strict=True):
+    for number, (_, shares) in enumerate(mixing.stages):
+        begin, last = places[number], number + 1 == len(places)
+        end = None if last else places[number + 1]
+        later = mixing.stages[number + 1][1] if mixing.linear and not last else shares
         while end is None or begin < end:
-            left = [0.0 if out else share for share, out in zip(shares, gone, strict=True)]
-            segment = _Segment(begin, _cuts(left), before)
+            cuts = _cuts(shares, gone)
+            moved = [after - cut for cut, after in zip(cuts, _cuts(later, gone), strict=True)]
+            length = 1 if end is None else end - begin
+            segment = _Segment(begin, cuts, tuple(moved), length, before)
             segments.append(segment)
             dry = [
-                (_dry_at(segment, number, source.rows, offset), number)
-                for number, source in enumerate(mixing.sources)
-                if mixing.once[number] and left[number]
-            ]
-            place, number = min(dry, default=(None, 0))
-            if place is None or (end is not None and place >= end):
+                (place, one)
+                for one, source in enumerate(mixing.sources)
+                if mixing.once[one] and not gone[one]
+                and (place := _dry_at(segment, one, source.rows, offset, end)) is not None
+            ]  # fmt: skip
+            if not dry:
                 if end is not None:
                     before = _counted(segment, end, offset)
                 break
-            gone[number] = True
+            place, one = min(dry)
+            share = (place - begin) / length
+            if later is not shares:
+                shares = tuple(a + (b - a) * share for a, b in zip(shares, later, strict=True))
+            gone[one] = True
             begin, before = place, _counted(segment, place, offset)
     return segments, offset
 
 
-def _cuts(shares: list[float]) -> tuple[int, ...]:
-    total = math.fsum(shares)
-    ends = [round(math.fsum(shares[: end + 1]) / total * _WHOLE) for end in range(len(shares))]
+def _cuts(shares: Sequence[float], gone: Sequence[bool]) -> tuple[int, ...]:
+    """The bounds of the shares of those sources that are left."""
+    left = [0.0 if out else share for share, out in zip(shares, gone, strict=True)]
+    total = math.fsum(left)
+    ends = [round(math.fsum(left[: end + 1]) / total * _WHOLE) for end in range(len(left))]
     return (0, *ends)
 
 
-def _dry_at(segment: _Segment, number: int, rows: int, offset: int) -> int:
-    """The place before which all rows of a source were drawn, if the segment went on for ever."""
-    share = segment.cuts[number + 1] - segment.cuts[number]
-    wanted = rows - segment.before[number]
-    low = segment.begin
-    high = low + (wanted + 2) * _WHOLE // max(1, share) + 2
-    while _counted(segment, high, offset)[number] < rows:
-        high += high - low
+def _among(segment: _Segment, places: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """The number of the source in whose share each part lies.
+
+    Args:
+      segment: holds the places.
+      places: neighbours, [n].
+      parts: where on [0, `_WHOLE`) each is.
+    """
+    found = np.zeros(len(places), np.int64)
+    after, steps = int(places[0]) - segment.begin, places - places[0]
+    for cut, moved in zip(segment.cuts[1:-1], segment.moved[1:-1], strict=True):
+        # The bound rounded up, which is the same to a whole number below it. By hand: the product
+        # of a place and a bound has more than 64 bits.
+        whole, rest = divmod(cut * segment.length + moved * after - 1, segment.length)
+        step, step_rest = divmod(moved, segment.length)
+        bounds = whole + 1 + step * steps + (rest + step_rest * steps) // segment.length
+        found += parts >= bounds
+    return found
+
+
+def _dry_at(segment: _Segment, number: int, rows: int, offset: int, end: int | None) -> int | None:
+    """The place before which all rows of a source were drawn; None: not before `end`."""
+    if not segment.cuts[number + 1] - segment.cuts[number] and end is None:
+        return None
+    low, high = segment.begin, end
+    if high is None:
+        share = segment.cuts[number + 1] - segment.cuts[number]
+        high = low + (rows - segment.before[number] + 2) * _WHOLE // share + 2
+        while _counted(segment, high, offset)[number] < rows:
+            high += high - low
+    elif _counted(segment, high, offset)[number] < rows:
+        return None
     while low < high:
         middle = (low + high) // 2
         if _counted(segment, middle, offset)[number] < rows:
             low = middle + 1
         else:
             high = middle
-    return low
+    return None if low == end else low
 
 
 def _counted(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
     """How many of the places before this one, of the segment, are each source's."""
+    count, first = place - segment.begin, offset + _STEP * segment.begin
     under = [
-        _under(cut, place, offset) - _under(cut, segment.begin, offset) for cut in segment.cuts
+        _under(cut, moved, segment.length, count, first)
+        for cut, moved in zip(segment.cuts, segment.moved, strict=True)
     ]
     return tuple(
         before + high - low
@@ -216,20 +259,22 @@ def _counted(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
     )
 
 
-def _under(cut: int, place: int, offset: int) -> int:
-    """How many of the places before this one have a part under the cut.
+def _under(cut: int, moved: int, length: int, count: int, offset: int) -> int:
+    """How many of the first places of a segment have a part under a bound.
 
-    x mod m < c exactly where floor(x / m) - floor((x - c) / m) is 1 and not 0.
+    x mod m < c exactly where floor(x / m) - floor((x - c) / m) is 1 and not 0; of place k the part
+    is x = step k + offset and the bound c = cut + moved k / length, both taken `length` times.
     """
-    whole = floor_sum(place, _WHOLE, _STEP, offset)
-    return whole - (floor_sum(place, _WHOLE, _STEP, offset - cut + _WHOLE) - place)
+    whole = floor_sum(count, _WHOLE, _STEP, offset)
+    divisor, step = _WHOLE * length, _STEP * length - moved
+    return whole - floor_sum(count, divisor, step, (offset - cut) * length)
 
 
 def floor_sum(count: int, divisor: int, step: int, offset: int) -> int:
     """The sum of floor((step * k + offset) / divisor) over k from 0 to count - 1, as by Euclid.
 
-    Each round takes whole multiples out and counts the lattice points that are left by columns in
-    place of rows (Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5).
+    Each round takes whole multiples out, negative ones too, and counts the lattice points that are
+    left by columns in place of rows (Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5).
     """
     total = 0
     while True:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,8 @@ class Mixture:
       sources: name -> what `TextData.source` takes.
       weights: name -> its share of the rows; they sum to 1. None: as many as it has.
       stages: first step -> the shares from there on, for instance to end on the best text.
+      between: 'jump' keeps a stage's shares until the next; 'linear' goes evenly from those of one
+        stage to those of the next, which has its own at its first step.
       once: sources that leave their share to the others when each row was seen; the rest begin
         their next epoch.
     """
@@ -41,6 +43,7 @@ class Mixture:
     sources: Annotated[dict[str, str], SOURCE]
     weights: dict[str, float] | None = None
     stages: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    between: Literal["jump", "linear"] = "jump"
     once: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -75,6 +78,11 @@ class Mixture:
                     f"Mixture.stages: a stage begins at step {step}; use 1 or more, for "
                     "Mixture.weights are those from the beginning"
                 )
+        if self.between == "linear" and not self.stages:
+            raise UserError(
+                "Mixture.between = 'linear' goes from Mixture.weights to Mixture.stages, of which "
+                "there is none; add one, such as {1000: {...}}"
+            )
         if self.weights is None:
             self._refuse_only_once("Mixture.weights", dict.fromkeys(self.sources, 1.0))
 
@@ -148,7 +156,14 @@ class Mixture:
             (step, tuple(shares[step][name] for name in self.sources)) for step in sorted(shares)
         )
         once = tuple(name in self.once for name in self.sources)
-        header = {"kind": "mixture", "names": list(opened), "stages": stages, "once": once}
+        header: dict[str, object] = {
+            "kind": "mixture",
+            "names": list(opened),
+            "stages": stages,
+            "once": once,
+        }
+        if self.between != "jump":  # which had no name at first: its digests stay what they were
+            header["between"] = self.between
         first = next(iter(opened.values()))
         mixed = Dataset(
             Concatenated(tuple(_whole(one.train) for one in opened.values())),
@@ -157,7 +172,7 @@ class Mixture:
             self._facts(opened),
             first.tokenizer,
             "tokens",
-            Mixing(sources, stages, once),
+            Mixing(sources, stages, once, self.between == "linear"),
         )
         middle = self.data.fill_in_middle
         return mixed if middle is None else filled(mixed, middle)

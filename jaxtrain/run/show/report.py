@@ -227,8 +227,12 @@ def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
     seen = mixing.seen(train.steps, global_batch_size=size, seed=seed)
     table = Table(title=f"Mixture, after {train.steps:,} steps", title_justify="left")
     table.add_column("source")
-    stages = [(step, shares) for step, shares in mixing.stages if step < train.steps]
-    shares = ["weight" if not step else f"from step {step:,}" for step, _ in stages]
+    stages = list(mixing.stages)
+    # Of shares that move, the stage that a run ends on its way to is shown too.
+    while stages[-1][0] >= train.steps and not (mixing.linear and stages[-2][0] < train.steps):
+        stages.pop()
+    word = "to step" if mixing.linear else "from step"
+    shares = ["weight" if not step else f"{word} {step:,}" for step, _ in stages]
     for column in ("tokens", "rows", *shares, "rows drawn", "epochs"):
         table.add_column(column, justify="right")
     for number, source in enumerate(mixing.sources):
