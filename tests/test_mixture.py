@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxtrain import Trainer, load_config
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.data import mixing as mixing_of_data
 from jaxtrain.data.mixing import Mixing, Source, floor_sum
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.pipeline import batches
@@ -105,18 +106,25 @@ def test_shares_go_evenly_from_stage_to_stage():
     st.lists(st.integers(1, 9), min_size=3, max_size=3),
     st.tuples(st.booleans(), st.booleans()),
     st.integers(0, 5),
+    st.sampled_from([{}, {"_WHOLE": 64, "_STEP": 39}]),
 )
-def test_of_shares_that_move_what_was_seen_is_what_was_drawn(shares, gaps, once, seed):
+def test_of_shares_that_move_what_was_seen_is_what_was_drawn(shares, gaps, once, seed, sequence):
     every = [(a, b, 1 - a - b if a + b <= 1 else 0.0) for a, b in shares]
     every = [of if of[2] else (0.0, 0.0, 1.0) for of in every]
     steps = np.cumsum(gaps).tolist()
     later = tuple(zip(steps, every[1:], strict=False))
     one = mixing(every[0], later=later, linear=True, once=(*once, False), rows=(11, 30, 19))
-    source, row = by_source(drawn(one, 30, size=5, seed=seed), (11, 30, 19))
-    for count in (1, *steps, 30):
-        told = one.seen(count, global_batch_size=5, seed=seed)
-        counts = np.bincount(source[: 5 * count], minlength=3)
-        assert [seen.rows for seen in told.values()] == counts.tolist()
+    with pytest.MonkeyPatch.context() as patched:
+        # Of a coarse sequence many places fall on a bound.
+        for name, value in sequence.items():
+            patched.setattr(mixing_of_data, name, value)
+        mixing_of_data._segments.cache_clear()
+        source, row = by_source(drawn(one, 30, size=5, seed=seed), (11, 30, 19))
+        for count in (1, *steps, 30):
+            told = one.seen(count, global_batch_size=5, seed=seed)
+            counts = np.bincount(source[: 5 * count], minlength=3)
+            assert [seen.rows for seen in told.values()] == counts.tolist()
+    mixing_of_data._segments.cache_clear()
     for number, rows in enumerate((11, 30)):
         own = row[source == number]
         assert sorted(own[:rows]) == sorted(set(own))  # the first epoch has each row once
