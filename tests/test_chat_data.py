@@ -5,6 +5,8 @@ The loss is of the assistant's tokens; bad records are named by file and line.
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from chat_model import save_model, save_tokenizer, talks, write_lines
@@ -130,6 +132,29 @@ def test_a_row_holds_whole_conversations_and_only_answers_count(folder):
     assert opened.facts["answer_tokens"] == int(batch.loss_mask.sum())
     assert opened.facts["documents"] == 17
     assert opened.facts["cut_documents"] == 0
+
+
+@pytest.mark.parametrize("name", ["talks.parquet", "talks.arrow"])
+def test_rows_of_columns_are_the_records_of_lines(folder, tmp_path, name):
+    """Also where a column has fields that a row has not, which Arrow fills with nulls."""
+    column = [[dict(message) for message in talk] for talk in TALKS]
+    column[3][0]["name"] = "Ann"
+    table = pa.table({"talk": column, "id": list(range(len(column)))})
+    file = tmp_path / name
+    if name.endswith(".parquet"):
+        pq.write_table(table, file, row_group_size=4)
+    else:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+    settings = {**vars(data_of(folder)), "heldout_source": None, "heldout_fraction": 0.2}
+    lines = ChatData(**settings).open(seed=0)
+    of = {**settings, "source": str(tmp_path), "messages_field": "talk"}
+    assert ChatData(**of).open(seed=0).digest == lines.digest
+    with pytest.raises(UserError, match=rf"{name}: row 1: no field 'messages', nor 'prompt'"):
+        ChatData(**{**of, "messages_field": "messages"}).open(seed=0)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=f"{name} is no whole"):
+        ChatData(**of).open(seed=0)
 
 
 def test_what_is_longer_than_a_row_ends_with_it(folder):

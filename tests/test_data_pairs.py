@@ -6,6 +6,8 @@ import io
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain.config.errors import UserError
@@ -16,6 +18,10 @@ PAIRS = [(f"question {n}: ü", f"answer\t{n}, \u2028 too") for n in range(40)]
 
 
 def write(path, pairs=PAIRS, names=("source", "target")):
+    if path.suffix == ".parquet":
+        columns = zip(*pairs, strict=True)
+        pq.write_table(pa.table(dict(zip(names, map(list, columns), strict=True))), path)
+        return str(path)
     if ".jsonl" in path.name:
         records = (json.dumps(dict(zip(names, pair, strict=True))) for pair in pairs)
         content = "\n\n".join(records).encode()
@@ -28,7 +34,7 @@ def write(path, pairs=PAIRS, names=("source", "target")):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.tsv", "a.csv", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.tsv", "a.csv", "a.jsonl.gz", "a.parquet"])
 def test_every_form_of_file_gives_the_same_pairs(tmp_path, name):
     data = PairData(source=write(tmp_path / name), source_length=20, target_length=24)
     opened = data.open(seed=0)
@@ -116,6 +122,19 @@ def test_files_that_are_none_of_pairs_are_refused_by_their_place(tmp_path, conte
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=sentence):
         PairData(source=str(tmp_path / name)).open(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("pair", "names", "words"),
+    [
+        (("a", None), ("source", "target"), r"row 41: no field 'target'"),
+        (("a", "b"), ("source", "targets"), r"row 1: no field 'target'; did you mean 'targets'"),
+    ],
+)
+def test_rows_of_columns_that_hold_no_pair_are_named(tmp_path, pair, names, words):
+    source = write(tmp_path / "a.parquet", [*PAIRS, pair], names)
+    with pytest.raises(UserError, match=rf"PairData.source: {source}: {words}"):
+        PairData(source=source).open(seed=0)
 
 
 @pytest.mark.parametrize(

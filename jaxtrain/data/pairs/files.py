@@ -1,4 +1,4 @@
-"""Files of pairs of texts: JSON lines, and tables of tabs or commas with a line of names."""
+"""Files of pairs of texts: JSON lines, Parquet, Arrow, and tables with a line of names."""
 
 import csv
 import json
@@ -8,9 +8,12 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.data.text import columnar
+from jaxtrain.data.text.json_lines import BadLineError, string
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
+from jaxtrain.data.text.records import BadRecord
 
-ENDINGS = (".jsonl", ".json", ".tsv", ".csv")
+ENDINGS = (".jsonl", ".json", ".tsv", ".csv", ".parquet", ".arrow")
 Texts = tuple[str, str]
 
 
@@ -28,6 +31,13 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
     said, name = f"{setting} = {str(path)!r}", plain_name(path)
     if not name.endswith(ENDINGS):
         raise UserError(f"{said}: it takes a file that ends in {', '.join(ENDINGS)}")
+    if columnar.is_columnar(path):
+        fields = source_field, target_field
+        for found in columnar.read_taken(path, lambda record: _of_record(record, fields)):
+            if isinstance(found, BadRecord):
+                raise UserError(f"{setting}: {found.told}")
+            yield found
+        return
     with reading(path) as stream:
         # A binary file's lines end at a line feed alone: U+2028 may stand inside a text.
         lines = (
@@ -39,6 +49,14 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
             yield from _of_table(lines, delimiter, (source_field, target_field), said)
         else:
             yield from _of_records(lines, (source_field, target_field), said)
+
+
+def _of_record(record: dict[str, Any], fields: Texts) -> Texts:
+    for field in fields:
+        if field not in record:
+            raise BadLineError(f"no field {field!r}{did_you_mean(field, record)}")
+    source, target = (string(field, record[field]) for field in fields)
+    return source, target
 
 
 def _of_records(lines: Iterator[bytes], fields: Texts, said: str) -> Iterator[Texts]:

@@ -30,7 +30,13 @@ Encoded = tuple[np.ndarray, np.ndarray]
 class ChatData(Templated):
     """Conversations for supervised fine-tuning: the loss is that of answers alone. Records have
     `messages` of a role and its content, or a `prompt` and a `completion`. Whole conversations
-    stand in rows side by side and do not see each other; a longer one than a row ends with it."""
+    stand in rows side by side and do not see each other; a longer one than a row ends with it.
+
+    Attributes:
+      messages_field: the field or column that holds the messages.
+    """
+
+    messages_field: str = "messages"
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes and dtypes of a batch, for lowering a step without data."""
@@ -47,7 +53,11 @@ class ChatData(Templated):
         """
         del seed
         tokenizer, template = self.open_tokenizer(), functools.cache(self.open_template)
-        *splits, records = self.split(lambda record: written(record, template).encoded(tokenizer))
+
+        def encoded(record: dict[str, Any]) -> Encoded:
+            return written(record, template, self.messages_field).encoded(tokenizer)
+
+        *splits, records = self.split(encoded)
         train, heldout = (self._packed(split, tokenizer) for split in splits)
         header = {
             "kind": "chat",

@@ -1,13 +1,16 @@
-"""Parquet and Arrow files as documents: the column of that name, a document a row, by pyarrow."""
+"""Parquet and Arrow files, by pyarrow: a document a row from one column, or a row as a record."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.json_lines import BadLineError
 from jaxtrain.data.text.pieces import opened
 from jaxtrain.data.text.records import BadRecord, arrow, check_field
+
+T = TypeVar("T")
 
 _ROWS = 256  # of Parquet, read at a time
 _ARROW_FILE = (
@@ -15,61 +18,87 @@ _ARROW_FILE = (
 )
 
 
-def read_parquet(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every row of a Parquet file, of which the one column is read, in parts.
+def is_columnar(path: Place) -> bool:
+    """Whether a file is one of these, by its name."""
+    return path.name.lower().endswith((".parquet", ".arrow"))
+
+
+def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+    """The text of every row, in parts; of a Parquet file that one column is read.
 
     Raises:
-      UserError: it cannot be read, is cut short, or has no such column of strings.
+      UserError: the file cannot be read, is cut short, or has no such column of strings.
     """
-    parquet = arrow("pyarrow.parquet", path)
-
-    def parts(stream: BinaryIO) -> tuple[Any, Iterator[Any]]:
-        file = parquet.ParquetFile(stream)
-        return file.schema_arrow, file.iter_batches(_ROWS, columns=[text_field])
-
-    return _read(path, text_field, parts, "Parquet")
-
-
-def read_arrow(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every row of an Arrow file in IPC's stream or file format.
-
-    Raises:
-      UserError: as `read_parquet`.
-    """
-    ipc = arrow("pyarrow.ipc", path)
-
-    def parts(stream: BinaryIO) -> tuple[Any, Iterator[Any]]:
-        is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
-        stream.seek(0)
-        if not is_file:
-            reader = ipc.open_stream(stream)
-            return reader.schema, iter(reader)
-        file = ipc.open_file(stream)
-        return file.schema, map(file.get_batch, range(file.num_record_batches))
-
-    return _read(path, text_field, parts, "Arrow")
-
-
-def _read(
-    path: Place,
-    text_field: str,
-    parts: Callable[[BinaryIO], tuple[Any, Iterator[Any]]],
-    kind: str,
-) -> Iterator[str | BadRecord]:
     row = 0
+    for batch in _batches(path, text_field):
+        for value in batch.column(text_field):
+            row += 1
+            yield _text(value, f"{path}: row {row:,}", text_field)
+
+
+def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
+    """What `take` makes of every row, as a record without its nulls, for a column has all fields
+    that any row has; where it raises `BadLineError`, the record is bad.
+
+    Raises:
+      UserError: the file cannot be read or is cut short.
+    """
+    row = 0
+    for batch in _batches(path, None):
+        for number in range(batch.num_rows):
+            row += 1
+            try:
+                record = {name: batch.column(name)[number].as_py() for name in batch.schema.names}
+                yield take(_without_nulls(record))
+            except UnicodeDecodeError:
+                yield BadRecord(f"{path}: row {row:,}: no UTF-8 text")
+            except BadLineError as error:
+                yield BadRecord(f"{path}: row {row:,}: {error}")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
+    """Some rows after the other; of a field of text that column at least, which is looked at."""
+    is_parquet = path.name.lower().endswith(".parquet")
+    kind, parts = ("Parquet", _of_parquet) if is_parquet else ("Arrow", _of_arrow)
     with opened(path) as stream:
         with _whole(path, kind):
-            schema, batches = parts(stream)
-        check_field(path, text_field, schema.names)
-        _check_strings(path, text_field, schema.field(text_field).type)
+            schema, batches = parts(path, stream, None if text_field is None else [text_field])
+        if text_field is not None:
+            check_field(path, text_field, schema.names)
+            _check_strings(path, text_field, schema.field(text_field).type)
         while True:
             with _whole(path, kind):
                 batch = next(batches, None)
             if batch is None:
                 return
-            for value in batch.column(text_field):
-                row += 1
-                yield _text(value, f"{path}: row {row:,}", text_field)
+            yield batch
+
+
+def _of_parquet(
+    path: Place, stream: BinaryIO, columns: list[str] | None
+) -> tuple[Any, Iterator[Any]]:
+    file = arrow("pyarrow.parquet", path).ParquetFile(stream)
+    return file.schema_arrow, file.iter_batches(_ROWS, columns=columns)
+
+
+def _of_arrow(
+    path: Place, stream: BinaryIO, columns: list[str] | None
+) -> tuple[Any, Iterator[Any]]:
+    del columns  # all of them are mapped alike
+    ipc = arrow("pyarrow.ipc", path)
+    is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
+    stream.seek(0)
+    if not is_file:
+        reader = ipc.open_stream(stream)
+        return reader.schema, iter(reader)
+    file = ipc.open_file(stream)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
 def _text(value: Any, place: str, text_field: str) -> str | BadRecord:

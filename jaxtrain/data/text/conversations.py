@@ -50,22 +50,23 @@ class Written:
         return np.asarray(ids, tokenizer.dtype), told
 
 
-def written(record: dict[str, Any], template: Template) -> Written:
+def written(record: dict[str, Any], template: Template, messages: str = "messages") -> Written:
     """A record's conversation as text.
 
     Args:
-      record: `messages`, or `prompt` and `completion`; perhaps `tools`.
+      record: messages, or `prompt` and `completion`; perhaps `tools`.
       template: gives what writes messages; not asked where there is text alone.
+      messages: the field that holds them.
 
     Raises:
       BadLineError: it is none, or the template refuses it.
     """
-    if "messages" in record:
-        return _templated(_messages("messages", record["messages"]), 0, record, template)
+    if messages in record:
+        return _templated(_messages(messages, record[messages]), 0, record, template)
     for name in ("prompt", "completion"):
         if name not in record:
             hint = did_you_mean(name, record)
-            raise BadLineError(f"no field 'messages', nor {name!r}{hint}")
+            raise BadLineError(f"no field {messages!r}, nor {name!r}{hint}")
     return answered(record, "completion", template)
 
 

@@ -25,8 +25,8 @@ _LINES: dict[str, Reader] = {
     ".tsv": csv_lines.read,
 }
 _PACKED: dict[str, Reader] = {
-    ".parquet": columnar.read_parquet,
-    ".arrow": columnar.read_arrow,
+    ".parquet": columnar.read,
+    ".arrow": columnar.read,
     ".array_record": array_records.read,
     ".arrayrecord": array_records.read,
 }

@@ -1,4 +1,4 @@
-"""What data of conversations have in common: files of JSON lines, a tokenizer and its template."""
+"""What data of conversations have in common: files of records, a tokenizer and its template."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ from jaxtrain.data.source import (
     is_heldout,
     walk_files,
 )
-from jaxtrain.data.text import json_lines
+from jaxtrain.data.text import columnar, json_lines
 from jaxtrain.data.text.chat_template import WORDS, ChatTemplate, open_template
 from jaxtrain.data.text.pieces import plain_name
 from jaxtrain.data.text.records import Records
@@ -23,15 +23,16 @@ from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 
 T = TypeVar("T")
 
-_ENDINGS = (".jsonl", ".ndjson", ".json")
+_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Templated:
-    """Records of JSON lines that a chat template makes text of.
+    """Records that a chat template makes text of.
 
     Attributes:
-      source: a file of JSON lines, or a folder of such, on a disk or at `'gs://BUCKET/PATH'`.
+      source: a file of JSON lines (`.jsonl`, `.ndjson`, `.json`, perhaps `.gz` or `.zst`), a
+        `.parquet` or `.arrow` file, or a folder of such, on a disk or at `'gs://BUCKET/PATH'`.
       heldout_source: likewise, of what is held out; None holds out a part of `source`.
       heldout_fraction: that part, evenly spaced over the records' order.
       tokenizer: the path of a Hugging Face tokenizer.json, or `'byte'`.
@@ -128,7 +129,10 @@ class Templated:
         self, setting: str, source: str, records: Records, take: Callable[[dict[str, Any]], T]
     ) -> Iterator[T]:
         for path in _files(setting, source):
-            yield from records.texts(json_lines.read_taken(path, take))
+            read_taken = (
+                columnar.read_taken if columnar.is_columnar(path) else json_lines.read_taken
+            )
+            yield from records.texts(read_taken(path, take))
 
     def _tokenizer_path(self) -> Place | None:
         if self.tokenizer == "byte":
@@ -146,7 +150,7 @@ class Templated:
 
 
 def _files(setting: str, source: str) -> list[Place]:
-    """The file itself, or those of JSON lines under a folder, in order of their paths."""
+    """The file itself, or those of records under a folder, in order of their paths."""
     path = existing_path(setting, source)
     if not path.is_dir():
         return [path]
@@ -154,7 +158,7 @@ def _files(setting: str, source: str) -> list[Place]:
     found = [one for one in walked if plain_name(one).endswith(_ENDINGS)]
     if not found:
         raise UserError(
-            f"{setting} = {source!r}: none of its {counted(len(walked), 'file')} is one of JSON "
-            f"lines ({', '.join(_ENDINGS)})"
+            f"{setting} = {source!r}: none of its {counted(len(walked), 'file')} is one of "
+            f"records ({', '.join(_ENDINGS)})"
         )
     return found
