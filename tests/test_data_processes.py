@@ -37,6 +37,8 @@ def sources(folder):
             data=TextData(sequence_length=32),
             sources={"one": str(folder), "other": str(folder)},
             weights={"one": 0.3, "other": 0.7},
+            stages={2: {"one": 0.5, "other": 0.5}, 9: {"one": 0.1, "other": 0.9}},
+            between="linear",
         ),
     }
     images = {"source": "synthetic", "image_size": 6, "crop": "pad", "flip": True}

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -199,6 +200,27 @@ print(peak() - peaks[2])
     # Mapped files count as far as they were read: those of this store, once. Beside them little.
     mapped = sum(path.stat().st_size for path in (tmp_path / "store").glob("*.[to]*s"))
     assert int(done.stdout) < mapped + 40e6
+
+
+@pytest.mark.slow
+def test_five_gigabytes_are_prepared_in_one(tmp_path):
+    """With no more memory of its own to be had; mapped files are the system's to take back."""
+    line = "a line of text, as there are many in large files: they repeat themselves.\n"
+    block = (line * (10**7 // len(line))).encode()
+    with (tmp_path / "big.txt").open("wb") as file:
+        while file.tell() < 5 * 10**9:
+            file.write(block)
+    size = (tmp_path / "big.txt").stat().st_size
+    words = ["prepare", str(tmp_path / "big.txt"), "--out", str(tmp_path / "store")]
+    limits = (10**9, 10**9)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtrain", *words],
+        capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    parts = open_store(tmp_path / "store").parts
+    assert sum(part.tokens for part in parts.values()) == size + 2  # both parts end
 
 
 def test_opening_reads_next_to_nothing(tmp_path):
