@@ -29,7 +29,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
 from jaxtrain.run.generation.write import printable
-from jaxtrain.run.metrics_file import strict
+from jaxtrain.run.metrics_file import numbers_of, strict
 from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
@@ -111,7 +111,7 @@ def train(
     return DONE
 
 
-def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) -> dict[str, float]:
+def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) -> dict[str, Any]:
     """Trains to the end, or evaluates what is there already."""
     first, steps = trainer.steps_done, trainer.config.train.steps
     if first >= steps:
@@ -150,9 +150,9 @@ def _quickstart_devices(console: Console) -> list[str]:
     return ["Mesh.fsdp = -1", "Mesh.tensor = 1"]
 
 
-def _show_end(console: Console, trainer: Trainer, values: dict[str, float], workdir: Place) -> None:
+def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdir: Place) -> None:
     facts = trainer.dataset.facts
-    words = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+    words = ", ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items())
     console.print(f"Held out: {words}")
     if "unigram_entropy" in facts:
         console.print(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 
@@ -42,8 +43,8 @@ class Evaluation:
         *,
         step: int,
         before_each: Callable[[], None],
-    ) -> dict[str, float]:
-        """`eval_loss` and the task's metrics.
+    ) -> dict[str, Any]:
+        """`eval_loss` and the task's metrics: numbers, and lists of a confusion matrix.
 
         Args:
           state: the state.
@@ -63,7 +64,7 @@ class Evaluation:
         *,
         step: int,
         before_each: Callable[[], None],
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """The same over several parts, and then of each alone: `eval_loss_NAME` and so on.
 
         Args:
@@ -88,7 +89,7 @@ class Evaluation:
         batches: Iterable[Batch],
         step: int,
         before_each: Callable[[], None],
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         plain, ahead = self._program.plain, RunAhead()
         sums: Sums | None = None
         with self._program.layout.active(), self._phases.phase("evaluation", step):
@@ -108,9 +109,12 @@ class Evaluation:
                 self._phases.beat()
         if sums is None:
             raise UserError("Trainer.evaluate: there is no batch to evaluate; give at least one")
-        return {name: float(value) for name, value in jax.device_get(sums).items()}
+        return {
+            name: value if value.ndim else float(value)
+            for name, value in jax.device_get(sums).items()
+        }
 
-    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+    def _means(self, sums: dict[str, Any]) -> dict[str, Any]:
         if sums["weight"] == 0:
             raise UserError(
                 "Trainer.evaluate: none of the targets counts; loss_mask is 0 everywhere, and a "

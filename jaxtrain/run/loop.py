@@ -67,7 +67,7 @@ class Loop:
     steps_done: int
     _is_compiled: bool = False
 
-    def run(self, last: int, recorder: Recorder | None) -> dict[str, float]:
+    def run(self, last: int, recorder: Recorder | None) -> dict[str, Any]:
         """Takes steps up to `last`, going back where the guard says so; the last evaluation.
 
         Args:
@@ -105,7 +105,7 @@ class Loop:
         self.next_batch += 1
         return metrics
 
-    def evaluate(self, log: MetricsLog | None) -> dict[str, float]:
+    def evaluate(self, log: MetricsLog | None) -> dict[str, Any]:
         """Over the held-out batches, of a mixture also by source.
 
         Inside a run, whose log is given, all may stop before each.
@@ -137,10 +137,10 @@ class Loop:
         seen = mixing.seen(self.next_batch, global_batch_size=size, seed=seed)
         return {f"epochs_{name}": one.epochs for name, one in seen.items()}
 
-    def _until(self, last: int, recorder: Recorder | None) -> dict[str, float]:
+    def _until(self, last: int, recorder: Recorder | None) -> dict[str, Any]:
         """The loop up to a step; Rewind where a step turned out to be bad."""
         train, phases = self.train, self.attempt.phases
-        values: dict[str, float] = {}
+        values: dict[str, Any] = {}
         first = self.steps_done
         with ExitStack() as stack:
             garbage = stack.enter_context(Garbage(last - first))

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.chips import peak_flops
-from jaxtrain.run.metrics_file import MetricsFiles, lines_of, strict
+from jaxtrain.run.metrics_file import MetricsFiles, lines_of, numbers_of, strict
+from jaxtrain.run.show.confusion import class_names
 from jaxtrain.run.show.plot import reference_losses
 from jaxtrain.run.show.progress import Display
 from jaxtrain.training.exchange.shares import means
@@ -60,6 +61,7 @@ class MetricsLog:
         log_every: int,
         terminal: Console,
         references: Mapping[str, float] | None = None,
+        class_names: Sequence[str] = (),
         guard: Guard = Guard(),  # noqa: B008 - frozen
         history: list[dict[str, Any]] | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class MetricsLog:
           log_every: steps between two lines.
           terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
           references: horizontal lines of loss.png, label to loss.
+          class_names: of confusion.png; none: classes have numbers alone.
           guard: what happens at a bad step.
           history: takes the lines where no file does.
         """
@@ -94,7 +97,9 @@ class MetricsLog:
         self._pending: collections.deque[_Dispatched] = collections.deque()
         is_writer = jax.process_index() == 0
         self._files = (
-            MetricsFiles(workdir, first_step, references or {}) if is_writer and workdir else None
+            MetricsFiles(workdir, first_step, references or {}, class_names)
+            if is_writer and workdir
+            else None
         )
         self._history = history if workdir is None else None
         self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
@@ -128,13 +133,14 @@ class MetricsLog:
             self._settle(self._pending.popleft())
 
     def now(
-        self, step: int, values: Mapping[str, float], account: Mapping[str, Any] | None = None
+        self, step: int, values: Mapping[str, Any], account: Mapping[str, Any] | None = None
     ) -> None:
         """Writes an evaluation's line.
 
         Args:
           step: number of optimizer steps done.
-          values: host numbers, named `eval_loss`, `eval_accuracy`, ...
+          values: host numbers, named `eval_loss`, `eval_accuracy`, ...; what is no number is
+            written alone.
           account: where the run's time went so far, which people are shown at the end.
         """
         self.flush()
@@ -142,7 +148,8 @@ class MetricsLog:
         if self._files is not None:
             self._files.draw()
         if self._display is not None:
-            figures = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            numbers = numbers_of(values).items()
+            figures = "  ".join(f"{name} {value:.4g}" for name, value in numbers)
             self._display.line(f"step {step}/{self._total_steps}  {figures}")
 
     def take_bad_steps(self) -> int:
@@ -308,6 +315,7 @@ def open_log(
         log_every=train.log_every,
         terminal=terminal,
         references=reference_losses(dataset.facts),
+        class_names=class_names(dataset.facts),
         guard=config.guard,
         history=history,
     )

@@ -1,11 +1,11 @@
-"""A run's metrics on disk: metrics.jsonl, the event files and loss.png, written and read back."""
+"""A run's metrics on disk: metrics.jsonl, event files and pictures, written and read back."""
 
 import contextlib
 import functools
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,21 +16,32 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.appended import Appended
 from jaxtrain.run.event_file import EventFile
+from jaxtrain.run.show.confusion import CONFUSION, confusion_figure
 from jaxtrain.run.show.plot import loss_png
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
+CONFUSION_FILE = "confusion.png"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsFiles:
-    """metrics.jsonl, the event files and loss.png of one run's folder."""
+    """metrics.jsonl, the event files, loss.png and, where classes are told, confusion.png of one
+    run's folder."""
 
-    def __init__(self, workdir: Path, first_step: int, references: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        workdir: Path,
+        first_step: int,
+        references: Mapping[str, float],
+        class_names: Sequence[str] = (),
+    ) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         self._metrics = workdir / METRICS_FILE
         self._image = workdir / PLOT_FILE
-        self._references = dict(references)
+        self._matrix = workdir / CONFUSION_FILE
+        self._references, self._class_names = dict(references), tuple(class_names)
+        self._confusion: list[list[int]] | None = None  # of this attempt's last evaluation
         drop_lines_past(self._metrics, first_step)
         self._lines = Appended(self._metrics)
         self._events = EventFile(workdir / TENSORBOARD_FOLDER, first_step)
@@ -40,9 +51,10 @@ class MetricsFiles:
         """Appends one line; infinities and NaN, which JSON does not have, become null."""
         self._lines.append((json.dumps(strict(line), allow_nan=False) + "\n").encode())
         self._events.write(int(line["step"]), numbers_of(line))
+        self._confusion = line.get(CONFUSION, self._confusion)
 
     def draw(self) -> None:
-        """Draws loss.png beside the training; leaves it out while the last drawing is going on."""
+        """Draws the pictures beside the training; leaves it out while they are being drawn."""
         if self._drawing is None or self._drawing.done():
             if self._drawing is not None:
                 with contextlib.suppress(FullDiskError):  # as often as the next is drawn
@@ -52,9 +64,13 @@ class MetricsFiles:
     def _draw(self) -> None:
         # One line at a time: a run's memory would grow with its length by what all of them take.
         write_atomically(self._image, loss_png(each_line(self._metrics), self._references))
+        if self._confusion is not None:
+            write_atomically(
+                self._matrix, confusion_figure(self._confusion, self._class_names).png()
+            )
 
     def close(self) -> None:
-        """Draws the last loss.png and closes the files; more calls do nothing.
+        """Draws the last pictures and closes the files; more calls do nothing.
 
         Raises:
           FullDiskError: a file could not be written to its end.

@@ -382,7 +382,7 @@ class Trainer:
 
     def train(
         self, steps: int | None = None, *, profile: RecorderKind | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
 
         Args:
@@ -421,8 +421,9 @@ class Trainer:
             self._stepper.train_step = recorder.compile(self.lower())
         return recorder
 
-    def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, float]:
-        """`eval_loss` and the task's metric over the held-out examples, each counted once.
+    def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, Any]:
+        """`eval_loss` and the task's metrics over the held-out examples, each counted once: all
+        numbers, but for the lists of `eval_confusion`.
 
         Args:
           batches: batches of one's own instead, each of whose rows divide over the devices that

@@ -14,6 +14,7 @@ from jaxtrain.models.model import Model, reads_images, vector_model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.predictor import Predictor
 from jaxtrain.training.objectives.answers import AnswerObjective
+from jaxtrain.training.objectives.confusion import evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
@@ -41,13 +42,18 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
     def of_answers(
         self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss` and `accuracy`, the examples whose label has the highest logit."""
+        """`loss` and `accuracy`, the examples whose label has the highest logit; of held-out ones
+        what `confusion` counts too."""
         told_B = answers_BC.argmax(-1)
         right = [(told_B == label_B) * mask_B for label_B, mask_B in labels(batch)]
-        return {
+        sums = {
             "loss": label_loss(answers_BC, batch, settings, train=train),
             "accuracy": sum(right, jnp.zeros(())).sum(),
         }
+        if not train:
+            of_labels = [evaluation_sums(answers_BC, *one) for one in labels(batch)]
+            sums |= jax.tree.map(lambda *x: sum(x[1:], x[0]), *of_labels)
+        return sums
 
     def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Numbers, which have no class."""

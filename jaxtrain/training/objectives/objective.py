@@ -19,6 +19,7 @@ from jaxtrain.models.model import Inputs, Model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.tuning import Tuning
+from jaxtrain.training.objectives.confusion import CONFUSION, metrics_of
 from jaxtrain.training.objectives.losses import Loss, Sums
 
 # The modules that it trains.
@@ -167,11 +168,15 @@ class Objective(abc.ABC, Generic[M]):
         return {}
 
     @final
-    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples."""
-        found = [n for n in sums if n not in self.evaluated and self.over(n) in self.evaluated]
+    def evaluation(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples:
+        numbers, but for the lists of `eval_confusion`."""
+        kept = (*self.evaluated, CONFUSION)
+        found = [n for n in sums if n not in kept and self.over(n) in self.evaluated]
         means = {name: sums[name] / sums[self.over(name)] for name in found}
         told = {**means, **self.more_of_evaluation(means)}
+        if CONFUSION in sums:
+            told |= metrics_of(sums[CONFUSION])
         return {f"eval_{name}": value for name, value in told.items()}
 
     @final

@@ -13,6 +13,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import ClassModel, Model, TokenModel
 from jaxtrain.nn.transformer import Transformer, logits
+from jaxtrain.training.objectives.confusion import CONFUSION, TOP, evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
 from jaxtrain.training.objectives.tokens import TokenObjective
 
@@ -26,7 +27,7 @@ class TokenClassification(TokenObjective):
 
     name: ClassVar[str] = "token_classification"
     causal: ClassVar[bool] = False
-    own: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    own: ClassVar[tuple[str, ...]] = ("loss", "accuracy", f"top{TOP}_accuracy", CONFUSION)
     labels: ClassVar[bool] = True
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
@@ -37,7 +38,8 @@ class TokenClassification(TokenObjective):
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss` and `accuracy`, the labels that have the highest logit."""
+        """`loss` and `accuracy`, the labels that have the highest logit; of held-out rows what
+        `confusion` counts too."""
         mask_BT = batch.loss_mask
         with jax.named_scope("loss"):
             # As in `tokens.token_loss`.
@@ -47,7 +49,8 @@ class TokenClassification(TokenObjective):
                 logits_BTC, batch.targets, mask_BT, settings, train=train, over="classes"
             )
             right_BT = logits_BTC.argmax(-1) == batch.targets
-        return {"loss": told_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
+        sums = {"loss": told_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
+        return sums if train else sums | evaluation_sums(logits_BTC, batch.targets, mask_BT)
 
     def told(self, model: TokenModel) -> tuple[str, int]:
         """Its classes."""
