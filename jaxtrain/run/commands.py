@@ -163,9 +163,10 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdi
     if tokenizer is not None and reads_pairs(model):
         example = trainer.dataset.heldout.example(0, None)
         source_S: Any = example.source
-        source = tokenizer.decode(source_S[example.source_segment_ids > 0].tolist())
+        source = source_S[example.source_segment_ids > 0].tolist()
+        answer: Any = trainer.generate(source, temperature=0.0)
         console.print("A held-out source, and what is told of it:")
-        told = f"{source} -> {trainer.generate(source, temperature=0.0)}"
+        told = f"{tokenizer.decode(source)} -> {tokenizer.decode(answer)}"
         console.print(escape(printable(told)), highlight=False)
     elif tokenizer is not None and model.cached:
         prompt = "def "

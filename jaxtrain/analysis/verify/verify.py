@@ -15,6 +15,7 @@ from jaxtrain.analysis.verify.shrink import Small, shrink
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.models.model import reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.devices import simulate_devices
@@ -82,15 +83,19 @@ def refuse(config: Config) -> None:
     """
     model, data = config.train.model, config.train.data
     text = text_of(data)
+    # Neither the text nor the tokenizer has to be on this machine.
     if text is not None and reads_tokens(model):
-        # Neither the text nor the tokenizer has to be on this machine.
         vocabulary = max(model.vocab_size, 2)
         data = dataclasses.replace(
             text, source="synthetic", heldout_split=None, synthetic_vocab_size=vocabulary
         )
-    if isinstance(data, PairData) and reads_pairs(model):
-        vocabulary = max(model.vocab_size, 2)
-        data = dataclasses.replace(data, source="synthetic", synthetic_vocab_size=vocabulary)
+    if isinstance(data, PairData | SpanData) and reads_pairs(model):
+        data = PairData(
+            source="synthetic",
+            synthetic_vocab_size=max(model.vocab_size, 2),
+            source_length=data.source_length,
+            target_length=data.target_length,
+        )
     train = dataclasses.replace(config.train, data=data)
     sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]
     fixed = math.prod(size for size in sizes if size != -1)

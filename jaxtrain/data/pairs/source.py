@@ -107,15 +107,7 @@ class PairData:
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes and dtypes of a batch, for lowering a step without data."""
-
-        def rows(length: int, dtype: Any) -> Any:
-            return jax.ShapeDtypeStruct((global_batch_size, length), dtype)
-
-        target, source = rows(self.target_length, np.int32), rows(self.source_length, np.int32)
-        return Batch(
-            target, target, rows(self.target_length, np.float32), target,
-            source=source, source_segment_ids=source,
-        )  # fmt: skip
+        return of_pairs(global_batch_size, self.source_length, self.target_length)
 
     def open(self, *, seed: int) -> Dataset:
         """Reads, tokenizes and splits the pairs; only `'synthetic'` depends on `seed`.
@@ -200,6 +192,19 @@ def _sums(digits: int, count: int) -> Iterable[files.Texts]:
     for both in rng.permutation(found)[:count].tolist():
         first, second = divmod(both, most)
         yield f"{first:0{digits}}+{second:0{digits}}", f"{first + second:0{digits + 1}}"
+
+
+def of_pairs(rows: int, source_length: int, target_length: int) -> Batch:
+    """The shapes and dtypes of a batch of pairs."""
+
+    def shape(length: int, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((rows, length), dtype)
+
+    target, source = shape(target_length, np.int32), shape(source_length, np.int32)
+    return Batch(
+        target, target, shape(target_length, np.float32), target,
+        source=source, source_segment_ids=source,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

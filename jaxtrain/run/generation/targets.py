@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.models.model import PairModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
@@ -75,10 +76,11 @@ def tell(
       UserError: the data are no pairs, a source cannot be read, or what is asked for is only there
         for language models.
     """
-    if not isinstance(train.data, PairData):
+    if not isinstance(train.data, PairData | SpanData):
         raise UserError(
             f"generate: Train.data=@{type(train.data).__name__}() does not say what a target "
-            "begins and ends with; a model of pairs tells of sources where its data are @PairData()"
+            "begins and ends with; a model of pairs tells of sources where its data are "
+            "@PairData() or @SpanData()"
         )
     if stop:
         raise UserError("--stop is for language models: a target ends with its own token")
@@ -91,9 +93,10 @@ def tell(
         raise UserError("Trainer.answers: give all prompts as texts, or all as token ids")
     tokenizer = train.data.open_tokenizer() if train.data.source != "synthetic" else None
     if tokenizer is None or tokenizer.end_of_text is None:
+        section = "PairData" if isinstance(train.data, PairData) else "TextData"
         raise UserError(
-            "generate: PairData.source = 'synthetic' are random tokens, which tell nothing; bind "
-            "PairData.source and PairData.tokenizer"
+            f"generate: {section}.source = 'synthetic' are random tokens, which tell nothing; bind "
+            f"{section}.source and {section}.tokenizer"
         )
     ids = [encoded(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
            for prompt in prompts]  # fmt: skip

@@ -8,6 +8,7 @@ from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.model import (
@@ -80,7 +81,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 
 def _section(data: Any) -> str:
-    """Whose settings are said of text; a mixture has TextData's."""
+    """Whose settings are said of text; a mixture and text with spans have TextData's."""
     has_own = isinstance(data, Templated | LabelledText | PairData)
     return type(data).__name__ if has_own else "TextData"
 
@@ -147,14 +148,15 @@ def _labels(config: Config, model: TokenModel) -> Iterator[str]:
 
 def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
     yield from _without_effect(config, "Loss.chunk_size", "Sharding.tensor_layout")
-    name = type(model).__name__
+    name, data = type(model).__name__, config.train.data
     for setting, length in zip(
         ("source_length", "target_length"), example_shape(batch), strict=True
     ):
         if length > model.context_length:
+            more = " by a smaller TextData.sequence_length" * isinstance(data, SpanData)
             yield (
-                f"PairData.{setting}={length} is longer than {name}.context_length="
-                f"{model.context_length}; use at most {model.context_length}"
+                f"{type(data).__name__}.{setting}={length} is longer than {name}.context_length="
+                f"{model.context_length}; use at most {model.context_length}{more}"
             )
     for axis, why in (
         ("pipe", "the decoder's layers all read what the encoder's last one gives"),
@@ -171,9 +173,11 @@ def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
 def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:
     name, vocab_size = type(model).__name__, data.vocab_size
     if vocab_size > model.vocab_size:
+        more = " and sentinels" * isinstance(data, SpanData)
         yield (
             f"{name}.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
-            f"tokens ({_section(data)}.tokenizer={data.tokenizer!r}); use at least {vocab_size}"
+            f"tokens{more} ({_section(data)}.tokenizer={data.tokenizer!r}); use at least "
+            f"{vocab_size}"
         )
 
 

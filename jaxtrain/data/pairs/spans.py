@@ -1,0 +1,263 @@
+"""SpanData: text whose source lacks spans and whose target tells them, T5's pre-training.
+
+Source: Raffel et al. 2019 (arXiv 1910.10683), section 3.1.4 and appendix; which tokens are lost is
+drawn as the authors' code draws it. Letters: S source length, T target length.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.pairs.sentinels import WithSentinels
+from jaxtrain.data.pairs.source import of_pairs, pair
+from jaxtrain.data.source import Dataset, Examples, digest_of
+from jaxtrain.data.text.source import TextData
+from jaxtrain.data.tokenizer import Tokenizer
+
+EVALUATION_SEED = 0  # held-out rows lose the same spans in every evaluation of every run
+SYNTHETIC_END = 0  # what ends rows of random tokens, which no tokenizer made
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanData:
+    """Rows of text that lose spans: a sentinel stands where each was, and the target tells behind
+    each sentinel what it stands for. Both end with the text's end.
+
+    Attributes:
+      text: `@TextData()`, whose rows they are; what a row has of several documents is one text.
+      corrupted: share of a row's tokens that are lost.
+      mean_length: tokens of a span, on average.
+      sentinels: names of the tokenizer's own tokens for the first span, the second and so on, with
+        `{}` for the number from 0, such as T5's `'<extra_id_{}>'`; None: tokens behind the
+        tokenizer's vocabulary, the first span's the last.
+      begin: the id of the token that a target's first is told from (T5's is its padding's, 0).
+    """
+
+    text: TextData
+    corrupted: float = 0.15
+    mean_length: float = 3.0
+    sentinels: str | None = None
+    begin: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.corrupted < 1:
+            raise UserError(
+                f"SpanData.corrupted={self.corrupted}: the share that is lost is over 0 and under "
+                "1, such as 0.15"
+            )
+        if not self.mean_length >= 1:
+            raise UserError(f"SpanData.mean_length={self.mean_length}; use at least 1")
+        if self.begin < 0:
+            raise UserError(f"SpanData.begin={self.begin}; use 0 or more, a token's id")
+        if self.sentinels is not None and self.sentinels.count("{}") != 1:
+            raise UserError(
+                f"SpanData.sentinels={self.sentinels!r}: write {{}} where the number stands, such "
+                "as '<extra_id_{}>'"
+            )
+        if self.text.sequence_length < 2:
+            raise UserError(
+                f"TextData.sequence_length={self.text.sequence_length}: a row that loses a span "
+                "and keeps something has at least 2 tokens"
+            )
+        if self.text.packing == "padded":
+            raise UserError(
+                "SpanData.text: rows of pairs have one length, and TextData.packing = 'padded' "
+                "gives several; use 'stream' or 'best_fit'"
+            )
+        if self.text.fill_in_middle is not None:
+            raise UserError(
+                "TextData.fill_in_middle is for models that tell the next token, and SpanData has "
+                "spans filled in; use None"
+            )
+
+    @property
+    def source_length(self) -> int:
+        """Tokens of the source that a whole row leaves, with a sentinel a span and the end."""
+        lost, spans = self._sizes
+        return self.text.sequence_length - lost + spans + 1
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of its target, likewise."""
+        return sum(self._sizes) + 1
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return span_sizes(self.text.sequence_length, self.corrupted, self.mean_length)
+
+    @property
+    def source(self) -> str:
+        """As of the text."""
+        return self.text.source
+
+    @property
+    def tokenizer(self) -> str:
+        """As of the text."""
+        return self.text.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are under this, sentinels with them."""
+        own = 0 if self.sentinels is not None else self._sizes[1]
+        return max(self.text.vocab_size + own, self.begin + 1)
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The text's tokenizer, with the sentinels.
+
+        Raises:
+          UserError: as of the text, or it has no token that ends a text.
+        """
+        tokenizer = self.text.open_tokenizer()
+        if tokenizer.end_of_text is None:
+            raise UserError(
+                f"TextData.tokenizer = {self.text.tokenizer!r} has no token that is known to end a "
+                "text, and nothing else ends a target; name it in TextData.end_of_text"
+            )
+        if self.sentinels is not None:
+            return tokenizer
+        return WithSentinels(tokenizer, self._sizes[1])
+
+    def abstract_batch(self, global_batch_size: int) -> Batch:
+        """The shapes and dtypes of a batch, for lowering a step without data."""
+        return of_pairs(global_batch_size, self.source_length, self.target_length)
+
+    def open(self, *, seed: int) -> Dataset:
+        """Opens the text.
+
+        Raises:
+          UserError: as of the text, or the tokenizer has no such sentinels.
+        """
+        text, spans = self.text.open(seed=seed), self._sizes[1]
+        tokenizer, end = None, SYNTHETIC_END
+        if text.tokenizer is not None:
+            tokenizer = self.open_tokenizer()
+            assert tokenizer.end_of_text is not None, "refused before"
+            end = tokenizer.end_of_text
+        if self.sentinels is None:
+            last = self.text.vocab_size + spans - 1
+            ids = [last - number for number in range(spans)]
+        elif tokenizer is None:
+            raise UserError(
+                f"SpanData.sentinels={self.sentinels!r}: TextData.source = 'synthetic' has no "
+                "tokenizer that names tokens; use None"
+            )
+        else:
+            names = [self.sentinels.replace("{}", str(number)) for number in range(spans)]
+            ids = [tokenizer.token("SpanData.sentinels", name) for name in names]
+        corruption = Corruption(
+            self.corrupted, self.mean_length, tuple(ids), end, self.begin,
+            (self.source_length, self.target_length),
+        )  # fmt: skip
+        entropy, vocab_size = "unigram_entropy", self.vocab_size
+        facts = {name: value for name, value in text.facts.items() if name != entropy}
+        facts |= {
+            "vocab_size": vocab_size, "spans": spans,
+            "source_length": self.source_length, "target_length": self.target_length,
+        }  # fmt: skip
+        header = {"kind": "spans", **dataclasses.asdict(corruption)}
+        return dataclasses.replace(
+            text,
+            train=Corrupted(text.train, corruption),
+            heldout=Corrupted(text.heldout, corruption),
+            digest=digest_of(header, [text.digest]),
+            facts=facts,
+            tokenizer=tokenizer,
+            unit="pairs",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Corruption:
+    """What becomes of a row.
+
+    Attributes:
+      share, mean_length: as of `SpanData`.
+      sentinels: ids, of the first span's first.
+      end: the id that ends a source and a target.
+      begin: the id before a target.
+      lengths: of the rows [S] and [T].
+    """
+
+    share: float
+    mean_length: float
+    sentinels: tuple[int, ...]
+    end: int
+    begin: int
+    lengths: tuple[int, int]
+
+    def of(self, tokens: np.ndarray, rng: np.random.Generator) -> Batch:
+        """The pair of a text: what is left of it, and what was lost.
+
+        Args:
+          tokens: the text.
+          rng: what is drawn from.
+        """
+        lost = span_mask(len(tokens), self.share, self.mean_length, rng)
+        source = marked(tokens, lost, self.sentinels)
+        # The other way about: what is left comes before each span, so that as many sentinels stand
+        # for it, each before the span that it is the sentinel of.
+        target = marked(tokens, ~lost, self.sentinels) if lost.any() else tokens[:0]
+        ended = [np.append(one, self.end) for one in (source, target)]
+        return pair(ended[0], ended[1], self.lengths, self.begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrupted:
+    """Rows of text that lost spans, and these; implements Examples."""
+
+    rows: Examples
+    corruption: Corruption
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Row `index`; which spans it lost is of a seed and a place in the stream of rows."""
+        if rng is None:
+            rng = np.random.default_rng((EVALUATION_SEED, index))
+        row = self.rows.example(index, None)
+        tokens: Any = row.inputs
+        if row.segment_ids is not None:
+            tokens = tokens[row.segment_ids > 0]
+        return self.corruption.of(tokens, rng)
+
+
+def span_sizes(length: int, corrupted: float, mean_length: float) -> tuple[int, int]:
+    """How many of a text's tokens are lost, and in how many spans; none of fewer than 2 tokens."""
+    if length < 2:
+        return 0, 0
+    lost = min(max(round(length * corrupted), 1), length - 1)
+    return lost, min(max(round(lost / mean_length), 1), length - lost)
+
+
+def span_mask(
+    length: int, corrupted: float, mean_length: float, rng: np.random.Generator
+) -> np.ndarray:
+    """Which tokens of a text are lost, bool [length]: what is left and what is lost, by turns.
+
+    Both are cut into as many parts, each way of cutting being as likely as any other; the first
+    part is left, the last one lost.
+    """
+    lost, spans = span_sizes(length, corrupted, mean_length)
+    if not lost:
+        return np.zeros(length, bool)
+    parts = [_parts(length - lost, spans, rng), _parts(lost, spans, rng)]
+    return np.repeat(np.tile([False, True], spans), np.stack(parts, 1).ravel())
+
+
+def _parts(items: int, parts: int, rng: np.random.Generator) -> np.ndarray:
+    """The sizes of `parts` parts of `items` items, none of them empty."""
+    cuts = np.sort(rng.permutation(items - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [items]]))
+
+
+def marked(tokens: np.ndarray, gone: np.ndarray, sentinels: tuple[int, ...]) -> np.ndarray:
+    """A text with a sentinel in place of each run of tokens that are gone."""
+    first = gone & ~np.concatenate([[False], gone[:-1]])
+    number = np.maximum(np.cumsum(first) - 1, 0)
+    return np.where(first, np.asarray(sentinels)[number], tokens)[first | ~gone]
