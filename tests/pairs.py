@@ -1,9 +1,11 @@
 """What tests of encoder-decoders share: batches of pairs, and a peer that reads such."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from against_transformers import Pair
@@ -11,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pairs.source import pair
+from jaxtrain.nn.dropout import Draws, dropout
 
 
 def pairs(*, rows: int, source: int, target: int, vocab_size: int, seed: int = 0) -> Batch:
@@ -44,3 +47,20 @@ class SequencePair(Pair):
         logits, mask = self.logits(batch).flatten(0, 1), torch.tensor(batch.loss_mask).flatten()
         targets = torch.tensor(batch.targets).long().flatten()
         return (cross_entropy(logits, targets, reduction="none") * mask).sum() / mask.sum()
+
+
+class Given(torch.nn.Module):
+    """Drops what our first step drops at these places, by turns; nothing without gradients, as in
+    evaluation. PyTorch draws in another way: what is held against it is where is dropped."""
+
+    def __init__(self, rate: float, *places: int, layer: int | None = None) -> None:
+        super().__init__()
+        self.rate, self.layer, self.places = rate, layer, itertools.cycle(places)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return x
+        draws, ones = Draws.of_step(0, 0, jnp.arange(len(x))), jnp.ones(x.shape, jnp.float32)
+        return x * torch.tensor(
+            np.array(dropout(ones, self.rate, draws, next(self.places), self.layer))
+        )

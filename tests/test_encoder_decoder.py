@@ -1,5 +1,6 @@
 """The Transformer equals torch.nn.Transformer; it and T5 equal one device on every mesh."""
 
+import dataclasses
 import math
 import types
 
@@ -14,6 +15,7 @@ from jaxtrain.data.pairs.source import PairData, pair
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.transformer import Transformer
 from jaxtrain.models.weights.names import Name
+from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.places import Sinusoidal
 from jaxtrain.nn.remat import POLICIES
@@ -21,14 +23,14 @@ from jaxtrain.nn.remat import POLICIES
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
 
 from against_transformers import draw  # noqa: E402
-from pairs import SequencePair, pairs  # noqa: E402
+from pairs import Given, SequencePair, pairs  # noqa: E402
 
 SHAPES = {
     "post_sinusoidal": Transformer(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4,
-                                   mlp_dim=64, context_length=16),
+                                   mlp_dim=64, context_length=16, dropout=0.3),
     "pre_learned_odd": Transformer(vocab_size=61, num_layers=2, embed_dim=21, num_heads=3,
                                    mlp_dim=20, context_length=17, positions="learned",
-                                   norms="pre", norm_eps=1e-6),
+                                   norms="pre", norm_eps=1e-6, dropout=0.1),
     "pre_one_head": Transformer(vocab_size=23, num_layers=1, embed_dim=8, num_heads=1, mlp_dim=5,
                                 context_length=16, norms="pre"),
 }  # fmt: skip
@@ -76,7 +78,8 @@ class Theirs(torch.nn.Module):
         for name, tokens in (("source", input_ids), ("target", decoder_input_ids)):
             length = tokens.shape[1]
             table = getattr(self, f"{name}_places").weight if self.learned else self.told
-            sides.append(self.embedding(tokens) * scale + table[:length])
+            drop = getattr(self, f"{name}_dropout", lambda x: x)
+            sides.append(drop(self.embedding(tokens) * scale + table[:length]))
         memory = self.encoder(sides[0], src_key_padding_mask=padding)
         hidden_states = self.decoder(
             sides[1], memory, tgt_mask=hidden, memory_key_padding_mask=padding
@@ -138,7 +141,15 @@ NO_GRADIENT = tuple(
 
 
 def torch_pair(sizes: Transformer) -> TorchPair:
-    return TorchPair(sizes, draw(Theirs(sizes)), "none")
+    """Dropping what we drop; but for what is inside the MLP, which the paper does not drop."""
+    theirs, rate = draw(Theirs(sizes)), sizes.dropout
+    theirs.source_dropout, theirs.target_dropout = Given(rate, AROUND), Given(rate, AROUND + 2)
+    for first, layers in ((ENCODER, theirs.encoder.layers), (DECODER, theirs.decoder.layers)):
+        for number, layer in enumerate(layers):
+            names = [name for name, _ in layer.named_children() if name.startswith("dropout")]
+            for place, name in enumerate(names[1:]):
+                setattr(layer, name, Given(rate, first + place, layer=number))
+    return TorchPair(sizes, theirs, "none")
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -149,7 +160,7 @@ def test_logits_and_every_gradient_equal_pytorch(name):
 
 
 def test_thirty_steps_have_the_losses_of_pytorch():
-    sizes = SHAPES["post_sinusoidal"]
+    sizes = dataclasses.replace(SHAPES["post_sinusoidal"], dropout=0.0)
     torch_pair(sizes).train([pairs(rows=4, source=13, target=9, vocab_size=sizes.vocab_size)])
 
 
@@ -179,7 +190,8 @@ def test_flops_are_six_a_parameter_and_token_and_the_scores():
 ON_MESH = {
     "transformer": SHAPES["post_sinusoidal"],
     "t5": T5(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64,
-             context_length=16, mlp="gated_gelu", tie_embeddings=False, scale_outputs=False),
+             context_length=16, mlp="gated_gelu", tie_embeddings=False, scale_outputs=False,
+             dropout=0.1),
 }  # fmt: skip
 
 
@@ -201,7 +213,7 @@ def one_device():
     ],
     ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat"],
 )  # fmt: skip
-def test_every_mesh_computes_the_same(name, layout, changes, one_device):
+def test_every_mesh_computes_and_drops_the_same(name, layout, changes, one_device):
     batch, expected = one_device
     program = make_program(ON_MESH[name], make_layout(**layout), **changes)
     assert_equal(evaluate(program, batch), expected[name])

@@ -11,7 +11,8 @@ from flax import nnx
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.transformers.t5 import T5
+from jaxtrain.models.transformers.t5 import INSIDE, T5
+from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.places import Relative
 from jaxtrain.run.huggingface import importing
 from jaxtrain.run.trainer import Trainer
@@ -21,19 +22,21 @@ torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
 transformers = pytest.importorskip("transformers", reason="transformers is the peer")
 
 from against_transformers import draw  # noqa: E402
-from pairs import SequencePair, pairs  # noqa: E402
+from pairs import Given, SequencePair, pairs  # noqa: E402
 
 SHAPES = {
     "small": T5(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64,
                 context_length=16, buckets=8, distance=12),
     "odd": T5(vocab_size=61, num_layers=3, embed_dim=18, num_heads=3, head_dim=5, mlp_dim=20,
-              context_length=17, mlp="gated_gelu", tie_embeddings=False, scale_outputs=False),
+              context_length=17, mlp="gated_gelu", tie_embeddings=False, scale_outputs=False,
+              dropout=0.3),
     "one_head": T5(vocab_size=23, num_layers=1, embed_dim=8, num_heads=1, head_dim=16, mlp_dim=5,
                    context_length=16, mlp="gated_gelu", norm_eps=1e-5, buckets=4, distance=9),
 }  # fmt: skip
 
 
 def peer_of(sizes: T5, spread: float = 0.25):
+    """Theirs, dropping what we drop; but for attention's weights."""
     config = transformers.T5Config(
         vocab_size=sizes.vocab_size, d_model=sizes.embed_dim, d_kv=sizes.head_dim,
         d_ff=sizes.mlp_dim, num_layers=sizes.num_layers, num_heads=sizes.num_heads,
@@ -47,7 +50,15 @@ def peer_of(sizes: T5, spread: float = 0.25):
     if not sizes.tie_embeddings:  # transformers 5 ties even where config.json says not to
         made.lm_head.weight = torch.nn.Parameter(torch.empty_like(made.shared.weight))
     # Unscaled scores of wider weights are so far apart that one ReLU at its kink changes gradients.
-    return draw(made, spread=spread)
+    made = draw(made, spread=spread)
+    for place, first, stack in ((0, ENCODER, made.encoder), (2, DECODER, made.decoder)):
+        stack.dropout = Given(sizes.dropout, AROUND + place, AROUND + place + 1)
+        for number, block in enumerate(stack.block):
+            for part, layer in enumerate(block.layer):
+                layer.dropout = Given(sizes.dropout, first + part, layer=number)
+            inside = Given(sizes.dropout, first + INSIDE, layer=number)
+            block.layer[-1].DenseReluDense.dropout = inside
+    return made
 
 
 def batch_of(sizes: T5, rows: int = 4):
@@ -125,6 +136,7 @@ def test_a_model_of_transformers_comes_in_and_goes_out_bit_for_bit(tmp_path):
         ({"buckets": 30}, r"T5.buckets=30: use a multiple of 4.*nearest is (28|32)"),
         ({"distance": 16}, r"T5.distance=16 is not beyond the 16 distances.*at least 17"),
         ({"head_dim": 0}, r"T5.head_dim=0"),
+        ({"dropout": 1.0}, r"T5.dropout=1.0; use 0 to below 1"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes, sentence):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, together, under
@@ -136,6 +137,7 @@ class Block:
       norm: which norm each of them has.
       placement: where it stands.
       after: the norm of what each part gives, before the stream has it; None: there is none.
+      dropout: of what each part gives, in training: its first place is attention's.
     """
 
     attention: Attends
@@ -143,6 +145,7 @@ class Block:
     norm: Norm
     placement: Placement = pre_norm
     after: Norm | None = None
+    dropout: Dropout = Dropout()
 
     def weights(self, key: jax.Array) -> Weights:
         """Freshly drawn parameters of all parts, for `parameters.stack`."""
@@ -178,17 +181,19 @@ class Block:
             y_BTD, extended = self.attention(
                 own, h_BTD, positions_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
-            return finished("after_attention_norm", y_BTD), extended
+            return finished("after_attention_norm", y_BTD, 0), extended
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, Auxiliary]:
             y_BTD, auxiliary = self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
-            return finished("after_mlp_norm", y_BTD), auxiliary
+            return finished("after_mlp_norm", y_BTD, 1), auxiliary
 
         def normed(name: str) -> Callable[[jax.Array], jax.Array]:
             return lambda x_BTD: self.norm(under(name, own), x_BTD)
 
-        def finished(name: str, y_BTD: jax.Array) -> jax.Array:
-            return y_BTD if self.after is None else self.after(under(name, own), y_BTD)
+        def finished(name: str, y_BTD: jax.Array, number: int) -> jax.Array:
+            if self.after is not None:
+                y_BTD = self.after(under(name, own), y_BTD)
+            return self.dropout(y_BTD, execution.draws, execution.layer, number=number)
 
         with jax.named_scope("attention"):
             x_BTD, cache = self.placement(normed("attention_norm"), x_BTD, attend)

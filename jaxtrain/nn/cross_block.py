@@ -12,6 +12,7 @@ import jax
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.projections import CrossAttention
 from jaxtrain.nn.block import RESIDUAL, Attends, Feeds, Placement, pre_norm
+from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, together, under
@@ -27,6 +28,7 @@ class CrossBlock:
       attention, cross, mlp: the parts.
       norm: which norm each of them has.
       placement: where it stands.
+      dropout: of what each of them gives, in training: its places are theirs, in this order.
     """
 
     attention: Attends
@@ -34,6 +36,7 @@ class CrossBlock:
     mlp: Feeds
     norm: Norm
     placement: Placement = pre_norm
+    dropout: Dropout = Dropout()
 
     def weights(self, key: jax.Array) -> Weights:
         """Freshly drawn parameters of all parts, for `parameters.stack`."""
@@ -84,16 +87,21 @@ class CrossBlock:
         nowhere_BT = jax.numpy.zeros(x_BTD.shape[:2], jax.numpy.int32)  # the stream has told them
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
-            return self.attention(
+            y_BTD, extended = self.attention(
                 own, h_BTD, nowhere_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
+            return dropped(y_BTD, 0), extended
 
         def look(h_BTD: jax.Array) -> tuple[jax.Array, None]:
             of = under("cross", own)
-            return self.cross(of, h_BTD, remembered, of_memory, execution, out=RESIDUAL), None
+            y_BTD = self.cross(of, h_BTD, remembered, of_memory, execution, out=RESIDUAL)
+            return dropped(y_BTD, 1), None
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, None]:
-            return self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)[0], None
+            return dropped(self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)[0], 2), None
+
+        def dropped(y_BTD: jax.Array, number: int) -> jax.Array:
+            return self.dropout(y_BTD, execution.draws, execution.layer, number=number)
 
         def normed(name: str) -> Callable[[jax.Array], jax.Array]:
             return lambda x_BTD: self.norm(under(name, own), x_BTD)

@@ -65,6 +65,30 @@ def dropout(
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """The dropouts of a part of a model, which are as many as it has places for.
+
+    Attributes:
+      rate: as of `dropout`.
+      first: the number of the first of them.
+    """
+
+    rate: float = 0.0
+    first: int = 0
+
+    def __call__(
+        self,
+        x: jax.Array,
+        draws: Draws | None,
+        layer: jax.Array | int | None = None,
+        *,
+        number: int = 0,
+    ) -> jax.Array:
+        """`dropout` at place `number` of the part, counted from 0."""
+        return dropout(x, self.rate, draws, self.first + number, layer)
+
+
 def refuse_rate(model: object, name: str, rate: float) -> None:
     """Raises UserError for a rate that is no probability below 1."""
     if not 0 <= rate < 1:

@@ -8,12 +8,14 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.cross_block import CrossBlock
+from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
@@ -21,6 +23,10 @@ from jaxtrain.nn.parameters import Weights, prefixed, stack, under
 from jaxtrain.nn.places import Places
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.sharding import shard
+
+# First places of dropouts: around the stacks, in the encoder's layers, in the decoder's. Each has
+# room for those of its parts; the numbers of adapters are far away.
+AROUND, ENCODER, DECODER = 1000, 1010, 1020
 
 
 class EncoderDecoder(nnx.Module):
@@ -40,6 +46,8 @@ class EncoderDecoder(nnx.Module):
         output: nnx.Param | None = None,
         embedding_scale: float = 1.0,
         output_scale: float = 1.0,
+        dropout: float = 0.0,
+        drops_finished: bool = False,
     ) -> None:
         """Draws the layers; what stands before and after them is handed in.
 
@@ -53,10 +61,13 @@ class EncoderDecoder(nnx.Module):
           output: the output matrix [V, D]; None: the token embedding.
           embedding_scale: what embedded tokens are multiplied by.
           output_scale: what hidden states are multiplied by before the output matrix.
+          dropout: of what goes into each stack, in training.
+          drops_finished: whether what comes out of each stack is dropped likewise.
         """
         keys = jax.random.split(key, 4)
         self.encoder, self.decoder, self.norm = encoder, decoder, norm
         self.source_places, self.target_places = source_places, target_places
+        self.dropout, self.drops_finished = Dropout(dropout, first=AROUND), drops_finished
         self.embedding_scale, self.output_scale = embedding_scale, output_scale
         self.token_embedding, self.output = token_embedding, output
         self.encoder_layers = nnx.data(stack(encoder.weights, num_layers, keys[0]))
@@ -72,18 +83,21 @@ class EncoderDecoder(nnx.Module):
         """What was read of the sources, [B, S, D]; a mask of any kind is taken."""
         own, places = vars(self), self.source_places
         x_BSD = self._embedded(source_BS, places, under("source", own))
+        x_BSD = self.dropout(x_BSD, execution.draws)
         length = source_BS.shape[1]
-        nowhere_BS = jax.numpy.zeros(source_BS.shape, jax.numpy.int32)  # the stream has told them
+        nowhere_BS = jnp.zeros(source_BS.shape, jnp.int32)  # the stream has told them
         mask = dataclasses.replace(
             mask, bias_NTS=places.into_scores(under("source", own), length, length)
         )
 
-        def run_layer(layer: Weights, x_BSD: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return self.encoder(layer, x_BSD, nowhere_BS, mask, execution)[0], None
+        def run_layer(layer: Weights, x_BSD: jax.Array, number: jax.Array) -> Any:
+            of_layer = execution.of_layer(number)
+            return self.encoder(layer, x_BSD, nowhere_BS, mask, of_layer)[0], None
 
         with jax.named_scope("encoder"):
-            x_BSD, _ = execution.over_layers(run_layer, x_BSD, self.encoder_layers)
-            return self._finished("encoder_norm", x_BSD)
+            numbers = _numbers(self.encoder_layers)
+            x_BSD, _ = execution.over_layers(run_layer, x_BSD, self.encoder_layers, numbers)
+            return self._finished("encoder_norm", x_BSD, execution, number=1)
 
     def decode(
         self,
@@ -103,7 +117,9 @@ class EncoderDecoder(nnx.Module):
           execution: how the mathematics is run.
         """
 
-        def run_layer(layer: Weights, x_BTD: jax.Array, mask: Mask, _: None) -> Any:
+        def run_layer(
+            layer: Weights, x_BTD: jax.Array, mask: Mask, execution: Execution, _: None
+        ) -> Any:
             remembered = self.decoder.remember(layer, memory_BSD, execution)
             return self.decoder(layer, x_BTD, remembered, mask, of_memory, execution)
 
@@ -137,7 +153,9 @@ class EncoderDecoder(nnx.Module):
         """
         room = cache.layers[0].shape[2]
 
-        def run_layer(layer: Weights, x_BTD: jax.Array, mask: Mask, extra: Any) -> Any:
+        def run_layer(
+            layer: Weights, x_BTD: jax.Array, mask: Mask, execution: Execution, extra: Any
+        ) -> Any:
             kept, remembered = extra
             return self.decoder(
                 layer, x_BTD, remembered, mask, of_memory, execution, kept, cache.length
@@ -170,14 +188,19 @@ class EncoderDecoder(nnx.Module):
         """Finished hidden states, and what each layer gave beside them."""
         own, places = under("target", vars(self)), self.target_places
         x_BTD = self._embedded(tokens_BT, places, own, start)
+        x_BTD = self.dropout(x_BTD, execution.draws, number=2)
         bias_NTS = places.into_scores(own, tokens_BT.shape[1], keys, start)
         mask = dataclasses.replace(mask, bias_NTS=bias_NTS)
+
+        def numbered(layer: Weights, x_BTD: jax.Array, own: tuple[jax.Array, Any]) -> Any:
+            number, extra = own
+            return run_layer(layer, x_BTD, mask, execution.of_layer(number), extra)
+
         with jax.named_scope("decoder"):
-            x_BTD, kept = execution.over_layers(
-                lambda layer, x_BTD, extra: run_layer(layer, x_BTD, mask, extra),
-                x_BTD, self.decoder_layers, extra,
-            )  # fmt: skip
-            return self._finished("decoder_norm", x_BTD) * self.output_scale, kept
+            each = _numbers(self.decoder_layers), extra
+            x_BTD, kept = execution.over_layers(numbered, x_BTD, self.decoder_layers, each)
+            h_BTD = self._finished("decoder_norm", x_BTD, execution, number=3)
+            return h_BTD * self.output_scale, kept
 
     def _embedded(
         self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0
@@ -186,7 +209,15 @@ class EncoderDecoder(nnx.Module):
             x_BTD = embed(tokens_BT, self.token_embedding) * self.embedding_scale
             return shard(places.into_stream(own, x_BTD, start), RESIDUAL)
 
-    def _finished(self, name: str, x_BTD: jax.Array) -> jax.Array:
+    def _finished(
+        self, name: str, x_BTD: jax.Array, execution: Execution, *, number: int
+    ) -> jax.Array:
         if self.norm is not None:
             x_BTD = self.norm(under(name, vars(self)), x_BTD)
+        if self.drops_finished:
+            x_BTD = self.dropout(x_BTD, execution.draws, number=number)
         return shard(x_BTD, HIDDEN)
+
+
+def _numbers(layers: Any) -> jax.Array:
+    return jnp.arange(jax.tree.leaves(layers)[0].shape[0])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
@@ -29,6 +30,7 @@ class SwiGLU:
       residual_stddev: spread of the weight that makes the result.
       function: the gate's: with `gelu` this is GeGLU of the same paper.
       stddev: spread of the other weights.
+      dropout: of what is inside, in training.
     """
 
     embed_dim: int
@@ -36,6 +38,7 @@ class SwiGLU:
     residual_stddev: float
     function: Callable[[jax.Array], jax.Array] = jax.nn.silu
     stddev: float = 0.02
+    dropout: Dropout = Dropout()
 
     num_keys: ClassVar[int] = 3
     scope: ClassVar[str] = "mlp"
@@ -67,6 +70,7 @@ class SwiGLU:
         del mask
         gate_BTF = self.function(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]))
         h_BTF = gate_BTF * execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
 
 
@@ -99,6 +103,7 @@ class TwoLayers:
       function: between the two.
       stddev: spread of the other weight.
       biases: each product has one.
+      dropout: of what is inside, in training.
     """
 
     embed_dim: int
@@ -107,6 +112,7 @@ class TwoLayers:
     function: Callable[[jax.Array], jax.Array] = gelu
     stddev: float = 0.02
     biases: bool = True
+    dropout: Dropout = Dropout()
 
     num_keys: ClassVar[int] = 2
     scope: ClassVar[str] = "mlp"
@@ -141,5 +147,6 @@ class TwoLayers:
         del mask
         h_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
         h_BTF = self.function(add_bias(h_BTF, own["up_bias"]) if self.biases else h_BTF)
+        h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
         return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}

@@ -1,7 +1,8 @@
 """T5: an encoder-decoder with relative positions, RMS norms and no biases.
 
-Source: Raffel et al. 2019 (arXiv 1910.10683), without its dropout; version 1.1 has gated GELUs and
-an output matrix of its own (arXiv 2002.05202).
+Source: Raffel et al. 2019 (arXiv 1910.10683), without its dropout of attention weights, which the
+fastest kernels never hold; version 1.1 has gated GELUs and an output matrix of its own (arXiv
+2002.05202).
 """
 
 import dataclasses
@@ -17,11 +18,14 @@ from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.block import Block, Feeds
 from jaxtrain.nn.cross_block import CrossBlock
-from jaxtrain.nn.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.dropout import Dropout, refuse_rate
+from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.mlp import SwiGLU, TwoLayers, gelu
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.places import Relative
+
+INSIDE = 5  # the place of an MLP's own dropout among those of a layer
 
 
 @configurable
@@ -44,6 +48,8 @@ class T5(Stacks):
       buckets: distances between tokens that are told apart.
       distance: tokens that are farther away are all alike.
       norm_eps: epsilon of the RMS norms.
+      dropout: of what goes into each stack and comes out of it, of what each part of a layer gives,
+        and inside the MLP, in training.
     """
 
     vocab_size: int = 32128
@@ -59,6 +65,7 @@ class T5(Stacks):
     buckets: int = 32
     distance: int = 128
     norm_eps: float = 1e-6
+    dropout: float = 0.0
 
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
@@ -67,9 +74,11 @@ class T5(Stacks):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        others = ("norm_eps", "mlp", "tie_embeddings", "scale_outputs", "buckets", "distance")
+        others = ("norm_eps", "mlp", "tie_embeddings", "scale_outputs", "buckets", "distance",
+                  "dropout")  # fmt: skip
         refuse_below(1, self, *[f.name for f in dataclasses.fields(self) if f.name not in others])
         refuse_not_positive(self, "norm_eps")
+        refuse_rate(self, "dropout", self.dropout)
         refuse_below(4, self, "buckets")
         if self.buckets % 4:
             raise UserError(
@@ -100,7 +109,12 @@ class T5(Stacks):
     @property
     def encoder(self) -> Block:
         """Attention of the source to itself, and an MLP."""
-        return Block(attention=SelfAttention(**self._projections), mlp=self._feeds, norm=self.norm)
+        return Block(
+            attention=SelfAttention(**self._projections),
+            mlp=self._feeds(ENCODER),
+            norm=self.norm,
+            dropout=Dropout(self.dropout, ENCODER),
+        )
 
     @property
     def decoder(self) -> CrossBlock:
@@ -108,8 +122,9 @@ class T5(Stacks):
         return CrossBlock(
             attention=SelfAttention(**self._projections),
             cross=CrossAttention(**self._projections),
-            mlp=self._feeds,
+            mlp=self._feeds(DECODER),
             norm=self.norm,
+            dropout=Dropout(self.dropout, DECODER),
         )
 
     def build(self, key: jax.Array) -> EncoderDecoder:
@@ -130,6 +145,8 @@ class T5(Stacks):
             norm=self.norm,
             output=output,
             output_scale=1 / math.sqrt(D) if self.scale_outputs else 1.0,
+            dropout=self.dropout,
+            drops_finished=True,
         )
 
     def _places(self, *, both_ways: bool) -> Relative:
@@ -148,10 +165,12 @@ class T5(Stacks):
             "query_stddev": 1 / math.sqrt(D * H), "query_scale": math.sqrt(H),
         }  # fmt: skip
 
-    @property
-    def _feeds(self) -> Feeds:
+    def _feeds(self, stack: int) -> Feeds:
         D, F = self.embed_dim, self.mlp_dim
-        spreads = {"stddev": 1 / math.sqrt(D), "residual_stddev": 1 / math.sqrt(F)}
+        more: dict[str, Any] = {
+            "stddev": 1 / math.sqrt(D), "residual_stddev": 1 / math.sqrt(F),
+            "dropout": Dropout(self.dropout, stack + INSIDE),
+        }  # fmt: skip
         if self.mlp == "relu":
-            return TwoLayers(embed_dim=D, mlp_dim=F, function=jax.nn.relu, biases=False, **spreads)
-        return SwiGLU(embed_dim=D, mlp_dim=F, function=gelu, **spreads)
+            return TwoLayers(embed_dim=D, mlp_dim=F, function=jax.nn.relu, biases=False, **more)
+        return SwiGLU(embed_dim=D, mlp_dim=F, function=gelu, **more)

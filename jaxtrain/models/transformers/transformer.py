@@ -1,6 +1,6 @@
 """The Transformer: an encoder that reads a source, a decoder that writes a target.
 
-Source: Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762), without its dropout;
+Source: Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762);
 one table for both embeddings and the output matrix (section 3.4).
 """
 
@@ -16,7 +16,8 @@ from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.block import Block, post_norm, pre_norm
 from jaxtrain.nn.cross_block import CrossBlock
-from jaxtrain.nn.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.dropout import Dropout, refuse_rate
+from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.mlp import TwoLayers
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import normal, param
@@ -39,6 +40,7 @@ class Transformer(Stacks):
       norms: 'post' norms what each part's result was added to, as the paper does; 'pre' norms what
         goes into each part, and what comes out of the last layer (arXiv 2002.04745).
       norm_eps: epsilon of the layer norms.
+      dropout: of what goes into each stack, and of what each part of a layer gives, in training.
     """
 
     vocab_size: int = 37000
@@ -50,6 +52,7 @@ class Transformer(Stacks):
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     norms: Literal["post", "pre"] = "post"
     norm_eps: float = 1e-5
+    dropout: float = 0.0
 
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
@@ -58,9 +61,10 @@ class Transformer(Stacks):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        texts = ("norm_eps", "positions", "norms")
+        texts = ("norm_eps", "positions", "norms", "dropout")
         refuse_below(1, self, *[f.name for f in dataclasses.fields(self) if f.name not in texts])
         refuse_not_positive(self, "norm_eps")
+        refuse_rate(self, "dropout", self.dropout)
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(
@@ -83,7 +87,7 @@ class Transformer(Stacks):
         """Attention of the source to itself, and an MLP."""
         return Block(
             attention=SelfAttention(**self._projections), mlp=self._mlp, norm=self.norm,
-            placement=self._placement,
+            placement=self._placement, dropout=Dropout(self.dropout, ENCODER),
         )  # fmt: skip
 
     @property
@@ -95,6 +99,7 @@ class Transformer(Stacks):
             mlp=self._mlp,
             norm=self.norm,
             placement=self._placement,
+            dropout=Dropout(self.dropout, DECODER),
         )
 
     def build(self, key: jax.Array) -> EncoderDecoder:
@@ -115,6 +120,7 @@ class Transformer(Stacks):
             target_places=places,
             norm=self.norm if self.norms == "pre" else None,
             embedding_scale=scale,
+            dropout=self.dropout,
         )
 
     @property

@@ -32,6 +32,7 @@ class SequenceToSequence(Objective[EncoderDecoder], TellsLogits[EncoderDecoder])
 
     name: ClassVar[str] = "sequence_to_sequence"
     inputs: ClassVar[tuple[Inputs, ...]] = ("pairs",)
+    draws: ClassVar[bool] = True
     evaluated: ClassVar[tuple[str, ...]] = ("weight", "rows")
 
     def refuse_model(self, model: Model) -> Iterator[str]:
