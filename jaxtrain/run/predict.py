@@ -1,4 +1,4 @@
-"""What a trained classifier says of images, texts or vectors: the likeliest classes, by name."""
+"""What a trained classifier says of images, texts, words or vectors: the likeliest classes."""
 
 import dataclasses
 import io
@@ -16,6 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.data.source import existing_path, walk_files
 from jaxtrain.data.vectors.columns import read_vectors
 from jaxtrain.data.vectors.source import VectorData
@@ -35,10 +36,10 @@ Given = str | Path | Image.Image | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is said of one image, text or vector.
+    """What is said of one image, text, word or vector.
 
     Attributes:
-      name: the file, the text itself, or "image 1" and the like of one in memory.
+      name: the file, the text or word itself, or "image 1" and the like of one in memory.
       classes: the likeliest classes and their probabilities, likeliest first.
     """
 
@@ -81,7 +82,8 @@ def predict(
     top: int,
     say: Callable[[str], object],
 ) -> Iterator[Prediction]:
-    """A prediction for each image, text or vector, prepared as in evaluation.
+    """A prediction for each image, text or vector, or for each word of texts with tags, prepared as
+    in evaluation.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
@@ -100,6 +102,8 @@ def predict(
         asked = _of_images(given, model, data, logits)
     elif isinstance(model, ClassModel) and isinstance(data, LabelledText):
         asked = _of_texts(given, model, data, logits)
+    elif isinstance(model, ClassModel) and isinstance(data, TaggedText):
+        asked = _of_words(given, model, data, logits)
     elif reads_vectors(model) and isinstance(data, VectorData) and data.num_classes is not None:
         asked = _of_vectors(given, model, data, logits)
     else:
@@ -150,23 +154,65 @@ def _of_images(
 def _of_texts(
     given: list[Given], model: ClassModel, data: LabelledText, logits: Callable[[Any], np.ndarray]
 ) -> _Asked:
-    tokenizer, rows = data.open_tokenizer(), list[Batch]()
-    for source in given:
-        if not isinstance(source, str | Path):
-            raise UserError(f"predict: {type(model).__name__} reads texts; give strings")
-        is_file = str(source).endswith(".txt") and Path(source).is_file()
-        text = Path(source).read_text("utf-8") if is_file else str(source)
-        tokens = tokenizer.encode(text.strip())
-        if not tokens:
-            raise UserError("predict: a text is empty; give at least one character")
-        rows.append(data.row(tokens))
+    tokenizer = data.open_tokenizer()
+    rows = [data.row(tokenizer.encode(text)) for text in _texts(given, model)]
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        batch = jax.tree.map(lambda *leaves: np.stack(leaves), *[rows[n] for n in numbers])
+        batch = _stacked([rows[number] for number in numbers])
         told_BTC = logits(batch)
         return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
 
     return _Asked([str(source) for source in given], of, data.class_names, model.num_classes)
+
+
+def _of_words(
+    given: list[Given], model: ClassModel, data: TaggedText, logits: Callable[[Any], np.ndarray]
+) -> _Asked:
+    """Every word of every text is an example."""
+    tokenizer, called = data.open_tokenizer(), list[str]()
+    rows, places = list[Batch](), list[tuple[int, int]]()
+    for number, text in enumerate(_texts(given, model)):
+        words = text.split()
+        tokens, of_words = data.tokens_of(words, tokenizer)
+        for word, place in zip(words, of_words, strict=True):
+            at = None if place is None else place + (data.begin is not None)
+            if at is None or at >= data.sequence_length:
+                raise UserError(
+                    f"predict: the word {word!r} of text {number + 1} "
+                    + (
+                        "has no token"
+                        if at is None
+                        else f"is behind {data.section}.sequence_"
+                        f"length={data.sequence_length} tokens; give shorter texts"
+                    )
+                )
+            places.append((number, at))
+            called.append(word if len(given) == 1 else f"text {number + 1}, {word}")
+        rows.append(data.row(tokens))
+    told_BTC = np.concatenate(
+        [logits(_stacked(rows[begin : begin + AT_ONCE])) for begin in range(0, len(rows), AT_ONCE)]
+    )
+
+    def of(numbers: Sequence[int]) -> np.ndarray:
+        return np.stack([told_BTC[places[number]] for number in numbers])
+
+    return _Asked(called, of, data.class_names, model.num_classes)
+
+
+def _texts(given: list[Given], model: Model) -> Iterator[str]:
+    """The texts themselves, or those in files; none of them is empty."""
+    for source in given:
+        if not isinstance(source, str | Path):
+            raise UserError(f"predict: {type(model).__name__} reads texts; give strings")
+        is_file = str(source).endswith(".txt") and Path(source).is_file()
+        text = (Path(source).read_text("utf-8") if is_file else str(source)).strip()
+        if not text:
+            raise UserError("predict: a text is empty; give at least one character")
+        yield text
+
+
+def _stacked(rows: Sequence[Batch]) -> Batch:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
 def _of_vectors(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.mixture import text_of
-from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.vectors.source import VectorData
@@ -228,7 +228,7 @@ def _text(
         few = min(model.experts.count, MAX_EXPERTS)
         small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
         small["experts_per_token"] = min(model.experts.per_token, small["num_experts"])
-    if isinstance(data, LabelledText):
+    if isinstance(data, ClassedText):
         small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
     small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
     for name in ("sliding_window", "rope_original_context_length"):
@@ -246,7 +246,7 @@ def _text(
         separate_documents=separate,
     )
     own_text = text_of(data)
-    if isinstance(data, LabelledText):
+    if isinstance(data, ClassedText):
         text = dataclasses.replace(
             data, source="synthetic", synthetic_vocab_size=tokens, sequence_length=SEQUENCE
         )

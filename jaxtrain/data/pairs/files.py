@@ -48,7 +48,11 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
             delimiter = "\t" if name.endswith(".tsv") else ","
             yield from _of_table(lines, delimiter, (source_field, target_field), said)
         else:
-            yield from _of_records(lines, (source_field, target_field), said)
+            for where, record in records(lines, said):
+                source, target = (
+                    _string(record, name, where) for name in (source_field, target_field)
+                )
+                yield source, target
 
 
 def _of_record(record: dict[str, Any], fields: Texts) -> Texts:
@@ -59,7 +63,12 @@ def _of_record(record: dict[str, Any], fields: Texts) -> Texts:
     return source, target
 
 
-def _of_records(lines: Iterator[bytes], fields: Texts, said: str) -> Iterator[Texts]:
+def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of JSON lines, each with where it stands, for messages.
+
+    Raises:
+      UserError: a line is no record.
+    """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -69,16 +78,21 @@ def _of_records(lines: Iterator[bytes], fields: Texts, said: str) -> Iterator[Te
             raise UserError(f"{said}: line {number} is no JSON in UTF-8 ({error})") from error
         if not isinstance(record, dict):
             raise UserError(f"{said}: line {number} is no record in braces")
-        source, target = (_field(record, field, f"{said}: line {number}") for field in fields)
-        yield source, target
+        yield f"{said}: line {number}", record
 
 
-def _field(record: dict[str, Any], field: str, said: str) -> str:
-    if field not in record:
-        raise UserError(f"{said} has no field {field!r}{did_you_mean(field, record)}")
-    if not isinstance(record[field], str):
-        raise UserError(f"{said}: {field!r} is no string, which a text is")
-    return _text(record[field], f"{said}: {field!r}")
+def field(record: dict[str, Any], name: str, where: str) -> Any:
+    """What a record has under a name; UserError where it has nothing."""
+    if name not in record:
+        raise UserError(f"{where} has no field {name!r}{did_you_mean(name, record)}")
+    return record[name]
+
+
+def _string(record: dict[str, Any], name: str, where: str) -> str:
+    value = field(record, name, where)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {name!r} is no string, which a text is")
+    return _text(value, f"{where}: {name!r}")
 
 
 def _text(text: str, said: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.mixture import text_of
-from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.data.text.source import TextData
@@ -82,7 +82,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 def _section(data: Any) -> str:
     """Whose settings are said of text; a mixture and text with spans have TextData's."""
-    has_own = isinstance(data, Templated | LabelledText | PairData)
+    has_own = isinstance(data, Templated | ClassedText | PairData)
     return type(data).__name__ if has_own else "TextData"
 
 
@@ -129,19 +129,19 @@ def _labels(config: Config, model: TokenModel) -> Iterator[str]:
     data, name, objective = config.train.data, type(model).__name__, config.train.task
     if not isinstance(objective, TokenObjective):
         return
-    has_labels = isinstance(data, LabelledText)
+    has_labels = isinstance(data, ClassedText)
     if objective.labels and not isinstance(model, ClassModel):
         yield f"{name}.objective={objective.name!r} tells classes, and {name} has no num_classes"
     elif objective.labels != has_labels:
         gives = "labels" if has_labels else "texts alone"
-        use = "LabelledText" if objective.labels else "TextData"
+        use = "LabelledText() or @TaggedText" if objective.labels else "TextData"
         yield (
             f"{name}.objective={objective.name!r}, but Train.data=@{type(data).__name__}() gives "
             f"{gives}; use @{use}(), or another {name}.objective"
         )
     elif has_labels and isinstance(model, ClassModel) and data.num_classes > model.num_classes:
         yield (
-            f"{name}.num_classes={model.num_classes} is smaller than LabelledText.num_classes="
+            f"{name}.num_classes={model.num_classes} is smaller than {data.section}.num_classes="
             f"{data.num_classes}; use at least {data.num_classes}"
         )
 
