@@ -187,6 +187,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return huggingface.import_hf(arguments)
         case "export-hf":
             return huggingface.export_hf(arguments)
+        case "quantize":
+            from jaxtrain.run.quantization import command as quantization
+
+            return quantization.quantize(arguments)
         case "data":
             from jaxtrain.run import data
 

@@ -19,6 +19,7 @@ from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.products.low_rank import LowRank, adapted
 from jaxtrain.nn.products.quantised import Quantised
+from jaxtrain.nn.products.watched import Watched, watched
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
 from jaxtrain.parallel.sharding import shard
 
@@ -100,6 +101,8 @@ class Execution:
             )
         if isinstance(weight.get_value(), Quantised):
             return quantised.product(equation, x, weight, out, by=self.einsum)
+        if isinstance(weight.get_value(), Watched):
+            return watched(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
 
     def over_layers(

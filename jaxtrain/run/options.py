@@ -42,8 +42,8 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, evaluate-tasks, predict, inspect, import-hf, export-hf, data,
-    prepare, configs, plot, sweep and supervise."""
+    """Adds train, eval, generate, evaluate-tasks, predict, inspect, import-hf, export-hf,
+    quantize, data, prepare, configs, plot, sweep and supervise."""
     command = add("train", "trains, or continues from the newest checkpoint")
     command.add_argument(
         "config",
@@ -141,8 +141,32 @@ def add_run_commands(add: Add) -> None:
     command.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the files"
     )
-    command.add_argument(
+    form = command.add_mutually_exclusive_group()
+    form.add_argument(
         "--adapter", action="store_true", help="the adapter alone, as PEFT keeps it (LoRA)"
+    )
+    form.add_argument(
+        "--awq", action="store_true", help="4-bit codes, as AutoAWQ keeps them (quantize)"
+    )
+    add_config_options(command)
+
+    command = add("quantize", "makes a run of a trained one whose weights are in 4 or 8 bits")
+    _add_checkpoint_options(command)
+    command.add_argument("--out", metavar="DST", required=True, help="the new run's folder")
+    command.add_argument(
+        "--bits", type=int, choices=[4, 8], default=4, help="of a weight; %(default)s"
+    )
+    command.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="numbers that share a scale, with 4 bits; 128",
+    )
+    command.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="a text by which weights are scaled first, with 4 bits (AWQ); without it they are "
+        "rounded as they are",
     )
     add_config_options(command)
 

@@ -37,6 +37,7 @@ from jaxtrain.run.generation.generate import BATCH_SIZE
 from jaxtrain.run.generation.respond import respond
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.adapters import write_adapter
+from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
@@ -120,7 +121,9 @@ class Trainer:
         take_gpu_memory(config.train.gpu_memory_fraction)
         devices = chosen_devices(devices)
         platform, kind = platform_of_device(devices[0]), devices[0].device_kind
-        preflight.check(config, device_count=len(devices), platform=platform, kind=kind)
+        preflight.check(
+            config, device_count=len(devices), platform=platform, kind=kind, trains=not read_only
+        )
         self.config, self.console = config, console or quiet()
         if late := other_gpu_memory(config.train.gpu_memory_fraction, devices[0]):
             self.say(late)
@@ -246,6 +249,19 @@ class Trainer:
         """
         state = self.program.consensus(self.state)
         write_adapter(str(path), self.config, self.program.plain, state, say=self.say)
+
+    def export_awq(self, path: str | Path) -> None:
+        """Writes a model in 4 bits as a folder in AutoAWQ's layout.
+
+        Args:
+          path: the folder, which is not there yet or empty.
+
+        Raises:
+          UserError: the run is none of `jaxtrain quantize --bits 4`, or its model is known nowhere
+            else.
+        """
+        program = self.program.plain
+        export_awq(str(path), self.config, program, self.state, self.workdir, say=self.say)
 
     @functools.cached_property
     def dataset(self) -> Dataset:

@@ -84,7 +84,7 @@ def with_weights(
     shapes = plain.abstract_state()
     parts = (*shapes.weights, shapes.statistics)
     refuse({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
-    params, frozen, statistics = (_placed(part, given, plain.stages) for part in parts)
+    params, frozen, statistics = (placed(part, given, plain.stages) for part in parts)
     with program.layout.active():
         after = _with_weights(program, state, params, statistics)
         after = dataclasses.replace(after, frozen=frozen)
@@ -102,14 +102,20 @@ def with_trained(
       given: arrays by name, of the right names, shapes and dtypes.
     """
     plain = program.plain
-    params = _placed(plain.abstract_state().params, given, plain.stages)
+    params = placed(plain.abstract_state().params, given, plain.stages)
     with program.layout.active():
         after = _with_weights(program, state, params, state.statistics)
         return jax.device_put(after, program.state_shardings(after))
 
 
-def _placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
-    """Arrays of the caller's on the devices, the layers in the order of the stages."""
+def placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
+    """Arrays of the caller's on the devices, the layers in the order of the stages.
+
+    Args:
+      shapes: what becomes of them: shapes, dtypes and shardings.
+      given: as of `weights`, of the right names, shapes and dtypes.
+      stages: the program's.
+    """
 
     def one(path: Any, variable: Any) -> Any:
         leaf, value = variable.get_value(), np.asarray(given[_name(path)])

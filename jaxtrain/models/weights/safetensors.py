@@ -23,6 +23,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
+# What is written besides: the codes of weights in few bits.
+_WRITTEN = {**DTYPES, "I32": np.dtype(np.int32)}
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -118,7 +120,7 @@ def _malformed(file: Path, detail: str) -> UserError:
 def write(
     file: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    dtype: str | Mapping[str, str],
     tensors: Iterable[np.ndarray],
 ) -> None:
     """Writes a file, one tensor after the other.
@@ -126,30 +128,36 @@ def write(
     Args:
       file: where to; none with this name is there.
       shapes: of each tensor, by name, in the order in which they come.
-      dtype: of all of them, one of DTYPES.
-      tensors: themselves, of any floating dtype; taken one at a time.
+      dtype: of all of them, or of each by name; one of DTYPES, or I32.
+      tensors: themselves, of any dtype of the kind; taken one at a time.
 
     Raises:
       FullDiskError: there is no room; nothing is left of the file.
     """
+    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shape) * itemsize(dtypes[name])
+        header[name] = {"dtype": dtypes[name], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors' bytes begin at a multiple of 8
     done = False
     try:
         with writing(file), file.open("xb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
-            for shape, tensor in zip(shapes.values(), tensors, strict=True):
+            for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
                 assert tensor.shape == shape, f"{tensor.shape} is not {shape}"
-                stream.write(raw(tensor.astype(DTYPES[dtype], copy=False)))
+                stream.write(raw(tensor.astype(_WRITTEN[dtypes[name]], copy=False)))
         done = True
     finally:
         if not done:
             file.unlink(missing_ok=True)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number of a dtype that is written."""
+    return _WRITTEN[dtype].itemsize
 
 
 def raw(tensor: np.ndarray) -> Any:

@@ -1,13 +1,19 @@
-"""Frozen weights in 4 or 8 bits, as bitsandbytes lays them out; a product makes floats of them.
+"""Frozen weights in 4 or 8 bits; a product makes floats of them.
+
+The first two as bitsandbytes lays them out, the third with the numbers of AutoAWQ's layout:
 
 - 'nf4' (QLoRA, arXiv 2305.14314): the nearest of 16 quantiles of a normal distribution, over blocks
   of 64 numbers that are summed over one after the other, each block with the float32 of its largest
   magnitude. Two codes in a byte, the first in its upper half.
 - 'int8' (LLM.int8(), arXiv 2208.07339): each number of the result has one float32, the largest
   magnitude over all that is summed over for it; codes are rounded multiples of a 127th of it.
+- 'int4' (AWQ, arXiv 2306.00978): code c of a group of numbers that are summed over one after the
+  other stands for (c - zero) scale. Zero is one of the 16 codes and scale a float16: 16 even steps
+  from the least of the group and 0 to the largest of them. Packed as 'nf4'.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -20,8 +26,9 @@ from jaxtrain.nn.products.dot import Einsum
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 
-Kind = Literal["nf4", "int8"]
+Kind = Literal["nf4", "int8", "int4"]
 BLOCK = 64  # numbers of nf4 that share a scale
+_LEAST_SCALE = 2.0**-14  # float16's least with all its bits
 # Appendix E of arXiv 2305.14314.
 NF4 = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -38,15 +45,18 @@ class Quantised:
 
     Attributes:
       codes: int8 in the weight's shape; or uint8, half as many along `dim`.
-      scales: float32: 'nf4' one for 64 along `dim`; 'int8' without what is summed over.
+      scales: float32: 'nf4' one for 64 along `dim`; 'int8' without what is summed over; 'int4'
+        float16, one for each group along `dim`.
+      zeros: 'int4' uint8, as many: the codes that stand for 0; else None.
       codes_axes, scales_axes: what their dimensions mean.
-      kind: which of the two.
+      kind: which of them.
       dim: the dimension along which blocks lie, counted from the end (-1, -2, ...).
       summed: the dimensions that are summed over, likewise.
     """
 
     codes: jax.Array
     scales: jax.Array
+    zeros: jax.Array | None
     codes_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     scales_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     kind: Kind = dataclasses.field(metadata={"static": True})
@@ -55,15 +65,22 @@ class Quantised:
 
 
 def quantise(
-    weight: jax.Array, axes: tuple[str, ...], summed: tuple[int, ...], kind: Kind
+    weight: jax.Array,
+    axes: tuple[str, ...],
+    summed: tuple[int, ...],
+    kind: Kind,
+    *,
+    group: int = BLOCK,
 ) -> Quantised:
     """A weight, or all layers of it, in few bits.
 
     Args:
-      weight: of any floating dtype; 'nf4' wants a multiple of 64 in the last of `summed`.
+      weight: of any floating dtype; 'nf4' and 'int4' want a multiple of `group` in the last of
+        `summed`.
       axes: what its dimensions mean.
       summed: the dimensions that a product sums over, in their order.
       kind: how.
+      group: numbers that share a scale: of 'int4'; of 'nf4' it is 64.
     """
     x, dim = weight.astype(jnp.float32), summed[-1]
     from_end = tuple(i - x.ndim for i in summed)
@@ -72,20 +89,42 @@ def quantise(
         codes = jnp.round(x * (127 / jnp.where(largest == 0, 1, largest))).astype(jnp.int8)
         kept = tuple(i for i in range(x.ndim) if i not in summed)
         names = tuple(axes[i] for i in kept)
-        return Quantised(codes, largest.squeeze(summed), axes, names, kind, from_end[-1], from_end)
-    parts = list(jax.typeof(x).sharding.spec) if _explicit() else [None] * x.ndim
-    blocks = _split(x, dim, BLOCK, parts)
-    largest = jnp.abs(blocks).max(dim + 1, keepdims=True)
+        scales = largest.squeeze(summed)
+        return Quantised(codes, scales, None, axes, names, kind, from_end[-1], from_end)
+    parts = _parts(x)
+    zeros = None
+    if kind == "int4":
+        codes, scales, zeros = _of_groups(_split(x, dim, group, parts), dim + 1)
+        zeros = zeros.squeeze(dim + 1)
+    else:
+        codes, scales = _of_blocks(_split(x, dim, BLOCK, parts), dim + 1)
+    pairs = _split(_join(codes, dim, parts), dim, 2, parts)
+    high, low = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
+    packed, scales = (high << 4) | low, scales.squeeze(dim + 1)
+    return Quantised(packed, scales, zeros, axes, axes, kind, from_end[-1], from_end)
+
+
+def _of_blocks(blocks: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    """The codes of nf4, and the scale of each block along `dim`."""
+    largest = jnp.abs(blocks).max(dim, keepdims=True)
     scaled = blocks / jnp.where(largest == 0, 1, largest)
     # How many of the midpoints between neighbours a number lies above is its code.
     code = jnp.zeros_like(scaled, jnp.uint8)
     for middle in (NF4[1:] + NF4[:-1]) / 2:
         code += (scaled > float(middle)).astype(jnp.uint8)
-    code = _join(code, dim, parts)
-    pairs = _split(code, dim, 2, parts)
-    high, low = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
-    codes = (high << 4) | low
-    return Quantised(codes, largest.squeeze(dim + 1), axes, axes, kind, from_end[-1], from_end)
+    return code, largest
+
+
+def _of_groups(groups: jax.Array, dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The codes of int4, and scale and zero of each group along `dim`."""
+    least = jnp.minimum(groups.min(dim, keepdims=True), 0)
+    largest = jnp.maximum(groups.max(dim, keepdims=True), 0)
+    # Rounded first: codes are told with the scale that is kept.
+    kept = jnp.maximum((largest - least) / 15, _LEAST_SCALE).astype(jnp.float16)
+    scale = kept.astype(jnp.float32)
+    zero = jnp.clip(jnp.round(-least / scale), 0, 15)
+    code = jnp.clip(jnp.round(groups / scale) + zero, 0, 15)
+    return code.astype(jnp.uint8), kept, zero.astype(jnp.uint8)
 
 
 def dequantised(value: Quantised) -> jax.Array:
@@ -94,11 +133,40 @@ def dequantised(value: Quantised) -> jax.Array:
     if value.kind == "int8":
         scales = jnp.expand_dims(scales, tuple(codes.ndim + i for i in value.summed))
         return codes.astype(jnp.float32) * (scales / 127)
-    dim = codes.ndim + value.dim
-    parts = list(jax.typeof(codes).sharding.spec) if _explicit() else [None] * codes.ndim
-    numbers = _join(jnp.stack([_meant(codes >> 4), _meant(codes & 15)], dim + 1), dim, parts)
-    blocks = _split(numbers, dim, BLOCK, parts)
-    return _join(blocks * jnp.expand_dims(scales, dim + 1), dim, parts)
+    dim, parts = codes.ndim + value.dim, _parts(codes)
+    numbers = unpacked(value)
+    blocks = _split(numbers, dim, numbers.shape[dim] // scales.shape[dim], parts)
+    scales = jnp.expand_dims(scales, dim + 1).astype(jnp.float32)
+    if value.zeros is None:
+        return _join(_meant(blocks) * scales, dim, parts)
+    steps = blocks.astype(jnp.float32) - jnp.expand_dims(value.zeros, dim + 1).astype(jnp.float32)
+    return _join(steps * scales, dim, parts)
+
+
+def unpacked(value: Quantised) -> jax.Array:
+    """The codes of 4 bits, uint8 in the weight's shape."""
+    codes, dim = value.codes, value.codes.ndim + value.dim
+    return _join(jnp.stack([codes >> 4, codes & 15], dim + 1), dim, _parts(codes))
+
+
+def arrays(value: Quantised) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
+    """What a weight in few bits is kept as: arrays by name, and what their dimensions mean."""
+    found = {
+        "codes": (value.codes, value.codes_axes),
+        "scales": (value.scales, value.scales_axes),
+    }
+    if value.zeros is not None:
+        found["zeros"] = value.zeros, value.scales_axes
+    return found
+
+
+def of_arrays(
+    found: Mapping[str, tuple[jax.Array, tuple[str, ...]]], summed: tuple[int, ...], kind: Kind
+) -> Quantised:
+    """The inverse of `arrays`; `summed` and `kind` as of `quantise`, `summed` from the end."""
+    (codes, axes), (scales, scales_axes) = found["codes"], found["scales"]
+    zeros = found["zeros"][0] if kind == "int4" else None
+    return Quantised(codes, scales, zeros, axes, scales_axes, kind, summed[-1], summed)
 
 
 def product(
@@ -120,6 +188,9 @@ def product(
         codes: Any = weight.replace(value.codes, axes=value.codes_axes)
         scales: Any = weight.replace(value.scales, axes=value.scales_axes)
         whole = dataclasses.replace(value, codes=gather(codes), scales=gather(scales))
+        if value.zeros is not None:
+            zeros: Any = weight.replace(value.zeros, axes=value.scales_axes)
+            whole = dataclasses.replace(whole, zeros=gather(zeros))
         floats: Any = weight.replace(dequantised(whole).astype(x.dtype))
         return contract(equation, x, floats, out, by=by)
 
@@ -134,8 +205,11 @@ def _meant(codes: jax.Array) -> jax.Array:
     return found
 
 
-def _explicit() -> bool:
-    return not jax.sharding.get_abstract_mesh().empty
+def _parts(x: jax.Array) -> list[Any]:
+    """What each dimension is split over."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return [None] * x.ndim
+    return list(jax.typeof(x).sharding.spec)
 
 
 def _split(x: jax.Array, dim: int, size: int, parts: list[Any]) -> jax.Array:

@@ -15,8 +15,10 @@ from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import their_tensors
-from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA, sides_of
+from jaxtrain.training.finetune.few_bits import sides_of
+from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA
 from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState, parameter_shapes
@@ -42,23 +44,15 @@ def write_adapter(
         or there are several processes, each of which has a part of them.
     """
     tuning = _tuning(program, f"--out {out}")
-    if jax.process_count() > 1:
-        raise UserError(
-            f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
-            "'jaxtrain export-hf' on its folder, with bindings of Mesh for one machine"
-        )
+    refuse_several_processes(out)
     pairs = _names(config, program, tuning)
-    folder = on_disk(out)
-    with refused_path(f"--out {out}", needs="name a folder that can be made"):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--out {out} is there already; name a folder that is new")
-        folder.mkdir(parents=True, exist_ok=True)
     names = tuple(name for pair in pairs for name in pair[1:])
     shapes = their_shapes(names, _shapes(program, tuning))
     made = (tensor for _, tensor in their_tensors(names, state.params, program.layer_order))
-    safetensors.write(folder / WEIGHTS, shapes, "F32", made)
     content = _said(config, tuning, pairs)
-    write_atomically(folder / CONFIG, json.dumps(content, indent=2).encode())
+    with new_folder(out) as (folder, beside):
+        safetensors.write(beside / WEIGHTS, shapes, "F32", made)
+        write_atomically(beside / CONFIG, json.dumps(content, indent=2).encode())
     say(f"{len(shapes)} tensors of {len(tuning.targets)} adapters in {folder}")
 
 

@@ -39,5 +39,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
     if arguments.adapter:
         trainer.export_adapter(arguments.out)
         return DONE
+    if arguments.awq:
+        trainer.export_awq(arguments.out)
+        return DONE
     found = trainer.export_huggingface(arguments.out, dtype=arguments.dtype)
     return DONE if found.passed else FAILED

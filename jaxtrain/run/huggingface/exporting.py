@@ -2,19 +2,16 @@
 
 import json
 import math
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from jaxtrain.config.buckets import Place, on_disk, place
-from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, remove_tree, write_atomically
+from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.files import write_atomically
 from jaxtrain.data.mixture import text_of
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.weights import safetensors
@@ -23,6 +20,7 @@ from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WE
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER
+from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program
@@ -61,30 +59,19 @@ def export_run(
       UserError: the model is known nowhere else, the folder cannot be made, or there are several
         processes, each of which has a part of the parameters.
     """
-    if jax.process_count() > 1:
-        raise UserError(
-            f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
-            "'jaxtrain export-hf' on its folder, with bindings of Mesh for one machine"
-        )
+    refuse_several_processes(out)
     model = config.train.model
-    carried = _carried(config, workdir)
+    carried = carried_along(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
     family, said = family_for(model, content.get("model_type"))
-    folder = on_disk(out)
-    with refused_path(f"--out {out}", needs="name a folder that can be made"):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--out {out} is there already; name a folder that is new")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
-        beside.mkdir()
     names = family.names(model)
-    try:
+    with new_folder(out) as (folder, beside):
         shapes = their_shapes(names, shapes_of(program))
         made = their_tensors(names, params, program.layer_order)
-        _write_weights(beside, shapes, _WRITTEN[dtype], made, file_bytes)
+        write_weights(beside, shapes, dict.fromkeys(shapes, _WRITTEN[dtype]), made, file_bytes)
         for name, copied in carried.items():
             write_atomically(beside / name, copied)
-        whole = _settings(content, family, said, config, dtype)
+        whole = settings(content, family, said, config, dtype)
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = their_tensors(names, params, program.layer_order)
         stored = Folder(beside).tensors()
@@ -93,16 +80,11 @@ def export_run(
         )
         content = json.dumps(found.to_json(), indent=1).encode()
         write_atomically(beside / receipt.FILE, content)
-        if folder.exists():
-            folder.rmdir()
-        beside.rename(folder)
-    finally:
-        remove_tree(beside)
     found.show(console)
     return found
 
 
-def _carried(config: Config, workdir: Place | None) -> dict[str, bytes]:
+def carried_along(config: Config, workdir: Place | None) -> dict[str, bytes]:
     """What goes along: of the import, of what the run started from, or the run's tokenizer."""
     start = config.train.start_from
     for one in (workdir, None if start is None else place(start)):
@@ -133,14 +115,22 @@ def _of_tokenizer(config: Config) -> dict[str, bytes]:
     return found
 
 
-def _settings(
+def settings(
     carried: Mapping[str, Any],
     family: Family,
     said: Mapping[str, Any],
     config: Config,
-    dtype: Dtype,
+    dtype: str,
 ) -> dict[str, Any]:
-    """The config.json: what was carried along and what the sizes say, the latter over it."""
+    """The config.json: what was carried along and what the sizes say, the latter over it.
+
+    Args:
+      carried: an earlier one.
+      family: what it is to be of.
+      said: what the sizes say.
+      config: the run's configuration.
+      dtype: of the files' floats, as PyTorch calls it.
+    """
     if carried.get("model_type") != family.model_type:
         carried = {"bos_token_id": None, "eos_token_id": _end_of_text(config)}
     # Rotary positions are said in the older of two ways, which all versions read.
@@ -165,15 +155,16 @@ def _end_of_text(config: Config) -> int | None:
     return None
 
 
-def _write_weights(
+def write_weights(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    dtypes: Mapping[str, str],
     tensors: Iterable[tuple[str, np.ndarray]],
-    file_bytes: int,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """One file, or several with an index, the tensors taken one at a time."""
-    parts = list(_cut(shapes, safetensors.DTYPES[dtype].itemsize, file_bytes))
+    sizes = {name: math.prod(s) * safetensors.itemsize(dtypes[name]) for name, s in shapes.items()}
+    parts = [{name: shapes[name] for name in part} for part in _cut(sizes, file_bytes)]
     files = [WEIGHTS]
     if len(parts) > 1:
         files = [
@@ -183,25 +174,21 @@ def _write_weights(
     values = (tensor for _, tensor in tensors)
     for name, part in zip(files, parts, strict=True):
         own = (next(values) for _ in part)
-        safetensors.write(folder / name, part, dtype, own)
+        safetensors.write(folder / name, part, dtypes, own)
     if len(parts) > 1:
-        size = sum(map(math.prod, shapes.values())) * safetensors.DTYPES[dtype].itemsize
         table = {tensor: file for file, part in zip(files, parts, strict=True) for tensor in part}
-        content = {"metadata": {"total_size": size}, "weight_map": table}
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": table}
         write_atomically(folder / INDEX, json.dumps(content, indent=1).encode())
 
 
-def _cut(
-    shapes: Mapping[str, tuple[int, ...]], itemsize: int, most: int
-) -> Iterator[dict[str, tuple[int, ...]]]:
+def _cut(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
-    part: dict[str, tuple[int, ...]] = {}
+    part: list[str] = []
     size = 0
-    for name, shape in shapes.items():
-        one = math.prod(shape) * itemsize
+    for name, one in sizes.items():
         if part and size + one > most:
             yield part
-            part, size = {}, 0
-        part[name] = shape
+            part, size = [], 0
+        part.append(name)
         size += one
     yield part

@@ -48,7 +48,7 @@ def import_run(
     source = config.train.start_from
     assert source is not None, "not a configuration of hf:DIR"
     folder = published(source, named="SRC_DIR")
-    _refuse_taken(workdir)
+    refuse_taken("--workdir", workdir)
     config = _with_own_tokenizer(config, folder, workdir)
     if config.mesh.simulated_devices:
         simulate_devices(config.mesh.simulated_devices)
@@ -83,15 +83,19 @@ def import_run(
     return found
 
 
-def _refuse_taken(workdir: Place) -> None:
+def refuse_taken(named: str, workdir: Place) -> None:
+    """Raises UserError where a new run's folder holds one already, or cannot be made.
+
+    Args:
+      named: the option that names it.
+      workdir: the folder.
+    """
     if isinstance(workdir, BucketPath):
-        require("--workdir", workdir)
-    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        require(named, workdir)
+    with refused_path(f"{named} {workdir}", needs="use a folder that can be made and written"):
         refuse_others(workdir)
         if (workdir / "config.gin").exists() or (workdir / "checkpoints").exists():
-            raise UserError(
-                f"--workdir {workdir}: there is a run already; name a folder that is new"
-            )
+            raise UserError(f"{named} {workdir}: there is a run already; name a folder that is new")
 
 
 def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Config:

@@ -13,8 +13,10 @@ from jaxtrain.config.errors import UserError, did_you_mean, refuse_below, refuse
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.nn.dropout import refuse_rate
+from jaxtrain.nn.products.quantised import BLOCK
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.finetune.lora import LoRA, can_adapt, refuse_blocks, targets_of
+from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, refuse_blocks
+from jaxtrain.training.finetune.lora import LoRA, targets_of
 from jaxtrain.training.finetune.tuning import Tuning, named
 
 
@@ -38,9 +40,12 @@ class Finetune:
       lora_magnitudes: whether an adapter also trains the norm of each row that makes one number of
         the result, apart from its direction (DoRA, arXiv 2402.09353).
       lora_targets: which weights have an adapter: 'attention', 'mlp', or patterns of names.
-      few_bits: what the frozen weights of a transformer's layers are held in while adapters are
-        trained: 'nf4' is 4 bits in blocks of 64 (QLoRA, arXiv 2305.14314), 'int8' a scale for each
-        number of the result (LLM.int8(), arXiv 2208.07339); 'none': in Precision.params.
+      few_bits: what the weights of a transformer's layers are held in while adapters are trained,
+        or in a run of `jaxtrain quantize`, which trains nothing: 'nf4' is 4 bits in blocks of 64
+        (QLoRA, arXiv 2305.14314), 'int8' a scale for each number of the result (LLM.int8(), arXiv
+        2208.07339), 'int4' 16 even steps for each group (AWQ, arXiv 2306.00978); 'none': in
+        Precision.params.
+      few_bits_group: numbers of 'int4' that share a scale.
       adapter: a folder of PEFT's that a new run's adapters start from, of the same rank, scale and
         targets; None draws A and leaves B zero.
     """
@@ -53,7 +58,8 @@ class Finetune:
     lora_dropout: float = 0.0
     lora_magnitudes: bool = False
     lora_targets: tuple[str, ...] = ("attention", "mlp")
-    few_bits: Literal["none", "int8", "nf4"] = "none"
+    few_bits: Literal["none", "int8", "nf4", "int4"] = "none"
+    few_bits_group: int = 128
     adapter: Annotated[str | None, PathOr()] = None
 
     def __post_init__(self) -> None:
@@ -64,10 +70,11 @@ class Finetune:
                 f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: where "
                 "adapters are trained, all parameters are frozen; use Finetune.freeze=()"
             )
-        if self.lora_rank is None and self.few_bits != "none":
+        refuse_below(2, self, "few_bits_group")
+        if self.few_bits_group % 2:
             raise UserError(
-                f"Finetune.few_bits={self.few_bits!r} with Finetune.lora_rank=None: weights in few "
-                "bits cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
+                f"Finetune.few_bits_group={self.few_bits_group}: two codes share a byte; the "
+                f"nearest even number is {self.few_bits_group + 1}"
             )
         if self.lora_magnitudes and (self.lora_rank is None or self.few_bits != "none"):
             other = "lora_rank=None" if self.lora_rank is None else f"few_bits={self.few_bits!r}"
@@ -97,6 +104,7 @@ def refuse(
     exchange: str,
     layout: Layout | None = None,
     starts_from: str | None = None,
+    trains: bool = False,
 ) -> Iterator[str]:
     """A sentence for each reason why a run cannot train so.
 
@@ -106,6 +114,7 @@ def refuse(
       exchange: the method by which replicas agree.
       layout: where parameters go; None: that is not known.
       starts_from: `Train.start_from`.
+      trains: whether anything is to be trained.
     """
     if settings.fresh:
         if starts_from is None:
@@ -114,16 +123,30 @@ def refuse(
                 "drawn; use Finetune.fresh=(), or name what the others come from"
             )
         yield from _refuse_unmatched("fresh", settings.fresh, list(named(shapes())))
-    if settings.lora_rank is None and not settings.freeze:
+    holds_few = settings.few_bits != "none"
+    if settings.lora_rank is None and not settings.freeze and not holds_few:
         return
+    if trains and holds_few and settings.lora_rank is None:
+        yield (
+            f"Finetune.few_bits={settings.few_bits!r} with Finetune.lora_rank=None: weights in few "
+            "bits cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
+        )
+    if settings.lora_rank is None and settings.freeze and holds_few:
+        yield (
+            f"Finetune.freeze={settings.freeze!r} with Finetune.few_bits={settings.few_bits!r}: "
+            "beside weights in few bits only adapters are trained; use Finetune.freeze=()"
+        )
     if exchange != "synchronous":
-        setting = "freeze" if settings.lora_rank is None else "lora_rank"
+        setting = "freeze" if settings.freeze else "few_bits" if holds_few else "lora_rank"
         yield (
             f"Finetune.{setting}={vars(settings)[setting]!r} with Exchange.method={exchange!r}: "
             "such replicas train all parameters; use Exchange.method='synchronous'"
         )
+    if settings.lora_rank is not None or holds_few:
+        yield from _refuse_layers(settings, shapes(), layout)
     if settings.lora_rank is not None:
         yield from _refuse_adapters(settings, shapes(), layout)
+    if not settings.freeze:
         return
     known = list(named(shapes()))
     yield from _refuse_unmatched("freeze", settings.freeze, known)
@@ -145,13 +168,31 @@ def _refuse_unmatched(
             )
 
 
-def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
+def _refuse_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
+    """What holds for adapters and for weights in few bits."""
+    wanted = f"lora_rank={settings.lora_rank}"
+    if settings.lora_rank is None:
+        wanted = f"few_bits={settings.few_bits!r}"
     if layout is not None and layout.tensor_layout != "1d":
         yield (
-            f"Finetune.lora_rank={settings.lora_rank} with "
-            f"Sharding.tensor_layout={layout.tensor_layout!r}: adapters are laid out for '1d'; use "
-            "Sharding.tensor_layout='1d'"
+            f"Finetune.{wanted} with Sharding.tensor_layout={layout.tensor_layout!r}: adapters and "
+            "codes are laid out for '1d'; use Sharding.tensor_layout='1d'"
         )
+    if not any(map(can_adapt, named(shapes).values())):
+        yield (
+            f"Finetune.{wanted}: the model has no layers of a transformer, whose weights adapters "
+            "stand beside and codes stand for; use Finetune.freeze to train a part of it"
+        )
+    if settings.few_bits in ("nf4", "int4"):
+        yield from refuse_blocks(shapes, layout, settings.few_bits, _group_of(settings))
+
+
+def _group_of(settings: Finetune) -> int:
+    """Numbers that share a scale."""
+    return settings.few_bits_group if settings.few_bits == "int4" else BLOCK
+
+
+def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
     if layout is not None and settings.lora_dropout:
         for axis in ("pipe", "context"):
             if layout.mesh.shape[axis] > 1:
@@ -162,13 +203,7 @@ def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | Non
                 )
     able = [name for name, variable in named(shapes).items() if can_adapt(variable)]
     if not able:
-        yield (
-            f"Finetune.lora_rank={settings.lora_rank}: the model has no layers of a transformer, "
-            "whose weights adapters stand beside; use Finetune.freeze to train a part of it"
-        )
         return
-    if settings.few_bits == "nf4":
-        yield from refuse_blocks(shapes, layout)
     if not settings.lora_targets:
         yield "Finetune.lora_targets=(): nothing is left to train; use ('attention', 'mlp')"
     for wanted, found in targets_of(settings.lora_targets, shapes):
@@ -189,7 +224,7 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
     Raises:
       UserError: a pattern matches none.
     """
-    if settings.lora_rank is None and not settings.freeze:
+    if settings.lora_rank is None and not settings.freeze and settings.few_bits == "none":
         return Tuning()
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
     own = dataclasses.replace(settings, fresh=())  # which no part of a model depends on
@@ -197,21 +232,20 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
     if found:
         raise UserError("\n".join(found))
     names, rank = named(shapes), settings.lora_rank
-    if rank is None:
+    if settings.freeze:
         return Tuning(frozenset(matching(settings.freeze, names)))
+    all_names, few_bits, kind = frozenset(names), frozenset[str](), settings.few_bits
+    if kind != "none":
+        few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))
+    of = FewBits(all_names, few_bits=few_bits, kind="nf4" if kind == "none" else kind,
+                 group=_group_of(settings))  # fmt: skip
+    if rank is None:
+        return of
     targets = {name for _, those in targets_of(settings.lora_targets, shapes) for name in those}
     divisor = rank if settings.lora_scale == "rank" else math.sqrt(rank)
-    scale = settings.lora_alpha / divisor
-    if settings.few_bits == "none":
-        all_names, of = frozenset(names), frozenset(targets)
-        return LoRA(
-            all_names, of, rank, scale, magnitudes=settings.lora_magnitudes,
-            dropout=settings.lora_dropout,
-        )  # fmt: skip
-    few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))
     return LoRA(
-        frozenset(names), frozenset(targets), rank, scale, few_bits, kind=settings.few_bits,
-        dropout=settings.lora_dropout,
+        **vars(of), targets=frozenset(targets), rank=rank, scale=settings.lora_alpha / divisor,
+        magnitudes=settings.lora_magnitudes, dropout=settings.lora_dropout,
     )  # fmt: skip
 
 

@@ -15,30 +15,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.low_rank import LowRank
-from jaxtrain.nn.products.quantised import BLOCK, Kind, Quantised, dequantised, quantise
-from jaxtrain.parallel.sharding import Layout, logical_axes
-from jaxtrain.training.finetune.tuning import Tuning, Weights, named
+from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, sides_of
+from jaxtrain.training.finetune.tuning import Weights, named
 
 DOWN, UP = "lora_a", "lora_b"  # A and B, under the name of their weight
 MAGNITUDE = "lora_magnitude"  # m, likewise
-CODES, SCALES = "codes", "scales"  # of a weight in few bits, likewise
-# A weight of these dimensions besides embed is multiplied with in a transformer's layers.
-_SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
 
 
 @dataclasses.dataclass(frozen=True)
-class LoRA(Tuning):
+class LoRA(FewBits):
     """Trains adapters, and no parameter of the model.
 
     Attributes:
       targets: names of the weights that have one.
       rank: R.
       scale: of what an adapter adds.
-      few_bits: names of the weights that are held in few bits.
-      kind: how.
       magnitudes: whether each target has one (DoRA).
       dropout: of what adapters read in training.
     """
@@ -46,8 +39,6 @@ class LoRA(Tuning):
     targets: frozenset[str] = frozenset()
     rank: int = 0
     scale: float = 1.0
-    few_bits: frozenset[str] = frozenset()
-    kind: Kind = "nf4"
     magnitudes: bool = False
     dropout: float = 0.0
 
@@ -87,21 +78,7 @@ class LoRA(Tuning):
         """
         if self.magnitudes:
             adapters = self._with_norms(params, adapters)
-        if not self.few_bits:
-            return adapters, params
-        found: dict[Any, Any] = {}
-        for path, variable in nnx.to_flat_state(params):
-            if "/".join(map(str, path)) not in self.few_bits:
-                found[path] = variable
-                continue
-            axes = logical_axes(variable)
-            made = quantise(variable.get_value(), axes, sides_of(axes)[0], self.kind)
-            for last, value, names in (
-                (CODES, made.codes, made.codes_axes),
-                (SCALES, made.scales, made.scales_axes),
-            ):
-                found[*path, last] = nnx.Param(value, axes=names, role="few_bits")
-        return adapters, nnx.from_flat_state(found)
+        return super().begin(params, adapters)
 
     def _with_norms(self, params: nnx.State, adapters: nnx.State) -> nnx.State:
         weights, found = named(params), dict[Any, Any]()
@@ -114,31 +91,11 @@ class LoRA(Tuning):
             found[path] = variable
         return nnx.from_flat_state(found)
 
-    def _as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
-        """The frozen parameters by path, those in few bits as `Quantised`."""
-        found: dict[Any, Any] = {}
-        flat = dict(nnx.to_flat_state(frozen))
-        for path, variable in flat.items():
-            if path[-1] == SCALES:
-                continue
-            if path[-1] != CODES:
-                found[path] = variable
-                continue
-            codes, scales = variable, flat[*path[:-1], SCALES]
-            axes = logical_axes(codes)
-            summed = tuple(i - len(axes) for i in sides_of(axes)[0])
-            value = Quantised(
-                codes.get_value(), scales.get_value(), axes, logical_axes(scales), self.kind,
-                summed[-1], summed,
-            )  # fmt: skip
-            found[path[:-1]] = codes.replace(value, role=None)
-        return found
-
     def join(self, weights: Weights) -> nnx.State:
         """The model's parameters, those with an adapter as `LowRank`."""
         adapters, params = weights
         pairs = named(adapters)
-        found = self._as_declared(params)
+        found = self.as_declared(params)
         for path, variable in found.items():
             name = "/".join(map(str, path))
             if name in self.targets:
@@ -155,16 +112,13 @@ class LoRA(Tuning):
         return nnx.from_flat_state(found)
 
     def merged(self, weights: Weights) -> nnx.State:
-        """W + scale A B, computed in float32; of a weight in few bits, which is the floats that the
-        codes stand for, in the dtype of the adapters."""
-        adapters, params = weights
+        """W + scale A B, computed in float32; of a weight in few bits W is what its codes stand
+        for."""
+        adapters, _ = weights
         pairs = named(adapters)
-        dtype = jax.tree.leaves(adapters)[0].dtype
-        found = self._as_declared(params)
+        found: dict[Any, Any] = dict(nnx.to_flat_state(super().merged(weights)))
         for path, variable in found.items():
             name, value = "/".join(map(str, path)), variable.get_value()
-            if isinstance(value, Quantised):
-                value = dequantised(value).astype(dtype)
             if name in self.targets:
                 down, up = (pairs[f"{name}/{one}"].get_value() for one in (DOWN, UP))
                 whole = self._merged(variable, value, down, up)
@@ -223,14 +177,6 @@ class _Adapter:
         return cls(*sizes, *names, math.prod(shape[i] for i in inside))
 
 
-def sides_of(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of a layer's weight that a product sums over, and the others: what reads the
-    residual stream sums over embed, what writes to it over all else."""
-    embed = axes.index("embed")
-    others = tuple(i for i in range(1, len(axes)) if i != embed)
-    return (others, (embed,)) if embed == len(axes) - 1 else ((embed,), others)
-
-
 def number_of(name: str) -> int:
     """By which the draws of a weight's adapter are told from others'."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
@@ -245,30 +191,6 @@ def norm_of(weight: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 def _of_magnitude(weight: jax.Array, size: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     factor = size.astype(jnp.float32) / norm_of(weight, inside)
     return weight * jnp.expand_dims(factor, inside)
-
-
-def can_adapt(variable: Any) -> bool:
-    """Whether a parameter is a weight of a transformer's layers that every token meets."""
-    axes = logical_axes(variable)
-    is_weight = axes[:1] == ("layers",) and "embed" in axes and is_matrix(variable)
-    return is_weight and role_of(variable) is None and set(axes[1:]) <= {"embed", *_SIDES}
-
-
-def refuse_blocks(shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
-    """A sentence for each weight whose blocks of nf4 would be cut, by its sizes or by the mesh."""
-    for name, variable in named(shapes).items():
-        if not can_adapt(variable):
-            continue
-        axes, shape = logical_axes(variable), variable.get_value().shape
-        dim = sides_of(axes)[0][-1]
-        parts = 1 if layout is None else layout.size(layout.parameter(axes)[dim])
-        if shape[dim] % (BLOCK * parts):
-            over = f" over {parts} devices" if parts > 1 else ""
-            yield (
-                f"Finetune.few_bits='nf4': {name} has {shape[dim]} along {axes[dim]}, which does "
-                f"not divide into blocks of {BLOCK}{over}; use Finetune.few_bits='int8'"
-                + (" or fewer devices along that axis" if parts > 1 else "")
-            )
 
 
 def targets_of(wanted: tuple[str, ...], shapes: nnx.State) -> Iterator[tuple[str, list[str]]]:

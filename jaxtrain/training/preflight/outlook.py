@@ -31,6 +31,7 @@ class Outlook:
       platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'; None is not known.
       kind: the devices' `device_kind`; None where what they can do is not asked.
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
+      trains: whether anything is to be trained.
     """
 
     config: Config
@@ -38,6 +39,7 @@ class Outlook:
     platform: str | None = None
     kind: str | None = None
     reads_data: bool = True
+    trains: bool = True
 
     @property
     def model(self) -> Model:

@@ -35,6 +35,7 @@ def check(
     platform: str,
     kind: str | None = None,
     reads_data: bool = True,
+    trains: bool = True,
 ) -> None:
     """Raises UserError with every reason why this configuration cannot run on these devices.
 
@@ -44,8 +45,9 @@ def check(
       platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'.
       kind: the devices' `device_kind`; None where what they can do is not asked.
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
+      trains: whether anything is to be trained.
     """
-    found = _refusals(Outlook(config, device_count, platform, kind, reads_data))
+    found = _refusals(Outlook(config, device_count, platform, kind, reads_data, trains))
     if found:
         raise UserError("\n".join(found))
 
@@ -151,6 +153,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         exchange=c.exchange.method,
         layout=seen.layout_if_any,
         starts_from=c.train.start_from,
+        trains=seen.trains,
     ),
     lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: plateau.refuse(c.schedule, exchange=c.exchange.method),

@@ -1,0 +1,198 @@
+"""What `jaxtrain quantize` does: a trained run becomes one whose weights are held in few bits."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.config.buckets import Place, on_disk, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.data.text.source import TextData
+from jaxtrain.models.model import token_model
+from jaxtrain.models.weights.folder import TOKENIZER
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.parallel.devices import platform_of_device
+from jaxtrain.run import resume
+from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.commands import open_run, sayer
+from jaxtrain.run.generation.write import tokenizer_of
+from jaxtrain.run.huggingface.exporting import carried_along
+from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, refuse_taken
+from jaxtrain.run.quantization.activation_aware import scale, scaled_together
+from jaxtrain.run.quantization.calibration import read_by, rows_of
+from jaxtrain.run.show.progress import terminal
+from jaxtrain.run.status import DONE
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.run.weights import merged, on_host, placed
+from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.finetune.few_bits import FewBits
+from jaxtrain.training.finetune.finetune import Finetune
+from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.objectives.distillation import Distillation
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.optimizers.optimizer import Optimizer
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program import layouts
+from jaxtrain.training.program.program import make_program
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, parameter_shapes
+
+Say = Callable[[str], None]
+
+
+def quantize(arguments: argparse.Namespace) -> int:
+    """Makes the new run's folder: config.gin, a checkpoint, and what an import carried along."""
+    bits, group, text = arguments.bits, arguments.group_size, arguments.calibrate
+    for name, value in (("--group-size", group), ("--calibrate", text)):
+        if bits == 8 and value is not None:
+            raise UserError(
+                f"{name} {value} with --bits 8: eight bits have a scale for each output, and are "
+                "rounded as they are; leave it out, or use --bits 4"
+            )
+    console, out = terminal(), place(arguments.out)
+    refuse_taken("--out", out)
+    trainer = open_run(arguments, console=console)
+    few_bits = "int8" if bits == 8 else "int4"
+    write_quantised(
+        trainer, out, few_bits, group=group or Finetune.few_bits_group, text=text,
+        say=sayer(console),
+    )  # fmt: skip
+    return DONE
+
+
+def write_quantised(
+    trainer: Trainer,
+    out: Place,
+    few_bits: Literal["int8", "int4"],
+    *,
+    group: int,
+    text: str | None,
+    say: Say,
+) -> None:
+    """Writes the folder of the run with its layers' weights in few bits.
+
+    Args:
+      trainer: of the run.
+      out: the new folder.
+      few_bits: what the weights are held in.
+      group: numbers of int4 that share a scale.
+      text: a file by whose text int4 is calibrated; None: by none.
+      say: takes a line for people.
+
+    Raises:
+      UserError: the model has no such weights, sizes do not divide into groups, the text cannot be
+        read, or there are several processes.
+    """
+    if jax.process_count() > 1:
+        raise UserError(
+            f"quantize: a run of {jax.process_count()} processes is quantized by one alone; bind "
+            "its Mesh for one machine"
+        )
+    config = _config(trainer, few_bits, group, out)
+    device = jax.local_devices()[0]
+    preflight.check(
+        config, device_count=trainer.mesh.size, platform=platform_of_device(device),
+        kind=device.device_kind, reads_data=False, trains=False,
+    )  # fmt: skip
+    before = trainer.program.plain
+    state = trainer.program.consensus(trainer.state)
+    params = merged(before, state)
+    whole = dataclasses.replace(before.whole, build=config.train.model.build)
+    was = _bytes(params)
+    if text is not None:
+        params = _scaled(trainer, whole, params, group, text, say)
+    program = make_program(config, layouts.layout(config)).plain
+    # What is handed in is taken away, and the trainer's own may be among it.
+    made = program.create(config.train.seed, jax.tree.map(jnp.copy, params))
+    made = dataclasses.replace(made, step=state.step)
+    extra = resume.describe_parameters(config, program)
+    del extra["only_parameters"]
+    with refused_path(f"--out {out}", needs="use a folder that can be made and written"):
+        if isinstance(out, Path):
+            (out / CARRIED_FOLDER).mkdir(parents=True, exist_ok=True)
+        for name, content in carried_along(trainer.config, trainer.workdir).items():
+            write_atomically(out / CARRIED_FOLDER / name, content)
+    checkpoints = Checkpoints(out, config.checkpoint, report=say)
+    try:
+        checkpoints.save(trainer.steps_done, made, extra)
+        checkpoints.wait()
+    finally:
+        checkpoints.close()
+    write_atomically(out / "config.gin", config.operative().encode())
+    say(
+        f"{out}: {_bytes(made.frozen):,} bytes of parameters, were {was:,}; a weight of the layers "
+        f"takes {_bits(program, made.frozen):.2f} bits"
+    )
+
+
+def _scaled(
+    trainer: Trainer, program: Program, params: nnx.State, group: int, text: str, say: Say
+) -> nnx.State:
+    """The parameters with their weights scaled by what they read on a text."""
+    sizes = token_model(trainer.config.train.model)
+    of = scaled_together(sizes)
+    if not of:
+        raise UserError(
+            f"--calibrate {text}: the weights of a @Llama() are scaled, and this model is a "
+            f"@{type(sizes).__name__}(); leave it out, and they are rounded as they are"
+        )
+    with refused_path(f"--calibrate {text}", needs="name a text file that can be read"):
+        content = on_disk(text).read_text(encoding="utf-8", errors="replace")
+    tokens = tokenizer_of(trainer.config.train, command="quantize").encode(content)
+    if not tokens:
+        raise UserError(f"--calibrate {text}: the file is empty; name one with text")
+    rows_BT = rows_of(tokens, sizes.context_length)
+    say(f"Calibrated on {rows_BT.size:,} of the {len(tokens):,} tokens of {text}")
+    state = dataclasses.replace(trainer.state, params=params, opt_state=(), frozen=nnx.State({}))
+    seen = read_by(program, state, rows_BT, [one.readers[0] for one in of])
+    values = {name: x.astype(np.float32) for name, x in on_host(params, program.stages).items()}
+    scale(values, seen, of, group=group, say=say)
+    dtype = np.dtype(trainer.config.precision.params)
+    values = {name: x.astype(dtype) for name, x in values.items()}
+    return placed(program.abstract_state().params, values, program.stages)
+
+
+def _config(trainer: Trainer, few_bits: Literal["int8", "int4"], group: int, out: Place) -> Config:
+    """The configuration of a run that only reads: of training nothing is left in it."""
+    config = trainer.config
+    train = dataclasses.replace(config.train, start_from=None)
+    if isinstance(train.objective, Distillation):
+        train = dataclasses.replace(train, objective=None)
+    data, workdir = train.data, trainer.workdir
+    if isinstance(data, TextData) and workdir is not None and data.tokenizer != "byte":
+        own = f"{CARRIED_FOLDER}/{TOKENIZER}"
+        if place(data.tokenizer) == workdir / own:
+            train = dataclasses.replace(
+                train, data=dataclasses.replace(data, tokenizer=str(out / own))
+            )
+    return dataclasses.replace(
+        config,
+        train=train,
+        finetune=Finetune(few_bits=few_bits, few_bits_group=group),
+        optimizer=Optimizer(),
+        exchange=Exchange(),
+        offload=Offload(),
+    )
+
+
+def _bytes(params: nnx.State) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+def _bits(program: Program, frozen: nnx.State) -> float:
+    """Bits of a weight that is held in few."""
+    held = sum(
+        v.get_value().size * v.get_value().dtype.itemsize
+        for v in named(frozen).values()
+        if role_of(v) == "few_bits"
+    )
+    assert isinstance(program.tuning, FewBits), "as configured"
+    shapes = named(parameter_shapes(program.build))
+    return 8 * held / sum(shapes[name].get_value().size for name in program.tuning.few_bits)

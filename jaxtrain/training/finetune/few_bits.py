@@ -1,0 +1,130 @@
+"""Weights of a transformer's layers in few bits: held as codes, none of them trained."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.precision import is_matrix
+from jaxtrain.nn.products.quantised import (
+    BLOCK,
+    Kind,
+    Quantised,
+    arrays,
+    dequantised,
+    of_arrays,
+    quantise,
+)
+from jaxtrain.parallel.sharding import Layout, logical_axes
+from jaxtrain.training.finetune.tuning import Tuning, Weights, named
+
+# A weight of these dimensions besides embed is multiplied with in a transformer's layers.
+_SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBits(Tuning):
+    """Holds weights in few bits, and trains nothing.
+
+    Attributes:
+      few_bits: names of the weights that are held so.
+      kind: how.
+      group: numbers of int4 that share a scale.
+    """
+
+    few_bits: frozenset[str] = frozenset()
+    kind: Kind = "nf4"
+    group: int = BLOCK
+
+    def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
+        """What `draw` gave is trained, parameters are not; of those in few bits the codes are kept.
+
+        Arguments are those of `Tuning.begin`.
+        """
+        found: dict[Any, Any] = {}
+        for path, variable in nnx.to_flat_state(params):
+            if "/".join(map(str, path)) not in self.few_bits:
+                found[path] = variable
+                continue
+            axes = logical_axes(variable)
+            made = quantise(
+                variable.get_value(), axes, sides_of(axes)[0], self.kind, group=self.group
+            )
+            for last, (value, names) in arrays(made).items():
+                found[*path, last] = nnx.Param(value, axes=names, role="few_bits")
+        return adapters, nnx.from_flat_state(found)
+
+    def as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
+        """The frozen parameters by path, those in few bits as `Quantised`."""
+        found: dict[Any, Any] = {}
+        beside: dict[Any, dict[str, Any]] = {}
+        for path, variable in nnx.to_flat_state(frozen):
+            if role_of(variable) != "few_bits":
+                found[path] = variable
+            else:
+                beside.setdefault(path[:-1], {})[str(path[-1])] = variable
+        for path, those in beside.items():
+            value = {name: (one.get_value(), logical_axes(one)) for name, one in those.items()}
+            axes = logical_axes(those["codes"])
+            summed = tuple(i - len(axes) for i in sides_of(axes)[0])
+            made = of_arrays(value, summed, self.kind)
+            found[path] = those["codes"].replace(made, role=None)
+        return found
+
+    def join(self, weights: Weights) -> nnx.State:
+        """The model's parameters, those in few bits as `Quantised`."""
+        return nnx.from_flat_state(self.as_declared(weights[1]))
+
+    def merged(self, weights: Weights) -> nnx.State:
+        """The model's parameters; of a weight in few bits the floats that the codes stand for, in
+        the dtype of the others."""
+        found = self.as_declared(weights[1])
+        dtype = next(
+            v.get_value().dtype for v in found.values() if not isinstance(v.get_value(), Quantised)
+        )
+        for path, variable in found.items():
+            value = variable.get_value()
+            if isinstance(value, Quantised):
+                found[path] = variable.replace(dequantised(value).astype(dtype))
+        return nnx.from_flat_state(found)
+
+
+def sides_of(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions of a layer's weight that a product sums over, and the others: what reads the
+    residual stream sums over embed, what writes to it over all else."""
+    embed = axes.index("embed")
+    others = tuple(i for i in range(1, len(axes)) if i != embed)
+    return (others, (embed,)) if embed == len(axes) - 1 else ((embed,), others)
+
+
+def can_adapt(variable: Any) -> bool:
+    """Whether a parameter is a weight of a transformer's layers that every token meets."""
+    axes = logical_axes(variable)
+    is_weight = axes[:1] == ("layers",) and "embed" in axes and is_matrix(variable)
+    return is_weight and role_of(variable) is None and set(axes[1:]) <= {"embed", *_SIDES}
+
+
+def refuse_blocks(
+    shapes: nnx.State, layout: Layout | None, kind: Kind, group: int
+) -> Iterator[str]:
+    """A sentence for each weight whose blocks of nf4, or groups of int4, would be cut, by its sizes
+    or by the mesh."""
+    for name, variable in named(shapes).items():
+        if not can_adapt(variable):
+            continue
+        axes, shape = logical_axes(variable), variable.get_value().shape
+        dim = sides_of(axes)[0][-1]
+        parts = 1 if layout is None else layout.size(layout.parameter(axes)[dim])
+        if shape[dim] % (group * parts):
+            over = f" over {parts} devices" if parts > 1 else ""
+            fits = math.gcd(group, shape[dim] // parts)
+            smaller = f"Finetune.few_bits_group={fits}, or " if kind == "int4" and fits > 1 else ""
+            yield (
+                f"Finetune.few_bits={kind!r}: {name} has {shape[dim]} along {axes[dim]}, which "
+                f"does not divide into blocks of {group}{over}; use {smaller}"
+                "Finetune.few_bits='int8'"
+                + (" or fewer devices along that axis" if parts > 1 else "")
+            )
