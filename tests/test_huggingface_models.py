@@ -38,6 +38,10 @@ YARN = {
 MAMBA = {
     "vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **ENDS,
 }  # fmt: skip
+MAMBA2 = {
+    **MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+ROBERTA = {**BERT, "max_position_embeddings": 26, "type_vocab_size": 1, "pad_token_id": 1}
 EXPERTS = {
     "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "vocab_size": 64,
 }  # fmt: skip
@@ -102,10 +106,30 @@ CASES = {
     "qwen3-yarn": ("Qwen3", {**SIZES, "head_dim": 8, "rope_parameters": YARN}, ["Mesh.pipe=2"],
                    "float32"),
     "mamba": ("Mamba", MAMBA, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "mamba2": ("Mamba2", MAMBA2, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
+    "mamba2-odd": ("Mamba2", {**MAMBA2, "vocab_size": 61, "hidden_size": 24, "num_heads": 9,
+                              "expand": 3, "conv_kernel": 3}, ["Mesh.fsdp=8"], "float32"),
+    "mamba2-one-layer": ("Mamba2", {**MAMBA2, "num_hidden_layers": 1}, ["Mesh.data=8"], "float16"),
+    "bert-sentences": ("BertSentences", {**BERT, "num_labels": 3}, ["Mesh.fsdp=2", "Mesh.tensor=4"],
+                       "bfloat16"),
+    "bert-sentences-odd": ("BertSentences", {**BERT, "vocab_size": 61, "hidden_size": 36,
+                                             "num_labels": 5},
+                           ["Mesh.fsdp=4", "Mesh.data=2"], "float32"),
+    "bert-sentences-one-type": ("BertSentences", {**BERT, "num_hidden_layers": 1,
+                                                  "type_vocab_size": 1, "num_labels": 2},
+                                ["Mesh.data=8"], "float16"),
+    "roberta": ("Roberta", ROBERTA, ["Mesh.fsdp=4", "Mesh.data=2"], "bfloat16"),
+    "roberta-odd": ("Roberta", {**ROBERTA, "vocab_size": 61, "hidden_size": 36},
+                    ["Mesh.fsdp=4", "Mesh.data=2"], "float32"),
+    "roberta-one-layer": ("Roberta", {**ROBERTA, "num_hidden_layers": 1, "type_vocab_size": 2,
+                                      "pad_token_id": 3, "max_position_embeddings": 28},
+                          ["Mesh.data=8"], "float16"),
     "bert": ("Bert", BERT, ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
 }  # fmt: skip
 ALWAYS = (
     "bert",
+    "mamba2",
+    "roberta-odd",
     "gemma3",
     "mamba",
     "gpt2",
@@ -123,13 +147,18 @@ ALWAYS = (
 def random_model(kind: str, settings: dict) -> torch.nn.Module:
     """With every parameter drawn, norms and biases too, wide enough that none is lost."""
     torch.manual_seed(0)
-    head = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
-    config = {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config")
-    made = getattr(transformers, kind + head)(getattr(transformers, config)(**settings))
+    made = {
+        "GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "Roberta": "RobertaForMaskedLM",
+        "BertSentences": "BertForSequenceClassification", "ViT": "ViTForImageClassification",
+    }.get(kind, f"{kind}ForCausalLM")  # fmt: skip
+    config = {"Gemma3": "Gemma3TextConfig", "BertSentences": "BertConfig"}
+    settings = getattr(transformers, config.get(kind, f"{kind}Config"))(**settings)
+    made = getattr(transformers, made)(settings)
     with torch.no_grad():
         for name, value in made.named_parameters():
             is_scale = "norm" in name.lower() or "ln_" in name
-            value.normal_(1.0 if is_scale and name.endswith("weight") else 0.0, 0.2)
+            middle = 1.0 if is_scale and name.endswith("weight") else 0.0
+            value.normal_(middle, 2.0 if "classifier" in name else 0.2)
     return made.eval()
 
 
@@ -157,6 +186,7 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     theirs = from_pretrained(source)  # in float32, the values those of the files
     tokens = np.random.default_rng(1).integers(0, settings["vocab_size"], (1, 24))
+    tokens[tokens == settings.get("pad_token_id", -1)] = 5  # has no place in a RoBERTa
     expected = logits(theirs, tokens)
     assert np.abs(expected).max() > 1.0
 
@@ -172,6 +202,7 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     trainer = Trainer(again, workdir, read_only=True)
     program, model = trainer.program.plain, again.train.model
     ours = receipt.logits_of(program, model, trainer.state.params, tokens)
+    ours = ours[:, 0] if expected.ndim == 2 else ours  # a text's class
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
     written = trainer.export_huggingface(out)
@@ -193,6 +224,56 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
         assert said[0].get("eos_token_id") == said[1].get("eos_token_id") == 0, name
     assert json.loads((out / "parity.json").read_text())["passed"]
     assert json.loads((workdir / "huggingface" / "parity.json").read_text())["passed"]
+
+
+VIT = {
+    "image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_labels": 5,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+IMAGES = {
+    "grey": ({**VIT, "num_channels": 1}, ["Mesh.fsdp=4", "Mesh.tensor=2"]),
+    "odd": ({**VIT, "image_size": 15, "patch_size": 5, "hidden_size": 36, "num_labels": 3},
+            ["Mesh.data=8"]),
+    "one-layer": ({**VIT, "num_hidden_layers": 1, "patch_size": 8}, ["Mesh.fsdp=8"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "odd" else pytest.mark.slow) for c in IMAGES]
+)
+def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_path):
+    settings, mesh = IMAGES[case]
+    there = random_model("ViT", settings)
+    source, workdir, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    there.config.id2label = {n: f"a{n}" for n in range(settings["num_labels"])}
+    there.config.label2id = {f"a{n}": n for n in range(settings["num_labels"])}
+    there.save_pretrained(source)
+    (source / "preprocessor_config.json").write_text('{"image_mean": [0.25], "image_std": [0.125]}')
+    side, channels = settings["image_size"], settings.get("num_channels", 3)
+    images = np.random.default_rng(1).standard_normal((3, side, side, channels), np.float32)
+
+    def told(model: torch.nn.Module) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor(images.transpose(0, 3, 1, 2).copy())).logits.numpy()
+
+    expected = told(from_pretrained(source))
+    assert np.abs(expected).max() > 1.0
+    config = load_config(f"hf:{source}", mesh)
+    assert config.train.data.mean == (0.25,)
+    found = importing.import_run(config, workdir, console=Console(quiet=True), say=print)
+    assert found.passed
+    assert found.logits is not None
+    trainer = Trainer(load_config(workdir / "config.gin", ["Precision.compute='float32'"]),
+                      workdir, read_only=True)  # fmt: skip
+    np.testing.assert_allclose(trainer.logits(images), expected, rtol=0, atol=1e-4)
+    assert trainer.export_huggingface(out).passed
+    assert np.array_equal(told(from_pretrained(out)), expected)
+    said = json.loads((out / "config.json").read_text())
+    assert said["id2label"]["1"] == "a1"
+    program, model = trainer.program.plain, trainer.config.train.model
+    back = parameters.read_parameters(Folder(out), program, model)
+    same = jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), trainer.state.params, back)
+    assert all(jax.tree.leaves(same))
 
 
 # -- how it is read --------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.models.recurrent.rnn import RNN
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
-from jaxtrain.models.weights.bert import FAMILY
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.bert_for_sentences import FAMILY
 from jaxtrain.run import predict as predicting
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.step import TrainState
@@ -60,15 +59,7 @@ def bert_pair(sizes: BERT):
 
     class OfSentences(Pair):
         def names(self):
-            shared = [one for one in FAMILY.names(self.sizes) if not one.theirs.startswith("cls.")]
-            pooler = "bert.pooler.dense"
-            return (
-                *shared,
-                Name(f"{pooler}.weight", "transform", "DF->FD"),
-                Name(f"{pooler}.bias", "transform_bias", "D->D"),
-                Name("classifier.weight", "output", "CD->CD"),
-                Name("classifier.bias", "bias", "C->C"),
-            )
+            return FAMILY.names(self.sizes)
 
         def given(self, batch):
             return {

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba import Mamba
+from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gemma import Gemma
 from jaxtrain.models.transformers.gemma3 import Gemma3
@@ -20,6 +21,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.transformers.t5 import T5
+from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.family import families, family_for, model_of
 from jaxtrain.models.weights.folder import Folder, match
 from jaxtrain.models.weights.names import their_shapes
@@ -70,7 +72,31 @@ MODELS = {
         context_length=10,
         norm_eps=1e-6,
     ),
+    "mamba2": Mamba2(
+        vocab_size=13,
+        num_layers=3,
+        embed_dim=12,
+        expand=3,
+        head_dim=9,
+        state_dim=4,
+        conv_width=5,
+        context_length=10,
+        norm_eps=1e-6,
+    ),
     "bert": BERT(**SMALL, mlp_dim=7, token_types=3, norm_eps=1e-6),
+    "bert of sentences": BERT(**SMALL, mlp_dim=7, objective="token_classification", num_classes=5),
+    "roberta": BERT(**SMALL, mlp_dim=7, token_types=1, first_position=2),
+    "vit": ViT(
+        num_classes=5,
+        channels=2,
+        image_size=12,
+        patch_size=4,
+        num_layers=3,
+        embed_dim=12,
+        num_heads=3,
+        mlp_dim=7,
+        norm_eps=1e-12,
+    ),
     "t5": T5(
         **SMALL,
         head_dim=5,
@@ -92,11 +118,14 @@ def shapes_of(model):
 
 
 def of(name):
-    return next(family for family in families() if family.model_type == name)
+    return family_for(MODELS[name], name)[0]
 
 
 def test_every_family_stands_here():
-    assert {family.model_type for family in families()} == MODELS.keys()
+    found = [of(name) for name in MODELS]
+    assert sorted(f.architecture for f in found) == sorted(f.architecture for f in families())
+    assert all(name.split()[0] == family.model_type
+               for name, family in zip(MODELS, found, strict=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,8 +156,7 @@ def test_a_map_covers_every_parameter_once_and_is_its_own_inverse(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_come_back_from_the_config_json_that_they_make(name):
     family, said = family_for(MODELS[name], name)
-    assert family.model_type == name
-    content = json.loads(json.dumps({**said, "model_type": name}))
+    content = json.loads(json.dumps({**said, "architectures": [family.architecture]}))
     assert model_of(content, where="config.json") == (family, MODELS[name])
 
 
@@ -200,6 +228,10 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("mistral", {"sliding_window": "all"}, "sliding_window = 'all'; here it is a whole number"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; here it is 0.0"),
         ("mixtral", {"head_dim": 8}, "head_dim = 8; here it is hidden_size / heads"),
+        ("mamba2", {"n_groups": 2}, "n_groups = 2; here it is 1"),
+        ("mamba2", {"num_heads": 5}, "num_heads = 5; here it is 4"),
+        ("mamba2", {"tie_word_embeddings": None}, "tie_word_embeddings = False; here it is True"),
+        ("bert of sentences", {"problem_type": "regression"}, "problem_type = 'regression'"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True; here it is False"),
@@ -215,6 +247,11 @@ def test_an_unknown_architecture_is_refused_with_the_nearest():
         model_of({"architectures": ["LlamaForCausalML"]}, where="config.json")
     with pytest.raises(UserError, match=r"model_type 'bloom' is not known here"):
         model_of({"model_type": "bloom"}, where="config.json")
+
+
+def test_of_two_heads_on_one_body_the_masked_model_is_meant_where_nothing_is_said():
+    _, said = family_for(MODELS["bert"], None)
+    assert model_of({**said, "model_type": "bert"}, where="")[1] == MODELS["bert"]
 
 
 def test_a_window_that_is_null_is_none_and_one_that_is_not_said_is_the_familys():

@@ -6,10 +6,19 @@ are random tokens, until a source and a tokenizer are bound.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from typing import Any
 
-from jaxtrain.models.model import Model, PairModel, reads_pairs, token_model
-from jaxtrain.models.weights.folder import TOKENIZER
+from jaxtrain.models.model import (
+    ImageModel,
+    Model,
+    PairModel,
+    reads_images,
+    reads_pairs,
+    token_model,
+)
+from jaxtrain.models.weights.folder import PREPROCESSOR, TOKENIZER
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
@@ -38,7 +47,41 @@ def _lines(source: Published) -> Iterator[str]:
     yield "Train.global_batch_size = 8"
     yield "Optimizer.learning_rate = 2e-5"
     yield "Mesh.fsdp = -1"
-    yield from _pairs(source, model) if reads_pairs(model) else _text(source, model)
+    if reads_images(model):
+        yield from _images(source, model)
+    elif reads_pairs(model):
+        yield from _pairs(source, model)
+    elif model.objective == "token_classification":
+        yield from _labelled(source, model)
+    else:
+        yield from _text(source, model)
+
+
+def _images(source: Published, model: ImageModel) -> Iterator[str]:
+    """Random pixels, less the means and over the deviations of the folder's own images."""
+    yield "Train.data = @ImageData()"
+    yield "ImageData.source = 'synthetic'"
+    yield f"ImageData.image_size = {model.least_pixels}"
+    yield f"ImageData.channels = {model.channels}"
+    yield f"ImageData.num_classes = {model.num_classes}"
+    said = source.carried().get(PREPROCESSOR)
+    if said is not None:
+        content = json.loads(said)
+        for name, key in (("mean", "image_mean"), ("std", "image_std")):
+            values = content.get(key)
+            if isinstance(values, list) and len(values) in (1, model.channels):
+                yield f"ImageData.{name} = {tuple(map(float, values))!r}"
+
+
+def _labelled(source: Published, published: Model) -> Iterator[str]:
+    """Random texts with random labels, for which the tokenizer is named already."""
+    model: Any = token_model(published)
+    yield "Train.data = @LabelledText()"
+    yield f"LabelledText.synthetic_vocab_size = {model.vocab_size}"
+    yield f"LabelledText.num_classes = {model.num_classes}"
+    if (source.path / TOKENIZER).is_file():
+        yield f"LabelledText.tokenizer = {str(source.path / TOKENIZER)!r}"
+    yield f"LabelledText.sequence_length = {min(model.context_length, 128)}"
 
 
 def _text(source: Published, published: Model) -> Iterator[str]:

@@ -41,6 +41,8 @@ class BERT:
       context_length: the longest sequence, in tokens.
       token_types: kinds of sentences that have an embedding. Text is of the first kind: the others
         are kept as they are, for published models of pairs of sentences.
+      first_position: the row of the table of positions that a text's first token has; the rows
+        before it are kept as they are, for published models that count from there (RoBERTa).
       norm_eps: epsilon of the layer norms.
       objective: 'masked_token', or 'token_classification', whose head is that of sentences: a layer
         and tanh, and a matrix of classes.
@@ -54,6 +56,7 @@ class BERT:
     mlp_dim: int = 3072
     context_length: int = 512
     token_types: int = 2
+    first_position: int = 0
     norm_eps: float = 1e-12
     objective: Literal["masked_token", "token_classification"] = "masked_token"
     num_classes: int = 2
@@ -69,7 +72,9 @@ class BERT:
 
     def __post_init__(self) -> None:
         sizes = [field.name for field in dataclasses.fields(self)]
-        refuse_below(1, self, *(name for name in sizes if name not in ("norm_eps", "objective")))
+        others = ("norm_eps", "objective", "first_position")
+        refuse_below(1, self, *(name for name in sizes if name not in others))
+        refuse_below(0, self, "first_position")
         refuse_not_positive(self, "norm_eps")
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
@@ -140,11 +145,13 @@ class BERTModel(nnx.Module):
             key_tokens, (V, D), ("vocab", "vocab_embed"), spread, role="embedding"
         )
         self.position_embedding = param(
-            key_places, (sizes.context_length, D), ("place", "vocab_embed"), spread, role="position"
-        )
+            key_places, (sizes.first_position + sizes.context_length, D), ("place", "vocab_embed"),
+            spread, role="position",
+        )  # fmt: skip
         self.type_embedding = param(
             key_types, (sizes.token_types, D), ("narrow", "vocab_embed"), spread
         )
+        self.first_position = sizes.first_position
         self.block, self.norm = sizes.block, sizes.norm
         self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
         self.transform = param(key_head, (D, D), ("embed", "vector"), spread)
@@ -164,7 +171,7 @@ class BERTModel(nnx.Module):
         """What goes into the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
             x_BTD = embed(tokens_BT, self.token_embedding)
-            x_BTD += embed(positions_BT, self.position_embedding)
+            x_BTD += embed(positions_BT + self.first_position, self.position_embedding)
             x_BTD += gather(self.type_embedding)[0].astype(x_BTD.dtype)
             return self.norm(under("embedding_norm", vars(self)), shard(x_BTD, RESIDUAL))
 

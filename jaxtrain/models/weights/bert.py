@@ -8,40 +8,50 @@ from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
-_LAYER, _HEAD = "bert.encoder.layer.{L}", "cls.predictions"
+_HEAD = "cls.predictions"
 
 
-def _normed(theirs: str, ours: str, form: str) -> tuple[Name, Name]:
+def normed(theirs: str, ours: str, form: str) -> tuple[Name, Name]:
+    """The two lines of a layer norm, whose name there ends so."""
     return (
-        Name(f"{theirs}.LayerNorm.weight", f"{ours}_scale", form),
-        Name(f"{theirs}.LayerNorm.bias", f"{ours}_bias", form),
+        Name(f"{theirs}.weight", f"{ours}_scale", form),
+        Name(f"{theirs}.bias", f"{ours}_bias", form),
     )
 
 
-_QKV = f"{_LAYER}.attention.self.{{P:query|key|value}}"
+def encoder_names(stem: str) -> tuple[Name, ...]:
+    """Of all below the heads, in a model whose names begin so."""
+    layer = f"{stem}.encoder.layer.{{L}}"
+    qkv = f"{layer}.attention.self.{{P:query|key|value}}"
+    return (
+        Name(f"{stem}.embeddings.word_embeddings.weight", "token_embedding", "VD->VD"),
+        Name(f"{stem}.embeddings.position_embeddings.weight", "position_embedding", "CD->CD"),
+        Name(f"{stem}.embeddings.token_type_embeddings.weight", "type_embedding", "YD->YD"),
+        *normed(f"{stem}.embeddings.LayerNorm", "embedding_norm", "D->D"),
+        Name(f"{qkv}.weight", "layers/qkv", "LPDNH->(NH)D"),
+        Name(f"{qkv}.bias", "layers/qkv_bias", "LPNH->(NH)"),
+        Name(f"{layer}.attention.output.dense.weight", "layers/out", "LNHD->D(NH)"),
+        Name(f"{layer}.attention.output.dense.bias", "layers/out_bias", "LD->D"),
+        *normed(f"{layer}.attention.output.LayerNorm", "layers/attention_norm", "LD->D"),
+        Name(f"{layer}.intermediate.dense.weight", "layers/up", "LDF->FD"),
+        Name(f"{layer}.intermediate.dense.bias", "layers/up_bias", "LF->F"),
+        Name(f"{layer}.output.dense.weight", "layers/down", "LFD->DF"),
+        Name(f"{layer}.output.dense.bias", "layers/down_bias", "LD->D"),
+        *normed(f"{layer}.output.LayerNorm", "layers/mlp_norm", "LD->D"),
+    )
+
+
 _NAMES = (
-    Name("bert.embeddings.word_embeddings.weight", "token_embedding", "VD->VD"),
-    Name("bert.embeddings.position_embeddings.weight", "position_embedding", "CD->CD"),
-    Name("bert.embeddings.token_type_embeddings.weight", "type_embedding", "YD->YD"),
-    *_normed("bert.embeddings", "embedding_norm", "D->D"),
-    Name(f"{_QKV}.weight", "layers/qkv", "LPDNH->(NH)D"),
-    Name(f"{_QKV}.bias", "layers/qkv_bias", "LPNH->(NH)"),
-    Name(f"{_LAYER}.attention.output.dense.weight", "layers/out", "LNHD->D(NH)"),
-    Name(f"{_LAYER}.attention.output.dense.bias", "layers/out_bias", "LD->D"),
-    *_normed(f"{_LAYER}.attention.output", "layers/attention_norm", "LD->D"),
-    Name(f"{_LAYER}.intermediate.dense.weight", "layers/up", "LDF->FD"),
-    Name(f"{_LAYER}.intermediate.dense.bias", "layers/up_bias", "LF->F"),
-    Name(f"{_LAYER}.output.dense.weight", "layers/down", "LFD->DF"),
-    Name(f"{_LAYER}.output.dense.bias", "layers/down_bias", "LD->D"),
-    *_normed(f"{_LAYER}.output", "layers/mlp_norm", "LD->D"),
+    *encoder_names("bert"),
     Name(f"{_HEAD}.transform.dense.weight", "transform", "DF->FD"),
     Name(f"{_HEAD}.transform.dense.bias", "transform_bias", "D->D"),
-    *_normed(f"{_HEAD}.transform", "norm", "D->D"),
+    *normed(f"{_HEAD}.transform.LayerNorm", "norm", "D->D"),
     Name(f"{_HEAD}.bias", "bias", "V->V"),
 )
 
 
-def _read(asked: Asked) -> Mapping[str, Any]:
+def read_sizes(asked: Asked) -> dict[str, Any]:
+    """The settings of all of them."""
     asked.only("hidden_act", ["gelu"], default="gelu")
     asked.only("tie_word_embeddings", [True], default=True)
     asked.only("is_decoder", [False], default=False)
@@ -59,22 +69,27 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     }
 
 
-def _write(model: BERT) -> Mapping[str, Any] | None:
-    if model.objective != "masked_token":
-        return None
+def write_sizes(model: BERT) -> dict[str, Any]:
+    """What config.json says of all of them."""
     return {
         "vocab_size": model.vocab_size,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.embed_dim,
         "num_attention_heads": model.num_heads,
         "intermediate_size": model.mlp_dim,
-        "max_position_embeddings": model.context_length,
+        "max_position_embeddings": model.context_length + model.first_position,
         "type_vocab_size": model.token_types,
         "layer_norm_eps": model.norm_eps,
         "hidden_act": "gelu",
         "tie_word_embeddings": True,
         "is_decoder": False,
     }
+
+
+def _write(model: BERT) -> Mapping[str, Any] | None:
+    if model.objective != "masked_token" or model.first_position:
+        return None
+    return write_sizes(model)
 
 
 def _names(_: BERT) -> tuple[Name, ...]:
@@ -85,7 +100,7 @@ FAMILY = Family(
     architecture="BertForMaskedLM",
     model_type="bert",
     model=BERT,
-    read=_read,
+    read=read_sizes,
     write=_write,
     names=_names,
     prefix="bert.",

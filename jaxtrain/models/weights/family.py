@@ -59,7 +59,8 @@ def family_of(content: Mapping[str, Any], *, where: str) -> Family:
     for name in asked:
         if name in known:
             return known[name]
-    by_type = {family.model_type: family for family in known.values()}
+    # Of several heads on one body the first is meant, where nothing is said.
+    by_type = {family.model_type: family for family in reversed(known.values())}
     if content.get("model_type") in by_type and not content.get("architectures"):
         return by_type[content["model_type"]]
     hint = did_you_mean(str(asked[0]), known)

@@ -23,12 +23,13 @@ from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import DTYPES, Tensor, read_header
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, PREPROCESSOR = "tokenizer.json", "preprocessor_config.json"
 # What is carried along: with it the exported model is used as the imported one was.
 CARRIED = (
     CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "generation_config.json", "chat_template.jinja", "chat_template.json",
+    PREPROCESSOR,
 )  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_SHOWN = 8

@@ -3,7 +3,8 @@
 A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H] is a tensor
 [N H, D] for each L: letters in brackets are one dimension there, of size 1 where there are none,
 and a letter that is missing there stands in the tensor's name, `"layers.{L}.q_proj.weight"`, as a
-number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Reading the line from
+number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Letters in brackets on
+our side are one dimension here, `"(SUC)D->DCSU"`, and the line says their sizes. Reading it from
 the right gives theirs to ours, from the left ours to theirs, so that one is the inverse of the
 other. Several parameters that are one tensor there have a line each, one after the other, which say
 the rows that are theirs.
@@ -32,12 +33,14 @@ class Name:
       form: our dimensions, "->", theirs; the letters in braces come first among ours.
       rows: where a tensor's rows are of several parameters, the first of this one's and how many
         there are of all; None: it is this parameter alone.
+      sizes: of the letters that are in brackets on our side.
     """
 
     theirs: str
     ours: str
     form: str
     rows: tuple[int, int] | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert "".join(sorted(self.named + "".join(self._groups))) == "".join(sorted(self._here))
@@ -48,15 +51,24 @@ class Name:
         """The letters that stand in the tensor's name."""
         return "".join(letter for letter, _ in _NAMED.findall(self.theirs))
 
-    @property
+    @functools.cached_property
     def _here(self) -> str:
-        return self.form.partition("->")[0]
+        return "".join(self._ours)
+
+    @functools.cached_property
+    def _ours(self) -> tuple[str, ...]:
+        """The letters of each of our dimensions."""
+        return _letters(self.form.partition("->")[0])
 
     @functools.cached_property
     def _groups(self) -> tuple[str, ...]:
         """The letters of each of their dimensions."""
-        found = _DIMENSION.findall(self.form.partition("->")[2])
-        return tuple(several or one for several, one in found)
+        return _letters(self.form.partition("->")[2])
+
+    def _all_sizes(self, shape: tuple[int, ...], first: int = 0) -> dict[str, int]:
+        """The size of every letter, where our dimensions from `first` on are these."""
+        pairs = zip(self._ours[first:], shape, strict=True)
+        return dict(self.sizes) | {group: size for group, size in pairs if len(group) == 1}
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Every tensor of this kind: its place in our leading dimensions, and its name.
@@ -76,28 +88,31 @@ class Name:
 
     def _own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What of each tensor is this parameter's."""
-        sizes = dict(zip(self._here, shape, strict=True))
+        sizes = self._all_sizes(shape)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
     def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """A view of a tensor with the dimensions that one place of our parameter has.
+        """A tensor with the dimensions that one place of our parameter has: a view, but where some
+        of its letters are one dimension here.
 
         Args:
-          tensor: of `their_shape`; nothing of it is read.
+          tensor: of `their_shape`.
           shape: of our parameter.
         """
-        sizes = dict(zip(self._here, shape, strict=True))
+        sizes, named = self._all_sizes(shape), len(self.named)
         there = "".join(self._groups)
         if self.rows is not None:
             tensor = tensor[self.rows[0] :][: self._own_shape(shape)[0]]
         apart = tensor.reshape([sizes[letter] for letter in there])
-        return apart.transpose([there.index(letter) for letter in self._here[len(self.named) :]])
+        turned = apart.transpose([there.index(letter) for letter in self._here[named:]])
+        return turned.reshape(shape[named:])
 
     def to_theirs(self, part: np.ndarray) -> np.ndarray:
         """The tensor that one place of our parameter is there, or its rows of it."""
-        here = self._here[len(self.named) :]
-        sizes = dict(zip(here, part.shape, strict=True))
-        turned = part.transpose([here.index(letter) for letter in "".join(self._groups)])
+        named = len(self.named)
+        here, sizes = self._here[named:], self._all_sizes(part.shape, named)
+        apart = part.reshape([sizes[letter] for letter in here])
+        turned = apart.transpose([here.index(letter) for letter in "".join(self._groups)])
         return turned.reshape([math.prod(sizes[one] for one in group) for group in self._groups])
 
 
@@ -113,6 +128,11 @@ def one_after_the_other(theirs: str, *parts: tuple[str, str, int]) -> tuple[Name
         lines.append(Name(theirs, ours, form, (first, whole)))
         first += rows
     return tuple(lines)
+
+
+def _letters(side: str) -> tuple[str, ...]:
+    """Of each dimension of one side of a form."""
+    return tuple(several or one for several, one in _DIMENSION.findall(side))
 
 
 def _word(numbers: Mapping[str, int], named: re.Match) -> str:

@@ -133,6 +133,10 @@ def settings(
     """
     if carried.get("model_type") != family.model_type:
         carried = {"bos_token_id": None, "eos_token_id": _end_of_text(config)}
+    # Names of classes that came along stay, where there are as many.
+    named = [table for table in ("id2label", "label2id")
+             if len(carried.get(table) or {}) == len(said.get(table, {}))]  # fmt: skip
+    said = {key: value for key, value in said.items() if key not in named}
     # Rotary positions are said in the older of two ways, which all versions read.
     ours = {
         **{name: value for name, value in carried.items() if name != "rope_parameters"},

@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.weights.folder import TOKENIZER, match
@@ -105,7 +106,7 @@ def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Co
     """
     data, is_file = config.train.data, source.path.is_file()
     theirs = "byte" if is_file else str(source.path / TOKENIZER)
-    if not isinstance(data, TextData | PairData) or data.tokenizer != theirs:
+    if not isinstance(data, TextData | PairData | LabelledText) or data.tokenizer != theirs:
         return config
     if TOKENIZER not in source.carried():
         return config

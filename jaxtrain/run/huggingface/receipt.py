@@ -20,7 +20,8 @@ from flax import nnx
 from rich.console import Console
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Model, reads_pairs, token_model
+from jaxtrain.models.model import Model, reads_images, reads_pairs, token_model
+from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.folder import StoredTensor
 from jaxtrain.models.weights.safetensors import raw
 from jaxtrain.nn.execution import Execution
@@ -39,7 +40,7 @@ class Logits:
     """How far the logits of the same tokens differ, in float32.
 
     Attributes:
-      tokens: how many, drawn from a seed.
+      tokens: how many, drawn from a seed; of a model that reads images, these.
       largest_difference: of all logits after all of them.
       largest_logit: the largest absolute value, theirs.
       transformers: the version compared with.
@@ -98,7 +99,7 @@ class Receipt:
             lines.append(f"Logits not compared: {self.why_not}")
         else:
             lines.append(
-                f"Largest difference of a logit over {self.logits.tokens} tokens: "
+                f"Largest difference of a logit over {self.logits.tokens} inputs: "
                 f"{self.logits.largest_difference:.2e}, of logits up to "
                 f"{self.logits.largest_logit:.3g} (transformers {self.logits.transformers})"
             )
@@ -155,9 +156,11 @@ def compare(
             why_not = theirs
         else:
             ours = logits_of(program, model, params, inputs)
+            if theirs.ndim < ours.ndim:
+                ours = ours[:, 0]  # a text's class is told by its first token
             difference = float(np.abs(ours - theirs).max())
             version = importlib.metadata.version("transformers")
-            told = theirs.shape[0] * theirs.shape[1]
+            told = math.prod(next(iter(given.values())).shape[: 1 if reads_images(model) else 2])
             found = Logits(told, difference, float(np.abs(theirs).max()), version)
     return Receipt(
         str(called or folder), architecture, count, digests, tuple(differing), found, why_not
@@ -171,12 +174,19 @@ def _same(theirs: np.ndarray, ours: np.ndarray) -> bool:
 
 
 def _drawn(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
-    """Tokens from a seed, of one row, for `Trainer.logits` and by transformers' names."""
+    """Tokens from a seed, of one row, or an image, for `Trainer.logits` and by transformers'
+    names."""
     rng = np.random.default_rng(0)
+    if reads_images(model):
+        side = model.least_pixels
+        image_BHWC = rng.standard_normal((1, side, side, model.channels), np.float32)
+        return image_BHWC, {"pixel_values": image_BHWC.transpose(0, 3, 1, 2).copy()}
     if not reads_pairs(model):
         sizes = token_model(model)
         shape = (1, min(_LENGTH, sizes.context_length))
         tokens_BT = rng.integers(0, sizes.vocab_size, shape)
+        if isinstance(model, BERT) and model.first_position:
+            tokens_BT[tokens_BT == model.first_position - 1] = 0  # padding has no place there
         return tokens_BT, {"input_ids": tokens_BT}
     shape = (1, min(_LENGTH, model.context_length))
     source_BS, tokens_BT = rng.integers(0, model.vocab_size, (2, *shape))

@@ -1,0 +1,17 @@
+"""The classes of a published classifier: config.json numbers their names in two tables."""
+
+from typing import Any
+
+from jaxtrain.models.weights.asked import Asked
+
+
+def read_classes(asked: Asked) -> int:
+    """How many there are; two where nothing is said, as transformers has it."""
+    names = asked.table("id2label").content
+    return len(names) if names else asked.whole("num_labels", 2)
+
+
+def write_classes(count: int) -> dict[str, Any]:
+    """The tables of so many classes, named by their numbers as transformers names them."""
+    names = {str(number): f"LABEL_{number}" for number in range(count)}
+    return {"id2label": names, "label2id": {name: int(n) for n, name in names.items()}}
