@@ -7,14 +7,19 @@ import io
 import sys
 
 import jax
+import numpy as np
 import pytest
 import torch
 from chat_model import save_model, save_tokenizer, talks, write_lines
+from conftest import make_layout, make_program
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.chat_template import CHATML
+from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.run.generation.chat import Chat
+from jaxtrain.run.generation.decoding import for_texts
+from jaxtrain.run.generation.memory import Memory
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
@@ -87,6 +92,47 @@ def test_an_answer_ends_with_its_turn_and_is_shown_while_it_is_written(peer, tra
     assert "".join(pieces) == answer.text
     assert answer.ended == "stop"
     assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
+
+
+LSTM_OF_BYTES = LSTM(vocab_size=64, num_layers=1, embed_dim=16, context_length=400)
+
+
+@pytest.mark.parametrize("model", [None, LSTM_OF_BYTES], ids=["attention", "state"])
+def test_what_is_kept_between_texts_gives_what_reading_all_of_them_gives(model, trainer):
+    program, state = for_texts(trainer.program.plain), trainer.state
+    sizes = trainer.config.train.model
+    if model is not None:
+        sizes, program = model, for_texts(make_program(model, make_layout(fsdp=1)))
+        state = program.create(0)
+    rng = np.random.default_rng(0)
+    memory, text = Memory(), list[int]()
+    # Turns that go on; one that changes the end of what was said; one that begins anew.
+    for change, new in ((0, 5), (0, 3), (0, 20), (4, 9), (0, 1), (60, 2)):
+        text = text[: max(0, len(text) - change)] + rng.integers(0, 64, new).tolist()
+        with program.layout.active():
+            begun = memory.begin(program, sizes, state, text, new=4)
+            again = Memory().begin(program, sizes, state, text, new=4)
+        np.testing.assert_allclose(begun.logits_BV, again.logits_BV, atol=1e-4, rtol=1e-4)
+        anew = change > 0 and (model is not None or change == 60)
+        assert memory.read == (len(text) if anew else new)
+        memory.keep(begun, begun.cache, [])
+
+
+def test_a_turn_reads_what_the_text_has_besides(trainer):
+    greedy = {"sampling": Sampling(temperature=0.0), "max_new_tokens": TOKENS}
+    chat, told = Chat(trainer, **greedy), []
+    for number, question in enumerate([*QUESTIONS, "And 3 + 3?"]):
+        answer = chat.answer(question)
+        alone = Chat(trainer, **greedy)
+        alone.messages = chat.messages[: 2 * number]
+        again = alone.answer(question)
+        assert answer.tokens == again.tokens
+        np.testing.assert_allclose(answer.log_probabilities, again.log_probabilities, atol=1e-4)
+        told.append((chat.memory.read, alone.memory.read))
+    assert told[0][0] == told[0][1]
+    # The text of an answer may be other tokens than were drawn: then it is read again.
+    assert told[1][0] < told[1][1]
+    assert told[2][0] < told[2][1] // 2
 
 
 def test_the_oldest_turns_go_where_the_context_ends(trainer):

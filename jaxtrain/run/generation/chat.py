@@ -14,8 +14,9 @@ from jaxtrain.models.model import token_model
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.memory import Memory
 from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.write import show, tokenizer_of
+from jaxtrain.run.generation.write import show, tokenizer_of, write
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Train
@@ -27,8 +28,12 @@ _KEPT = 4  # the part of the context that is kept free for an answer is one over
 class Chat:
     """A conversation that grows; its oldest turns go where the context ends.
 
+    What the model keeps of the turns so far stays from answer to answer: a new one reads what the
+    text has besides.
+
     Attributes:
       messages: those so far, as the template reads them.
+      memory: what is kept of them.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Chat:
         self._template, self._trainer = template_of(train), trainer
         self._sampling, self._most, self._seed = sampling or Sampling(), max_new_tokens, seed
         self._stop = [*stop, self._template.end_of_turn]
+        self.memory = Memory()
         self.messages: list[dict[str, str]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -82,9 +88,11 @@ class Chat:
             del asked[self._first : self._first + 2]
             text, count = self._prompt(asked)
         most = self._most or max(1, min(MOST_TOKENS, self._context - count))
-        (answer,) = self._trainer.answers(
-            [text], max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
-            seed=self._seed + len(asked),
+        program, train = self._trainer.program, self._trainer.config.train
+        (answer,) = write(
+            program.plain, train, program.consensus(self._trainer.state), [text],
+            max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
+            seed=self._seed + len(asked), memory=self.memory,
         )  # fmt: skip
         self.messages = [*asked, {"role": "assistant", "content": answer.text or ""}]
         return answer

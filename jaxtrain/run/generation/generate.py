@@ -25,6 +25,7 @@ from jaxtrain.run.generation.decoding import (
     prefill,
     rounded,
 )  # fmt: skip
+from jaxtrain.run.generation.memory import Beginning, Memory
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.step import Program, TrainState
@@ -73,6 +74,7 @@ def generate(
     ends: Sequence[int] = (),
     batch_size: int = BATCH_SIZE,
     watch: Watch | None = None,
+    memory: Memory | None = None,
 ) -> list[Answer]:
     """What a trained language model lets follow after each prompt, in their order.
 
@@ -90,6 +92,7 @@ def generate(
       ends: tokens that end an answer.
       batch_size: prompts that are answered at one time.
       watch: may end an answer before.
+      memory: of the text that the only prompt goes on with; takes the answer up too.
 
     Raises:
       UserError: the model is no language model, a prompt is empty, holds tokens that it does not
@@ -128,6 +131,7 @@ def generate(
                 key=key,
                 ends=ends,
                 watch=watch,
+                memory=memory,
             )
             answers.update(zip(numbers, found, strict=True))
     return [answers[number] for number in range(len(given))]
@@ -185,13 +189,20 @@ def _answered(
     key: jax.Array,
     ends: Sequence[int],
     watch: Watch | None,
+    memory: Memory | None,
 ) -> list[Answer]:
     """The answers of one batch, prompts by their numbers."""
-    tokens_BT, padding_B = padded(program, sizes, list(prompts.values()))
-    (rows, length), count = tokens_BT.shape, len(prompts)
     new = rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
-    room, drawing = length + new, sampling.drawing()
-    logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+    drawing, count = sampling.drawing(), len(prompts)
+    if memory is None:
+        tokens_BT, padding_B = padded(program, sizes, list(prompts.values()))
+        room = tokens_BT.shape[1] + new
+        logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+        begun = Beginning(logits_BV, cache, padding_B, room)
+    else:
+        (prompt,) = prompts.values()
+        begun = memory.begin(program, sizes, state, prompt, new=new)
+    padding_B, room, rows = begun.padding_B, begun.room, len(begun.padding_B)
     seen_BV = None
     if "repetition_penalty" in drawing:
         seen_BV = np.zeros((rows, sizes.vocab_size), bool)
@@ -199,8 +210,8 @@ def _answered(
             seen_BV[row, prompt] = True
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, _filled(list(prompts), rows, 0))
     texts = Texts(
-        cache=cache,
-        logits_BV=logits_BV,
+        cache=begun.cache,
+        logits_BV=begun.logits_BV,
         padding_B=jnp.asarray(padding_B),
         seen_BV=None if seen_BV is None else jnp.asarray(seen_BV),
         finished_B=jnp.arange(rows) >= count,
@@ -228,6 +239,8 @@ def _answered(
             texts = dataclasses.replace(texts, finished_B=jnp.asarray(finished_B))
         if finished_B.all() or until == most:
             break
+    if memory is not None:
+        memory.keep(begun, texts.cache, drawn_BN[0, : int(texts.count)].tolist())
     told_BN, answers = np.asarray(texts.told_BN), []
     for row, limit in enumerate(limits):
         ended: Ended = "length" if lengths[row] == limit else "end"

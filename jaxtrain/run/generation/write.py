@@ -9,6 +9,7 @@ from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import BATCH_SIZE, generate, writes
+from jaxtrain.run.generation.memory import Memory
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping
 from jaxtrain.training.settings import TextSource, Train
@@ -27,6 +28,7 @@ def write(
     stop: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
     show: Callable[[str], None] | None = None,
+    memory: Memory | None = None,
 ) -> list[Answer]:
     """What a trained language model writes after each prompt, in their order.
 
@@ -41,6 +43,7 @@ def write(
       stop: strings before which an answer ends.
       batch_size: prompts that are answered at one time.
       show: is given the first answer piece by piece while it is written.
+      memory: as of `generate`, of a single prompt.
 
     Raises:
       UserError: the model is no language model, a prompt is no text or does not fit into its
@@ -60,6 +63,7 @@ def write(
         ends=() if tokenizer.end_of_text is None else (tokenizer.end_of_text,),
         batch_size=batch_size,
         watch=watch if stop or show else None,
+        memory=memory,
     )
     told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
     if told and told[0].text is not None:

@@ -1,0 +1,159 @@
+"""What a model keeps of one text from answer to answer, so that only what is new is read.
+
+Letters: B rows, of which the first is the text, T length, S places, V vocab.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.model import TokenModel
+from jaxtrain.nn.cache import Cache
+from jaxtrain.run.generation.decoding import (
+    LEAST_LENGTH,
+    counts_slots,
+    next_logits,
+    padded,
+    prefill,
+    rounded,
+)
+from jaxtrain.training.step import Program, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """A text that has been read.
+
+    Attributes:
+      logits_BV: of the next token.
+      cache: what the layers keep of it.
+      padding_B: places before each row's text.
+      room: places of the cache.
+    """
+
+    logits_BV: jax.Array
+    cache: Cache
+    padding_B: np.ndarray
+    room: int
+
+
+class Memory:
+    """The tokens of a text and what the layers keep of them.
+
+    A cache of places is taken back to what a new text begins with; a state, which cannot be, goes
+    on where the new text goes on with the whole old one. Experts with a capacity count the tokens
+    of a pass: there everything is read anew.
+
+    Attributes:
+      read: tokens of the last text that were read, and not remembered.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._kept: Beginning | None = None
+        self.read = 0
+
+    def begin(
+        self, program: Program, sizes: TokenModel, state: TrainState, text: list[int], *, new: int
+    ) -> Beginning:
+        """A text as the model has read it.
+
+        Args:
+          program: from `for_texts`.
+          sizes: the model's.
+          state: the trained state.
+          text: its tokens, at least one.
+          new: how many may follow.
+        """
+        # Taken out at once: what goes on takes its arrays away, whatever comes of it.
+        kept, self._kept = self._kept, None
+        shared = 0 if kept is None else self._shared(sizes, text)
+        self._tokens, self.read = list(text), len(text) - shared
+        if kept is None or not shared:
+            tokens_BT, padding_B = padded(program, sizes, [text])
+            room = rounded(tokens_BT.shape[1] + new)
+            logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+            return Beginning(logits_BV, cache, padding_B, room)
+        *most, last = text[shared:]
+        length = len(most)
+        if _forgets(sizes) and most:  # places after the last are overwritten, and not seen before
+            context = sizes.context_length - shared
+            length = rounded(len(most), least=LEAST_LENGTH, most=context)
+        cache, logits_BV, rows = kept.cache, kept.logits_BV, len(kept.padding_B)
+        start = int(kept.padding_B[0]) + shared
+        room = rounded(max(kept.room, start + length + 1 + new))
+        if room > kept.room:
+            cache = _with_room(sizes, cache, room=room)
+        for some, width in (most, length), ([last], 1):
+            if some:
+                tokens_BT = np.zeros((rows, width), np.int32)
+                tokens_BT[0, : len(some)] = some
+                logits_BV, cache = _go_on(
+                    program, state, cache, tokens_BT, kept.padding_B, start, room=room
+                )
+                start += len(some)
+        return Beginning(logits_BV, cache, kept.padding_B, room)
+
+    def keep(self, begun: Beginning, cache: Cache, drawn: list[int]) -> None:
+        """Remembers a text that went on.
+
+        Args:
+          begun: from `begin`.
+          cache: of all that was read and drawn.
+          drawn: the tokens that were, those after an answer's end among them.
+        """
+        self._tokens = self._tokens + drawn
+        self._kept = dataclasses.replace(begun, cache=cache)
+
+    def _shared(self, sizes: TokenModel, text: list[int]) -> int:
+        """How many tokens need not be read: not the last, whose logits are wanted."""
+        if counts_slots(sizes):
+            return 0
+        pairs = zip(self._tokens, text[:-1], strict=False)
+        shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is None:
+            shared = min(len(self._tokens), len(text) - 1)
+        return shared if _forgets(sizes) or shared == len(self._tokens) else 0
+
+
+def _forgets(sizes: TokenModel) -> bool:
+    """Whether what is kept of a token is forgotten by counting fewer."""
+    return all(one.every_token for one in sizes.cached)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+def _go_on(
+    program: Program,
+    state: TrainState,
+    cache: Cache,
+    tokens_BT: jax.Array,
+    padding_B: jax.Array,
+    start: jax.Array | int,
+    *,
+    room: int,
+) -> tuple[jax.Array, Cache]:
+    """Logits [B, V] after the last of these tokens, and the cache with them from `start` on."""
+    cache = dataclasses.replace(cache, length=jnp.asarray(start, jnp.int32))
+    logits_BTV, cache = next_logits(
+        program.model(state), tokens_BT, cache, padding_B, program.execution, room=room, last=1
+    )
+    return logits_BTV[:, 0], cache
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "room"))
+def _with_room(sizes: TokenModel, cache: Cache, *, room: int) -> Cache:
+    """The cache with more places [L, B, S, ...]."""
+
+    def longer(x: jax.Array) -> jax.Array:
+        more = [(0, 0)] * x.ndim
+        more[2] = (0, room - x.shape[2])
+        return jnp.pad(x, more)
+
+    layers = tuple(
+        longer(x) if one.every_token else x
+        for one, x in zip(sizes.cached, cache.layers, strict=True)
+    )
+    return dataclasses.replace(cache, layers=layers)
