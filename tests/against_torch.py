@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
+from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.step import TrainState
 
 # Of PyTorch's names of a batch norm, ours.
@@ -161,3 +162,36 @@ def assert_same_step(found: Any, expected: Any) -> None:
             ours,
             theirs,
         )
+
+
+def trained(
+    network: Any, means: Callable[[Any], Any], train: Any, heldout: Any, *, steps: int, rate: float
+) -> tuple[np.ndarray, tuple[float, ...]]:
+    """PyTorch's steps of AdamW without decay, its other settings ours, each on the same examples.
+
+    Args:
+      network: what is trained.
+      means: examples -> the loss and floats that tell more of them.
+      train, heldout: examples.
+      steps: how many.
+      rate: of learning.
+
+    Returns:
+      The loss and the floats of each step, before it, and those of what is held out at the end.
+    """
+    import torch  # noqa: PLC0415
+
+    rule = AdamW()
+    optimizer = torch.optim.AdamW(
+        network.parameters(), rate, (rule.b1, rule.b2), rule.epsilon, weight_decay=0.0
+    )
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss, *more = means(train)
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), *more))
+    with torch.no_grad():
+        loss, *more = means(heldout)
+    return np.array(found), (loss.item(), *more)

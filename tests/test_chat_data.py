@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from against_torch import trained
 from chat_model import save_model, save_tokenizer, talks, write_lines
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.chat import ChatData
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.settings import load_config
 
 STEPS, RATE, LENGTH = 10, 3e-3, 128
@@ -47,12 +47,8 @@ def theirs(folder):
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rule = AdamW()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), RATE, (rule.b1, rule.b2), rule.epsilon, weight_decay=0.0
-    )
 
-    def mean(examples):
+    def means(examples):
         total, count = torch.zeros(()), 0
         for talk in examples:
             made = tokenizer.apply_chat_template(
@@ -63,17 +59,10 @@ def theirs(folder):
             logits = model(ids).logits[0, :-1]
             total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             count += int((labels >= 0).sum())
-        return total / count
+        return (total / count,)
 
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = mean(TALKS)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return losses, mean(talks(17)[14:]).item(), model.lm_head.weight.numpy()
+    steps, (heldout,) = trained(model, means, TALKS, talks(17)[14:], steps=STEPS, rate=RATE)
+    return steps[:, 0], heldout, model.lm_head.weight.detach().numpy()
 
 
 def test_ten_steps_are_those_of_transformers_on_each_conversation_alone(folder):

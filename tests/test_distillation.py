@@ -4,16 +4,23 @@ The teacher lies over the mesh otherwise than the model does, stays as it is ove
 goes into no export.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 import torch
+from against_torch import trained
 from chat_model import save_model, save_tokenizer, talks, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.timing import executed_flops
+from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import load_config
 
 STEPS, RATE, LENGTH, TEMPERATURE, SHARE = 10, 3e-3, 128, 3.0, 0.7
@@ -70,10 +77,6 @@ def theirs(folders):
     what is held out at the end."""
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
     model, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
-    rule = AdamW()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), RATE, (rule.b1, rule.b2), rule.epsilon, weight_decay=0.0
-    )
 
     def means(examples):
         total, count = torch.zeros(2), 0
@@ -96,16 +99,7 @@ def theirs(folders):
         own, both = total / count
         return (1 - SHARE) * own + SHARE * TEMPERATURE**2 * both, own.item(), both.item()
 
-    found = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss, *more = means(TRAIN)
-        loss.backward()
-        optimizer.step()
-        found.append((loss.item(), *more))
-    with torch.no_grad():
-        loss, *more = means(HELDOUT)
-    return np.array(found), (loss.item(), *more)
+    return trained(model, means, TRAIN, HELDOUT, steps=STEPS, rate=RATE)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +176,35 @@ def test_a_teacher_that_does_not_fit_is_refused(folders, tmp_path):
             Trainer(config_of(folders, *bindings), devices=jax.devices()[:2])
     with pytest.raises(UserError, match=r"Distillation.share=1.5; use 0 to 1"):
         config_of(folders, "Distillation.share = 1.5")
+
+
+def test_a_plan_counts_the_teachers_bytes_and_its_forward_pass(folders):
+    config = resolved(config_of(folders, "Attention.kernel = 'reference'"), "cpu")
+    alone = dataclasses.replace(config, train=dataclasses.replace(config.train, objective=None))
+    layout = abstract_layout(config, 2)
+    teacher = AutoModelForCausalLM.from_pretrained(folders[1])
+    sizes = {name: value.numel() for name, value in teacher.named_parameters()}
+    matrices = {name: n for name, n in sizes.items() if "norm" not in name}
+    # Split over fsdp, but for norms.
+    numbers = sum(matrices.values()) // 2 + sum(sizes.values()) - sum(matrices.values())
+    held = [argument_bytes(one, layout).params for one in (config, alone)]
+    assert held[0] - held[1] == 4 * numbers
+    tokens = 8 * LENGTH
+    weights = sum(matrices.values()) - matrices["model.embed_tokens.weight"]
+    scores = 3 * 2 * LENGTH * 48  # layers; queries by keys, and by values; of all heads
+    flops = [executed_flops(one, layout) for one in (config, alone)]
+    assert flops[0] - flops[1] == 2 * tokens * (weights + scores) / 2
+
+
+@pytest.mark.slow
+def test_verify_proves_a_mesh_with_a_teacher(folders, capsys):
+    model, teacher = folders
+    bindings = ["Train.objective = @Distillation()", f"Distillation.teacher = '{teacher}'",
+                "Distillation.teacher_zero = 3", "Sharding.zero = 1"]  # fmt: skip
+    words = [word for one in bindings for word in ("-b", one)]
+    assert main(["verify", f"hf:{model}", *words]) == 0
+    told = capsys.readouterr().out
+    assert "Train.objective" not in told  # it is proved with the objective itself
+    lines = [line for line in told.splitlines() if line.startswith(("mesh ", "accumulation "))]
+    assert len(lines) == 2
+    assert all(" proved " in line for line in lines), told

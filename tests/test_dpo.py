@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from against_torch import trained
 from chat_model import NAMES, save_model, save_tokenizer, write_lines
 from conftest import make_layout, make_program, text_batch
 from parity import assert_equal, evaluate
@@ -20,7 +21,6 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.reference import FILE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.objectives.preference import DPO
-from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import load_config
 
@@ -85,10 +85,6 @@ def theirs(folder):
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model, reference = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
-    rule = AdamW()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), RATE, (rule.b1, rule.b2), rule.epsilon, weight_decay=0.0
-    )
 
     def told(by, pair, answer):
         made = tokenizer.apply_chat_template(
@@ -110,16 +106,7 @@ def theirs(folder):
         loss = -torch.nn.functional.logsigmoid(margin).mean()
         return loss, margin.mean().item(), (margin > 0).float().mean().item()
 
-    found = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss, *more = means(TRAIN)
-        loss.backward()
-        optimizer.step()
-        found.append((loss.item(), *more))
-    with torch.no_grad():
-        loss, *more = means(HELDOUT)
-    return np.array(found), (loss.item(), *more)
+    return trained(model, means, TRAIN, HELDOUT, steps=STEPS, rate=RATE)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.tokens import reserved_tokens
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -210,35 +211,22 @@ def _text(
     most: MeshSizes,
     virtual_stages: int,
 ) -> Config:
-    data, fields = own.train.data, vars(model)
+    data = own.train.data
     length = data.abstract_batch(1).inputs.shape[1]
-    shorter = SEQUENCE / length
-    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
     block = min(own.scan.layers_per_iteration, 2)
-    layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
-    vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
-    small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
-    if model.attention is not None:
-        small |= _heads(own, model.attention, sizes, most)
-        small["embed_dim"] = HEAD_DIM * small["num_heads"]
-    if "mlp_dim" in fields:
-        ratio = fields["mlp_dim"] / model.embed_dim
-        small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
-    if model.experts is not None:
-        few = min(model.experts.count, MAX_EXPERTS)
-        small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
-        small["experts_per_token"] = min(model.experts.per_token, small["num_experts"])
-    if isinstance(data, ClassedText):
-        small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
-    small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
-    for name in ("sliding_window", "rope_original_context_length"):
-        if fields.get(name) is not None:
-            small[name] = max(round(fields[name] * shorter), 2)
-    if "global_every" in fields:  # layers of both kinds are left
-        small["global_every"] = min(fields["global_every"], layers)
-    small = {name: value for name, value in small.items() if name in fields}
+
+    def small(model: TokenModel) -> TokenModel:
+        return _of_tokens(own, model, length, sizes, most, virtual_stages)
+
+    objective = own.train.objective
+    if isinstance(objective, Distillation):
+        objective = objective.with_teacher_of(small(objective.sizes))
+    else:
+        objective = None
+    own_model, model = model, small(model)
+    vocabulary = model.vocab_size
     separate = data.abstract_batch(1).segment_ids is not None
-    tokens = vocabulary - reserved_tokens(model)
+    tokens = vocabulary - reserved_tokens(own_model)
     text: Any = TextData(
         source="synthetic",
         synthetic_vocab_size=tokens,
@@ -268,13 +256,48 @@ def _text(
     kernel = "xla" if elsewhere else own.attention.kernel
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(
-            config.train, model=dataclasses.replace(model, **small), data=text, objective=None
-        ),
+        train=dataclasses.replace(config.train, model=model, data=text, objective=objective),
         attention=dataclasses.replace(own.attention, kernel=kernel),
         scan=dataclasses.replace(own.scan, layers_per_iteration=block),
         loss=dataclasses.replace(own.loss, chunk_size=_chunk(own.loss, length)),
     )
+
+
+def _of_tokens(
+    own: Config,
+    model: TokenModel,
+    length: int,
+    sizes: dict[str, float],
+    most: MeshSizes,
+    virtual_stages: int,
+) -> TokenModel:
+    """The model, or a teacher, of few layers and narrow, for rows of `length` made short."""
+    data, fields = own.train.data, vars(model)
+    shorter = SEQUENCE / length
+    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
+    block = min(own.scan.layers_per_iteration, 2)
+    layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
+    vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
+    small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
+    if model.attention is not None:
+        small |= _heads(own, model.attention, sizes, most)
+        small["embed_dim"] = HEAD_DIM * small["num_heads"]
+    if "mlp_dim" in fields:
+        ratio = fields["mlp_dim"] / model.embed_dim
+        small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
+    if model.experts is not None:
+        few = min(model.experts.count, MAX_EXPERTS)
+        small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
+        small["experts_per_token"] = min(model.experts.per_token, small["num_experts"])
+    if isinstance(data, ClassedText):
+        small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
+    small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
+    for name in ("sliding_window", "rope_original_context_length"):
+        if fields.get(name) is not None:
+            small[name] = max(round(fields[name] * shorter), 2)
+    if "global_every" in fields:  # layers of both kinds are left
+        small["global_every"] = min(fields["global_every"], layers)
+    return dataclasses.replace(model, **{n: x for n, x in small.items() if n in fields})
 
 
 def _pairs(

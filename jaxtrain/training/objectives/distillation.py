@@ -84,6 +84,12 @@ class Distillation(TokenObjective):
             )
         return model
 
+    def with_teacher_of(self, sizes: TokenModel) -> "Distillation":
+        """The same with a teacher of these sizes, which is in no folder: it is drawn."""
+        other = dataclasses.replace(self)
+        vars(other)["sizes"] = sizes
+        return other
+
     def built(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
         """The model with its teacher in it."""
         return _WithTeacher(model.build, self.sizes.build)
