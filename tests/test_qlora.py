@@ -96,7 +96,7 @@ def test_int8_rounds_to_a_127th_of_the_largest_of_each_result(side):
 
 
 def tuning(kind: str) -> LoRA:
-    made = tuning_of(Finetune(lora_rank=4, few_bits=kind), MODEL.build)
+    made = tuning_of(Finetune(lora_rank=4, few_bits=kind, few_bits_group=32), MODEL.build)
     assert isinstance(made, LoRA)
     return made
 
@@ -121,6 +121,7 @@ def of_the_floats(kind: str) -> tuple[float, dict[str, np.ndarray]]:
 MESHES = {
     "zero 3": ("nf4", {"fsdp": 2, "tensor": 2}, {}),
     "zero 2, int8": ("int8", {"fsdp": 4, "tensor": 2, "zero": 2}, {"accumulation": 2}),
+    "zero 3, int4": ("int4", {"fsdp": 2, "tensor": 2}, {}),
     "zero bubble": (
         "nf4", {"pipe": 2, "fsdp": 2},
         {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2, backward="residuals")},
@@ -191,6 +192,7 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
     ("bindings", "said"),
     [
         (["Finetune.few_bits='nf4'"], r"set Finetune\.lora_rank"),
+        (["Finetune.few_bits='int8'", "Finetune.freeze=('layers/*',)"], "only adapters"),
         (["Finetune.lora_rank=4", "Finetune.few_bits='nf4'"], r"blocks of 64.*few_bits='int8'"),
         ([*WIDE, "Mesh.fsdp=4", "Mesh.data=1", "Finetune.lora_rank=4", "Finetune.few_bits='nf4'"],
          "over 4 devices"),

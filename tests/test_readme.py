@@ -24,6 +24,8 @@ NOT_RUN = {
     'jaxtrain train gpt_quickstart --simulate-devices 8 -b "Train.data=@ChatData()"': (
         "tests/test_chat_mode.py trains so, on conversations of its own"
     ),
+    "jaxtrain quantize": "tests/test_quantize.py quantizes runs of its own",
+    "jaxtrain generate --workdir runs/eight": "of such a run",
     "jaxtrain generate --workdir runs/talks --chat": "tests/test_chat_mode.py talks so",
     "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -109,8 +110,11 @@ def write_quantised(
     if text is not None:
         params = _scaled(trainer, whole, params, group, text, say)
     program = make_program(config, layouts.layout(config)).plain
-    # What is handed in is taken away, and the trainer's own may be among it.
-    made = program.create(config.train.seed, jax.tree.map(jnp.copy, params))
+    with warnings.catch_warnings():
+        # Codes are smaller than the floats that they are made of.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        # What is handed in is taken away, and the trainer's own may be among it.
+        made = program.create(config.train.seed, jax.tree.map(jnp.copy, params))
     made = dataclasses.replace(made, step=state.step)
     extra = resume.describe_parameters(config, program)
     del extra["only_parameters"]
