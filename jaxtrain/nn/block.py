@@ -18,6 +18,7 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, together, under
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.sharding import shard
 
@@ -181,6 +182,7 @@ class Block:
             y_BTD, extended = self.attention(
                 own, h_BTD, positions_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
+            y_BTD = named(y_BTD, "attention_out")
             return finished("after_attention_norm", y_BTD, 0), extended
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, Auxiliary]:

@@ -16,6 +16,7 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, together, under
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.sharding import shard
 
@@ -90,12 +91,12 @@ class CrossBlock:
             y_BTD, extended = self.attention(
                 own, h_BTD, nowhere_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
-            return dropped(y_BTD, 0), extended
+            return dropped(named(y_BTD, "attention_out"), 0), extended
 
         def look(h_BTD: jax.Array) -> tuple[jax.Array, None]:
             of = under("cross", own)
             y_BTD = self.cross(of, h_BTD, remembered, of_memory, execution, out=RESIDUAL)
-            return dropped(y_BTD, 1), None
+            return dropped(named(y_BTD, "attention_out"), 1), None
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, None]:
             return dropped(self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)[0], 2), None

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.errors import UserError, nearest_divisor, refuse_below
 from jaxtrain.config.reader import configurable
@@ -20,7 +19,7 @@ from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.products.low_rank import LowRank, adapted
 from jaxtrain.nn.products.quantised import Quantised
 from jaxtrain.nn.products.watched import Watched, watched
-from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
+from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, named, remat
 from jaxtrain.parallel.sharding import shard
 
 
@@ -128,11 +127,11 @@ class Execution:
                 f"use {nearest_divisor(count, block)} (or 0 to unroll all)"
             )
 
-        def named(layer: Any, x: jax.Array, extra: Any) -> Any:
-            return layer_fn(layer, checkpoint_name(x, RESIDUAL), extra)
+        def of_named(layer: Any, x: jax.Array, extra: Any) -> Any:
+            return layer_fn(layer, named(x, RESIDUAL), extra)
 
         # Without a loop around it only prevent_cse keeps XLA from undoing the recomputation.
-        run = remat(named, self.remat, prevent_cse=block == count)
+        run = remat(of_named, self.remat, prevent_cse=block == count)
 
         def run_block(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
             if block == 1:

@@ -20,6 +20,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, shard
@@ -272,8 +273,8 @@ def _with_capacity(
     x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, B * C, D)
     if ranks > 1:
         x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
-    h_ESF = jax.nn.silu(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF))
-    h_ESF *= jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF)
+    h_ESF = jax.nn.silu(named(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF), "mlp_gate"))
+    h_ESF *= named(jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF), "mlp_up")
     y_ESD = jnp.einsum("ESF,EFD->ESD", h_ESF, down_EFD)
     if ranks > 1:
         y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
@@ -352,8 +353,8 @@ def _grouped(
     down_EFD: jax.Array,
 ) -> jax.Array:
     """SwiGLU of rows that stand expert after expert, sizes_E of them each."""
-    h_NF = jax.nn.silu(jax.lax.ragged_dot(x_ND, gate_EDF, sizes_E))
-    h_NF *= jax.lax.ragged_dot(x_ND, up_EDF, sizes_E)
+    h_NF = jax.nn.silu(named(jax.lax.ragged_dot(x_ND, gate_EDF, sizes_E), "mlp_gate"))
+    h_NF *= named(jax.lax.ragged_dot(x_ND, up_EDF, sizes_E), "mlp_up")
     return jax.lax.ragged_dot(h_NF, down_EFD, sizes_E)
 
 

@@ -16,6 +16,7 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.devices import platform_of
 
@@ -68,9 +69,9 @@ class SwiGLU:
     ) -> tuple[jax.Array, Auxiliary]:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
-        gate_BTF = self.function(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]))
-        h_BTF = gate_BTF * execution.contract("BTD,DF->BTF", h_BTD, own["up"])
-        h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
+        gate_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]), "mlp_gate")
+        up_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["up"]), "mlp_up")
+        h_BTF = self.dropout(self.function(gate_BTF) * up_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
 
 
@@ -145,8 +146,8 @@ class TwoLayers:
     ) -> tuple[jax.Array, Auxiliary]:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
-        h_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
-        h_BTF = self.function(add_bias(h_BTF, own["up_bias"]) if self.biases else h_BTF)
-        h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
+        up_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        up_BTF = named(add_bias(up_BTF, own["up_bias"]) if self.biases else up_BTF, "mlp_up")
+        h_BTF = self.dropout(self.function(up_BTF), execution.draws, execution.layer)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
         return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}

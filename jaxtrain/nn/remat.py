@@ -1,11 +1,15 @@
-"""Named policies for recomputing or offloading activations in the backward pass."""
+"""Named policies for recomputing or offloading activations in the backward pass, and named
+activations, which it has whatever the policy."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
 from jaxtrain.parallel.gathering import GATHERED, gathers_weights
@@ -15,6 +19,30 @@ KEPT = "kept"  # the name of a kernel's results, in place of what it makes on th
 PRODUCT = "product"  # the name of a product with a weight, in place of the sums it is scaled from
 
 _policies = jax.checkpoint_policies
+
+# Every activation that layers name, by the names that Remat.save and Remat.offload know it by:
+# what it is, where a layer has it.
+NAMES = {
+    RESIDUAL: "the residual stream that a layer receives",
+    "query": "queries, before positions turn them",
+    "key": "keys, before positions turn them",
+    "value": "values",
+    "attention": "what the heads give, before the product with out",
+    "attention_out": "what attention adds to the residual stream",
+    "mlp_gate": "what gate gives, before its function; of experts, each one's",
+    "mlp_up": "what up gives, before its function; of experts, each one's",
+    "mixer_in": "what a recurrence or a state space reads",
+    "mixer": "what it gives, before its gate",
+}
+# What kernels give that have a derivative of their own and no name for it: cuDNN's attention and
+# those of Pallas, by what JAX calls their operations.
+_KERNELS = ("dot_product_attention_fwd_wrapper", "pallas_call")
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+    """The activation x, which Remat.save and Remat.offload know by this name, one of `NAMES`."""
+    assert name in NAMES, name
+    return checkpoint_name(x, name)
 
 
 # What is as quick to do again as to read back: one pass over what it is given, fused into the pass
@@ -50,13 +78,42 @@ class Policy:
 
     Attributes:
       saves: what jax.checkpoint asks of each result: whether, or where, the backward pass has it.
-      repeats_products: whether the layer's products with weights run again, but for its last.
-      offloads: whether what is kept lies in the host's memory.
+      repeats_products: whether the layer's products with weights run again, but for its last and
+        those that are kept by name.
+      names: activations that it has by their names, on the device or on its host.
     """
 
     saves: Callable[..., Any]
     repeats_products: bool = False
-    offloads: bool = False
+    names: frozenset[str] = frozenset()
+
+    def having(self, save: tuple[str, ...], offload: tuple[str, ...]) -> "Policy":
+        """The same, and the activations so named kept on the device, or on its host."""
+        if not save and not offload:
+            return self
+        by_name = _policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=save,
+            names_which_can_be_offloaded=offload,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        naming = _naming()
+
+        def saves(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+            name = parameters["name"] if primitive is naming else None
+            if name == KEPT or primitive.name in _KERNELS:
+                name = "attention"
+            if name not in (*save, *offload):
+                return self.saves(primitive, *arguments, **parameters)
+            return by_name(naming, *arguments, name=name)
+
+        return dataclasses.replace(self, saves=saves, names=self.names | {*save, *offload})
+
+
+@functools.cache
+def _naming() -> Any:
+    """The operation that gives a name, as policies are asked about it."""
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, RESIDUAL))(0.0).eqns[0].primitive
 
 
 # What each value of Remat.policy keeps; those that keep most first.
@@ -69,17 +126,8 @@ POLICIES = {
         )
     ),
     "full": Policy(_policies.nothing_saveable, repeats_products=True),
-    "offload": Policy(
-        _policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[RESIDUAL],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-        repeats_products=True,
-        offloads=True,
-    ),
 }
+POLICIES["offload"] = POLICIES["full"].having(save=(), offload=(RESIDUAL,))
 
 
 @configurable
@@ -93,14 +141,60 @@ class Remat:
         is faster where memory is slow, as on CPUs; 'dots' keeps the results of
         matrix products with weights and recomputes the rest; 'full' keeps each layer's input only
         (arXiv 1604.06174); 'offload' keeps each layer's input too, but in host memory.
+      save: activations that the backward pass has whatever the policy, by the names that layers
+        give them: 'residual' 'query' 'key' 'value' 'attention' (of kernels that keep no scores,
+        with what their own backward pass needs) 'attention_out' 'mlp_gate' 'mlp_up' 'mixer_in'
+        'mixer' (of states and recurrences). With 'full' these alone are not computed again.
+      offload: the same, but in pinned host memory; a name is in one of the two.
     """
 
     policy: Annotated[str, OneOf(tuple(POLICIES))] = "none"
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sentences = list(_refusals(self))
+        if sentences:
+            raise UserError("\n".join(sentences))
 
     @property
     def kept(self) -> Policy:
-        """What the policy's name stands for."""
-        return POLICIES[self.policy]
+        """What the policy's name and those of the activations stand for."""
+        return _kept(self)
+
+    @property
+    def named(self) -> dict[str, tuple[str, ...]]:
+        """The activations that are kept by name, by the setting that says so."""
+        return {"Remat.save": self.save, "Remat.offload": self.offload}
+
+
+@functools.cache
+def _kept(settings: Remat) -> Policy:
+    return POLICIES[settings.policy].having(settings.save, settings.offload)
+
+
+def _refusals(settings: Remat) -> Iterator[str]:
+    """Why activations cannot be kept so by their names, a sentence each."""
+    for setting, names in settings.named.items():
+        for name in names:
+            if name not in NAMES:
+                yield (
+                    f"{setting}={names}: no layer gives an activation the name {name!r}"
+                    f"{did_you_mean(name, NAMES)}"
+                )
+        if names and settings.policy == "none":
+            yield (
+                f"{setting}={names} with Remat.policy='none', which keeps everything that is made "
+                "of them too; use Remat.policy='full' to keep these alone, or 'dots'"
+            )
+    for name in settings.save:
+        if name in settings.offload:
+            yield f"Remat.save and Remat.offload both have {name!r}; leave it in one of them"
+    if settings.policy == "offload" and RESIDUAL in (*settings.save, *settings.offload):
+        yield (
+            f"Remat.policy='offload' has {RESIDUAL!r} in host memory already; leave it out of "
+            "Remat.save and Remat.offload, or use Remat.policy='full'"
+        )
 
 
 def remat(layer: Callable[..., Any], policy: Policy, *, prevent_cse: bool) -> Callable[..., Any]:

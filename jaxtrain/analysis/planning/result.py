@@ -174,10 +174,10 @@ class Plan:
                 "arguments": self.arguments,
                 "temporaries": self.temporaries,
                 "live": compiled.live_bytes if compiled else None,
-                "host": compiled.host_bytes if compiled else self.estimate.arguments.host,
+                "host": compiled.host_bytes if compiled else self.estimate.host,
                 "closed_form": {
                     "arguments": self.estimate.arguments.total,
-                    "host": self.estimate.arguments.host,
+                    "host": self.estimate.host,
                     "gradients": self.estimate.gradients,
                     **self.estimate.parts,
                 },

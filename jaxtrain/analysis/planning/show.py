@@ -76,8 +76,8 @@ def _memory(console: Console, plan: "Plan") -> None:
         table.add_row(name, human_bytes(size), "#" * round(_BAR * size / most))
     table.add_section()
     table.add_row("closed forms together", human_bytes(plan.estimate.total), "")
-    if plan.estimate.arguments.host:
-        host = human_bytes(plan.estimate.arguments.host)
+    if plan.estimate.host:
+        host = human_bytes(plan.estimate.host)
         table.add_row("beside them, in host memory", host, "")
     compiled = plan.compiled
     if compiled is not None:

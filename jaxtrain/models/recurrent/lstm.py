@@ -22,6 +22,7 @@ from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
@@ -106,7 +107,7 @@ class LSTMLayer:
         with jax.named_scope("lstm"):
             x_TBD = jnp.swapaxes(x_BTD, 0, 1)
             x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
-            x_TBG = add_bias(x_TBG, own["gates_bias"])
+            x_TBG = named(add_bias(x_TBG, own["gates_bias"]), "mixer_in")
             weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
             if cache is not None:
                 before_h_BD, before_c_BD = cache
@@ -171,7 +172,8 @@ def _forward(
         kept = (x.astype(dtype) for x in (i, f, g, o, c_BD))
         return (new_h_BD, new_c_BD), (new_h_BD.astype(dtype), tuple(kept))
 
-    after, (h_TBD, kept) = jax.lax.scan(step, state, (x_TBG, goes_on_TB1))
+    after, outs = jax.lax.scan(step, state, (x_TBG, goes_on_TB1))
+    h_TBD, kept = jax.tree.map(lambda x: named(x, "mixer"), outs)
     return (h_TBD, after), (weight_DG, goes_on_TB1, state[0], h_TBD, kept)
 
 

@@ -21,6 +21,7 @@ from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.selective_scan import causal_convolution, goes_on, selective_scan, steps
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
@@ -144,7 +145,7 @@ class MambaLayer(StateSpaceLayer):
         R, S = self.step_rank, self.state_dim
         before_BKF, state_BFS = (None, None) if cache is None else cache
         both = execution.contract("BTD,PDF->PBTF", h_BTD, own["in"])
-        x_BTF, gate_BTF = (part[0] for part in jnp.split(both, 2))
+        x_BTF, gate_BTF = (part[0] for part in jnp.split(named(both, "mixer_in"), 2))
         kernel_KF = gather(own["conv"]).astype(x_BTF.dtype)
         x_BTF, last_BKF = causal_convolution(x_BTF, kernel_KF, mask, before_BKF)
         x_BTF = jax.nn.silu(add_bias(x_BTF, own["conv_bias"]))
@@ -164,6 +165,7 @@ class MambaLayer(StateSpaceLayer):
             state_BFS,
         )
         y_BTF = (y_BTF + x32_BTF * gather(own["skip"])).astype(h_BTD.dtype)
+        y_BTF = named(y_BTF, "mixer")
         y_BTF *= jax.nn.silu(gate_BTF)
         y_BTD = execution.contract("BTF,FD->BTD", y_BTF, own["out"], RESIDUAL)
         return y_BTD, None if cache is None else (last_BKF.astype(cache[0].dtype), state_BFS)

@@ -18,6 +18,7 @@ from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, ContextParall
 from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, refuse
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.ring import ring_attention
+from jaxtrain.nn.remat import named
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_device, shard
 
@@ -91,7 +92,7 @@ def attention(
     if parts > 1:
         assert mask.query_start is None, "a key-value cache is not split"
         if context_parallel == "ulysses":
-            return context.ulysses(KERNELS[kernel].run, q_BTNH, k_BSKH, v_BSKH, mask)
+            return context.ulysses(_run(kernel), q_BTNH, k_BSKH, v_BSKH, mask)
         return ring_attention(
             q_BTNH,
             k_BSKH,
@@ -102,9 +103,15 @@ def attention(
             segment_ids_BS=mask.segment_ids_BS,
             exact=kernel == "reference",
         )
-    own = KERNELS[kernel]
-    run = own.run if own.plain else functools.partial(by_device, own.run)
+    run = _run(kernel) if KERNELS[kernel].plain else functools.partial(by_device, _run(kernel))
     return run(q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+def _run(kernel: str) -> Run:
+    """A kernel whose results remat policies know by name; others than plain ones say themselves
+    what they keep, the results of queries with it."""
+    own = KERNELS[kernel]
+    return (lambda *given: named(own.run(*given), "attention")) if own.plain else own.run
 
 
 def by_device(

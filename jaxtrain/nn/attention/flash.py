@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.remat import KEPT
 
 # The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
 TILE = 128
@@ -75,6 +76,7 @@ def tpu(
         ),
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name=KEPT,
         interpret=interpret,
     )
     # The kernel leaves the scale to its caller.

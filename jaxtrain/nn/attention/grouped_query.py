@@ -16,6 +16,7 @@ from jaxtrain.nn.execution import Execution, taken
 from jaxtrain.nn.layers import add_bias, rotate
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
 
@@ -135,6 +136,8 @@ class GroupedQuery:
             q_BTNH = add_bias(q_BTNH, own["query_bias"])
             k_BTKH = add_bias(k_BTKH, own["key_bias"])
             v_BTKH = add_bias(v_BTKH, own["value_bias"])
+        q_BTNH, k_BTKH = named(q_BTNH, "query"), named(k_BTKH, "key")
+        v_BTKH = named(v_BTKH, "value")
         if self.norm is not None:
             q_BTNH = self.norm(under("query_norm", own), q_BTNH)
             k_BTKH = self.norm(under("key_norm", own), k_BTKH)

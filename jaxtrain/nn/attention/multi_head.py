@@ -15,6 +15,7 @@ from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
 
@@ -74,7 +75,8 @@ class MultiHead:
         qkv = execution.contract("BTD,PDNH->PBTNH", h_BTD, own["qkv"])
         qkv = qkv + gather(own["qkv_bias"])[:, None, None].astype(h_BTD.dtype)
         # Split rather than indexed: the gradients are then put together in one pass.
-        q_BTNH, k_BTNH, v_BTNH = (part[0] for part in jnp.split(qkv, 3))
+        parts = zip(jnp.split(qkv, 3), ("query", "key", "value"), strict=True)
+        q_BTNH, k_BTNH, v_BTNH = (named(part[0], name) for part, name in parts)
         if cache is not None:
             k_BTNH, v_BTNH = cache = extend_cache(k_BTNH, v_BTNH, cache, start)
         a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)

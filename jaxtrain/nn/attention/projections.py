@@ -15,6 +15,7 @@ from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import LayerCache
 
 
@@ -71,6 +72,7 @@ class Projections:
         x_BTNH = execution.contract("BTD,DNH->BTNH", x_BTD, own[name])
         if self.biases:
             x_BTNH = add_bias(x_BTNH, own[f"{name}_bias"])
+        x_BTNH = named(x_BTNH, name)
         return x_BTNH * self.query_scale if name == "query" else x_BTNH
 
     def back(

@@ -26,6 +26,7 @@ from jaxtrain.nn.attention.context import (
     split_before,
     work,
 )
+from jaxtrain.nn.remat import named
 from jaxtrain.parallel.sharding import (
     Layout,
     activation_spec,
@@ -101,7 +102,8 @@ def _ring_forward(
             (rank, queries, keys, keys, ids, ids),
             (queries, activation_spec(QUERIES[:3])),
         )
-        out, lse = run(_ranks(ring), q, k, v, ids_T, ids_S)
+        results = run(_ranks(ring), q, k, v, ids_T, ids_S)
+    out, lse = (named(x, "attention") for x in results)
     return out, (q, k, v, ids_T, ids_S, out, lse)
 
 

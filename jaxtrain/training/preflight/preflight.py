@@ -22,7 +22,7 @@ from jaxtrain.training.objectives import losses
 from jaxtrain.training.offload import offload
 from jaxtrain.training.optimizers import optimizer, plateau
 from jaxtrain.training.pipeline import schedules
-from jaxtrain.training.preflight import model_and_data
+from jaxtrain.training.preflight import model_and_data, named
 from jaxtrain.training.preflight.outlook import Outlook
 from jaxtrain.training.program.program import kernel_request
 from jaxtrain.training.settings import Config
@@ -189,6 +189,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     ),
     lambda seen, c: model_and_data.refuse(c, reads_data=seen.reads_data),
     _scan,
+    lambda seen, c: named.refuse(c, ranks=seen.size("pipe")),
     lambda seen, c: losses.refuse(c.loss, length=seen.length, context=seen.size("context")),
     _kernel,
 )

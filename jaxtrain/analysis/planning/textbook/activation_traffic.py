@@ -97,12 +97,16 @@ class _Activations:
 
     # -- tensor -----------------------------------------------------------------------------------
 
+    def sums_again(self, part: str) -> bool:
+        """Whether a part's last sum runs again for the backward pass. It does not where it is kept,
+        and the recomputation stops before the last of a layer: nothing reads it."""
+        return self.facts.repeats(f"{part}_out") and part != self.parts[-1]
+
     def blocks(self) -> Iterator[Expected]:
         """Megatron's f and g (arXiv 1909.08053, section 3)."""
         facts, experts = self.facts, self.model.experts
         for name in self.parts:
-            # The recomputation stops before the last sum of a layer: nothing reads it.
-            again = facts.recomputes and name != self.parts[-1]
+            again = self.sums_again(name)
             forward = (self.forwards + again) * self.runs
             yield from self.sums(f"{name} output", forward, self.runs, "4 L B T D")
         if experts:
@@ -115,9 +119,11 @@ class _Activations:
             gates = 4 * facts.B * facts.T * experts.per_token
             yield Expected("all-reduce", "tensor", self.runs, gates, "router: gates", "B T k")
         if self.splits_stream and (facts.recomputes or facts.gathers_weights):
-            # What is computed again starts from the part of the stream that a device keeps.
+            # What is computed again starts from the part of the stream that a device keeps: in each
+            # part of the layer, but where the sum before it runs again and gathers it.
+            starts = len(self.parts) - sum(map(self.sums_again, self.parts))
             yield Expected(
-                "all-gather", "tensor", (1 if facts.recomputes else 2) * self.runs,
+                "all-gather", "tensor", starts * self.runs,
                 facts.stream_bytes // facts.size("tensor"), "recomputation: stream", "B T D",
             )  # fmt: skip
 
@@ -141,7 +147,7 @@ class _Activations:
             blocks["mlp"] = ups, ups[0]
         for name, (into, out) in blocks.items():
             again = facts.recomputes or facts.gathers_weights
-            last = 2 + (facts.recomputes and name != self.parts[-1])  # as in `blocks`
+            last = 2 + self.sums_again(name)
             for axis, width, gathers, scatters in (
                 ("row", D, 2 + again, last),
                 ("tensor", out, 1 + again, 1),
@@ -175,7 +181,7 @@ class _Activations:
             if block is None or not weight.is_layer or not weight.is_matrix:
                 continue
             out = weight.axes[-1] == "embed"
-            again = facts.recomputes and not (out and block == self.parts[-1])  # as in `blocks`
+            again = self.sums_again(block) if out else facts.recomputes
             forward, backward = (self.forwards + again) * self.runs, self.runs
             width = math.prod(weight.shape) // D
             if "kv_heads" in weight.axes:
@@ -253,10 +259,11 @@ class _Activations:
         facts, steps = self.facts, self.facts.size("context") - 1
         width = self.attention.key_dim + self.attention.value_dim
         numbers = facts.B * facts.T * self.heads()[1] * width
-        forwards = self.forwards + facts.recomputes
+        again = facts.repeats("attention")
+        forwards = self.forwards + again
         yield Expected(
             "collective-permute", "context",
-            ((forwards + 1) * steps - facts.recomputes) * self.runs, numbers * facts.value_bytes,
+            ((forwards + 1) * steps - again) * self.runs, numbers * facts.value_bytes,
             "ring of keys and values", "2 (k-1) 2 B T K H",
         )  # fmt: skip
         yield Expected(

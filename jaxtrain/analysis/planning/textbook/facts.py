@@ -258,6 +258,10 @@ class Facts:
         """Whether a layer's forward pass, its last product aside, runs again for the backward."""
         return self.config.remat.kept.repeats_products
 
+    def repeats(self, name: str) -> bool:
+        """Whether what makes the activation of this name runs again for the backward pass."""
+        return self.recomputes and name not in self.config.remat.kept.names
+
     def crossings(self) -> dict[str, dict[str, int]]:
         """`steady.crossings` of the configured pipeline."""
         pipeline = self.config.pipeline

@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtrain.analysis.planning.textbook.profile import layer_profile, on_platform, shard_bytes
+from jaxtrain.analysis.planning.textbook.profile import (
+    is_on_host,
+    layer_profile,
+    on_platform,
+    shard_bytes,
+)
 from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, reads_tokens, token_model
@@ -55,11 +60,18 @@ class Memory:
       arguments: the state and the batch, exact.
       gradients: accumulators and the gradients of one microbatch.
       parts: everything else that is alive then: name -> bytes.
+      activations_on_host: what the backward pass has in the memory of the device's host.
     """
 
     arguments: Arguments
     gradients: int
     parts: dict[str, int]
+    activations_on_host: int = 0
+
+    @property
+    def host(self) -> int:
+        """All that lies in the memory of the device's host."""
+        return self.arguments.host + self.activations_on_host
 
     @property
     def temporaries(self) -> int:
@@ -234,7 +246,8 @@ class _Step:
         gradients = self._accumulators + largest.pop("gradients")
         if self._copies:
             largest["parameters in the compute dtype"] = self._copies
-        return Memory(self.arguments, gradients, {k: v for k, v in largest.items() if v})
+        alive = {name: size for name, size in largest.items() if size}
+        return Memory(self.arguments, gradients, alive, self._offloaded)
 
     # -- what is alive all the time --------------------------------------------------------------
 
@@ -311,6 +324,14 @@ class _Step:
         found = {name: size * of_stage * at_once for name, size in kept.items()}
         found["pipeline: inputs and gradients of stages"] = streams * stream
         return found
+
+    @property
+    def _offloaded(self) -> int:
+        """The same in host memory; of a pipeline's stages, which compute again, one's at a time."""
+        layers = self._model.layers
+        if self._ranks > 1:
+            layers = math.ceil(layers / self._ranks / self.config.pipeline.virtual_stages)
+        return round(self._profile.offloaded * self._rows) * layers
 
     @property
     def _stream(self) -> int:
@@ -416,10 +437,12 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
 
             return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])
 
-        kept = jax.eval_shape(forward, state.params, state.statistics, batch)
+        kept: Any = jax.make_jaxpr(forward)(state.params, state.statistics, batch).out_avals
     gradients = sum(
         math.prod(layout.named(layout.gradient(logical_axes(v))).shard_shape(v.get_value().shape))
         * 4
         for v in jax.tree.leaves(state.params, is_leaf=is_variable)
     )
-    return Memory(arguments, gradients, {"activations": sum(map(shard_bytes, kept))})
+    on_host = sum(shard_bytes(x) for x in kept if is_on_host(x))
+    activations = sum(map(shard_bytes, kept)) - on_host
+    return Memory(arguments, gradients, {"activations": activations}, on_host)

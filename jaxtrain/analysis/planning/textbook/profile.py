@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jaxtrain.nn.attention.kernels import TILE
 from jaxtrain.nn.precision import to_compute
-from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, remat
+from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, named, remat
 from jaxtrain.nn.transformer import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
@@ -36,7 +35,8 @@ class LayerProfile:
     """Bytes that one row of a batch takes on a device, in one layer.
 
     Attributes:
-      kept: what the backward pass keeps, by the scope that made it.
+      kept: what the backward pass keeps on the device, by the scope that made it.
+      offloaded: what it has in the memory of the device's host.
       products: the results of its matrix products with weights, which elementwise work between
         them is fused into.
       stream: the activation that goes from layer to layer.
@@ -44,13 +44,14 @@ class LayerProfile:
     """
 
     kept: tuple[tuple[str, int], ...]
+    offloaded: int
     products: int
     stream: int
     hidden: int
 
     @property
     def kept_bytes(self) -> int:
-        """All that is kept."""
+        """All that is kept on the device."""
         return sum(size for _, size in self.kept)
 
 
@@ -66,6 +67,11 @@ def shard_bytes(aval: Any) -> int:
     """Bytes of one device's part of an abstract array."""
     shape = aval.sharding.shard_shape(aval.shape) if aval.sharding is not None else aval.shape
     return math.prod(shape) * aval.dtype.itemsize
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether an abstract array lies in the memory of a device's host."""
+    return aval.memory_space == jax.memory.Space.Host
 
 
 def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile:
@@ -95,11 +101,10 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     )
     if plain.attention.kernel == "cudnn":
         plain, platform = _with_flash_kernel_that_traces(plain), "tpu"
-    products = _kept(plain, platform, "dots")
-    offloads = config.remat.kept.offloads
-    kept = () if offloads else _kept(plain, platform, config.remat.policy).kept
+    products = _kept(plain, platform, Remat(policy="dots"))
+    found = _kept(plain, platform, config.remat)
     total = sum(size for _, size in products.kept)
-    return LayerProfile(kept, total, products.stream, products.hidden)
+    return LayerProfile(found.kept, found.offloaded, total, products.stream, products.hidden)
 
 
 def _with_flash_kernel_that_traces(config: Config) -> Config:
@@ -120,24 +125,24 @@ def _with_flash_kernel_that_traces(config: Config) -> Config:
 @dataclasses.dataclass(frozen=True)
 class _Kept:
     kept: tuple[tuple[str, int], ...]
+    offloaded: int
     stream: int
     hidden: int
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept(config: Config, platform: str, policy: str) -> _Kept:
+def _kept(config: Config, platform: str, settings: Remat) -> _Kept:
     mesh = config.mesh
     devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     layout = on_platform(abstract_layout(config, devices), platform, "planned")
     program: Any = make_program(config, layout).plain
     rows = layout.batch_devices()
-    kept, stream, hidden = _residuals(program, layout, config, rows, POLICIES[policy])
-    return _Kept(tuple(sorted(kept.items())), stream, hidden)
+    return _residuals(program, layout, config, rows, settings.kept)
 
 
 def _residuals(
     program: Program, layout: Layout, config: Config, rows: int, policy: Policy
-) -> tuple[dict[str, int], int, int]:
+) -> _Kept:
     execution, objective = program.execution, program.objective
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
@@ -166,8 +171,8 @@ def _residuals(
 
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
-                named = checkpoint_name(x, RESIDUAL)
-                y, _, auxiliary = model.run_layer(layer, named, positions, mask, of_first)
+                x = named(x, RESIDUAL)
+                y, _, auxiliary = model.run_layer(layer, x, positions, mask, of_first)
                 return y, auxiliary
 
             return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
@@ -178,12 +183,15 @@ def _residuals(
     # A layer's weights are there anyway, and positions and masks are the same for all layers.
     unkept = {*given[:before], *given[before + 1 :]}
     sizes: dict[str, int] = {}
+    offloaded = 0
     for var in dict.fromkeys(v for v in closed.jaxpr.outvars if isinstance(v, Var)):
         aval: Any = var.aval
-        if var not in unkept and aval.ndim > 1:
+        if is_on_host(aval):
+            offloaded += shard_bytes(aval)
+        elif var not in unkept and aval.ndim > 1:
             kind = _kind(closed.jaxpr, var)
             sizes[kind] = sizes.get(kind, 0) + shard_bytes(aval)
-    return sizes, shard_bytes(x), shard_bytes(finished)
+    return _Kept(tuple(sorted(sizes.items())), offloaded, shard_bytes(x), shard_bytes(finished))
 
 
 def parameter_model(program: Program) -> Any:

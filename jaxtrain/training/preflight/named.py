@@ -1,0 +1,93 @@
+"""Which activations the layers of a model give a name: read from the step that is traced."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxtrain.config.errors import did_you_mean
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.remat import NAMES, Remat
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import make_program
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import with_shardings
+
+
+def refuse(config: Config, *, ranks: int) -> Iterator[str]:
+    """A sentence for each reason why activations cannot be kept by these names.
+
+    Args:
+      config: the configuration.
+      ranks: of the pipeline; 1 is none.
+    """
+    settings, pipeline = config.remat, config.pipeline
+    if ranks > 1 and (settings.policy == "offload" or settings.offload):
+        said = "Remat.policy='offload'"
+        said = f"Remat.offload={settings.offload}" if settings.offload else said
+        waits = "what waits for its backward pass lies in the memory of the devices"
+        if pipeline.backward == "residuals":
+            yield f"{said} with Pipeline.backward='residuals': {waits}; use 'recompute'"
+        if pipeline.schedule == "zero_bubble":
+            yield f"{said} with Pipeline.schedule='zero_bubble': {waits}; use '1f1b'"
+    if config.train.model.layers is None or not any(settings.named.values()):
+        return
+    given = _names(_plain(config))
+    for setting, names in settings.named.items():
+        for name in names:
+            if name not in given:
+                yield (
+                    f"{setting}={names}: the layers of {type(config.train.model).__name__} give no "
+                    f"activation the name {name!r}{did_you_mean(name, given)}"
+                )
+
+
+def _plain(config: Config) -> Config:
+    """The configuration without what its names do not depend on."""
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, global_batch_size=1, accumulation=1),
+        mesh=Mesh(fsdp=1),
+        sharding=type(config.sharding)(),
+        exchange=type(config.exchange)(),
+        offload=type(config.offload)(),
+        pipeline=Pipeline(),
+        remat=Remat(),
+        attention=Attention(kernel="reference"),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _names(config: Config) -> frozenset[str]:
+    layout = abstract_layout(config, 1)
+    program: Any = make_program(config, layout)
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        batch = config.train.data.abstract_batch(1)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+        traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
+    return frozenset(NAMES) & frozenset(_given(traced.jaxpr))
+
+
+def _given(jaxpr: Jaxpr) -> Iterator[str]:
+    """Names that stand in a traced function, and in those that it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for inner in _jaxprs(equation.params.values()):
+            yield from _given(inner)
+
+
+def _jaxprs(values: Iterable[Any]) -> Iterator[Jaxpr]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _jaxprs(value)
