@@ -15,7 +15,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.norms import LayerNorm, RMSNorm
+from jaxtrain.nn.remat import POLICIES, Remat
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.parallel.tables import RULES
 from jaxtrain.training.objectives.losses import Loss
@@ -59,12 +60,15 @@ def loss_and_grads(name: str, execution: Execution) -> Any:
         ("llama", "full", 1),
         ("llama", "full", 2),
         ("llama", "offload", 1),
+        ("llama", Remat(policy="full", save=("query", "attention"), offload=("mlp_up",)), 1),
+        ("gpt", Remat(policy="dots", offload=("attention", "mlp_up", "residual")), 1),
     ],
 )
 def test_loop_and_remat_do_not_change_the_mathematics(
-    name: str, remat: str, layers_per_iteration: int
+    name: str, remat: str | Remat, layers_per_iteration: int
 ) -> None:
-    execution = Execution(remat=POLICIES[remat], layers_per_iteration=layers_per_iteration)
+    policy = POLICIES[remat] if isinstance(remat, str) else remat.kept
+    execution = Execution(remat=policy, layers_per_iteration=layers_per_iteration)
     loss, grads = loss_and_grads(name, execution)
     expected_loss, expected_grads = loss_and_grads(name, Execution())
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -110,15 +114,29 @@ def test_remat_keeps_what_it_says(name: str) -> None:
     assert of_layers("offload") == [(layers, *rows, D)]
 
 
-def test_elementwise_keeps_one_array_between_the_products_of_an_mlp() -> None:
-    """The result of `up`: the gelu of it is done again, for its own gradient and for `down`'s."""
+def test_what_is_kept_between_the_products_of_an_mlp() -> None:
+    """The result of `up`, and by 'none' its gelu, which the gradient of `down` reads."""
     hidden = (MODELS["gpt"].num_layers, *BATCH.inputs.shape, 4 * D)
     kept = {
         policy: sum(x.size == np.prod(hidden) for x in kept_for_backward("gpt", policy, 1))
         for policy in ("none", "elementwise")
     }
-    assert kept["elementwise"] == 1
-    assert kept["none"] > 3
+    assert kept == {"none": 2, "elementwise": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_keeps_its_input_and_two_numbers_a_row(dtype: str) -> None:
+    """In the input's dtype, not in the float32 that it is computed in; its parameters besides."""
+    x = jax.ShapeDtypeStruct((2, 6, D), dtype)
+    for norm, numbers in ((LayerNorm(dim=D, epsilon=1e-5), 2), (RMSNorm(dim=D, epsilon=1e-5), 1)):
+        own = norm.weights(jax.random.key(0))
+        kept = jax.eval_shape(lambda x, norm=norm, own=own: jax.vjp(
+            lambda x: norm(own, x), x)[1], x)  # fmt: skip
+        shapes = sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(kept))
+        assert shapes == sorted(
+            [(x.shape, dtype), *[((2, 6, 1), "float32")] * numbers,
+             *[((D,), "float32")] * len(own)]
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("layers_per_iteration", [1, 2, 0])

@@ -18,6 +18,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.context import split, sum_of_sequence
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.mlp import gated
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.remat import named
@@ -273,8 +274,9 @@ def _with_capacity(
     x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, B * C, D)
     if ranks > 1:
         x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
-    h_ESF = jax.nn.silu(named(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF), "mlp_gate"))
-    h_ESF *= named(jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF), "mlp_up")
+    g_ESF = named(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF), "mlp_gate")
+    u_ESF = named(jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF), "mlp_up")
+    h_ESF = gated(jax.nn.silu, g_ESF, u_ESF)
     y_ESD = jnp.einsum("ESF,EFD->ESD", h_ESF, down_EFD)
     if ranks > 1:
         y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
@@ -353,8 +355,9 @@ def _grouped(
     down_EFD: jax.Array,
 ) -> jax.Array:
     """SwiGLU of rows that stand expert after expert, sizes_E of them each."""
-    h_NF = jax.nn.silu(named(jax.lax.ragged_dot(x_ND, gate_EDF, sizes_E), "mlp_gate"))
-    h_NF *= named(jax.lax.ragged_dot(x_ND, up_EDF, sizes_E), "mlp_up")
+    g_NF = named(jax.lax.ragged_dot(x_ND, gate_EDF, sizes_E), "mlp_gate")
+    u_NF = named(jax.lax.ragged_dot(x_ND, up_EDF, sizes_E), "mlp_up")
+    h_NF = gated(jax.nn.silu, g_NF, u_NF)
     return jax.lax.ragged_dot(h_NF, down_EFD, sizes_E)
 
 

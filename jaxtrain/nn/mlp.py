@@ -16,7 +16,7 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import elementwise, named
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.devices import platform_of
 
@@ -71,8 +71,14 @@ class SwiGLU:
         del mask
         gate_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]), "mlp_gate")
         up_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["up"]), "mlp_up")
-        h_BTF = self.dropout(self.function(gate_BTF) * up_BTF, execution.draws, execution.layer)
+        h_BTF = gated(self.function, gate_BTF, up_BTF)
+        h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
+
+
+def gated(function: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
+    """function(gate) * up."""
+    return elementwise(lambda gate, up: function(gate) * up, gate, up)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -148,6 +154,6 @@ class TwoLayers:
         del mask
         up_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
         up_BTF = named(add_bias(up_BTF, own["up_bias"]) if self.biases else up_BTF, "mlp_up")
-        h_BTF = self.dropout(self.function(up_BTF), execution.draws, execution.layer)
+        h_BTF = self.dropout(elementwise(self.function, up_BTF), execution.draws, execution.layer)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
         return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}

@@ -110,6 +110,26 @@ class Policy:
         return dataclasses.replace(self, saves=saves, names=self.names | {*save, *offload})
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def elementwise(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
+    """function(*inputs), one pass over them, whose backward pass keeps them alone.
+
+    It does the function again. JAX's own keeps every step on the way, in float32 where it is that.
+    """
+    return function(*inputs)
+
+
+def _forward(function: Callable[..., jax.Array], *inputs: jax.Array) -> tuple[jax.Array, Any]:
+    return function(*inputs), inputs
+
+
+def _backward(function: Callable[..., jax.Array], inputs: Any, gradient: jax.Array) -> Any:
+    return jax.vjp(function, *inputs)[1](gradient)
+
+
+elementwise.defvjp(_forward, _backward)
+
+
 @functools.cache
 def _naming() -> Any:
     """The operation that gives a name, as policies are asked about it."""
@@ -161,6 +181,11 @@ class Remat:
     def kept(self) -> Policy:
         """What the policy's name and those of the activations stand for."""
         return _kept(self)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything waits for the backward pass in host memory."""
+        return self.policy == "offload" or bool(self.offload)
 
     @property
     def named(self) -> dict[str, tuple[str, ...]]:
