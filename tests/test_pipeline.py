@@ -14,7 +14,7 @@ from parity import TOLERANCE, assert_equal, evaluate
 
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.remat import Remat
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
@@ -119,12 +119,13 @@ def test_random_meshes_and_schedules_equal_one_device(data):
 def test_accumulation_remat_and_a_chunked_loss_work_inside_a_stage():
     expected = one_device(gpt, 4)
     base = make_program(gpt(4), make_layout())
+    named = Remat(policy="full", save=("attention",), offload=("mlp_up",))
     program = make_program(
         gpt(4),
         make_layout(pipe=2, fsdp=2),
         pipeline=Pipeline(microbatches=2),
         accumulation=2,
-        execution=dataclasses.replace(base.execution, remat=POLICIES["full"]),
+        execution=dataclasses.replace(base.execution, remat=named.kept),
         loss=dataclasses.replace(base.loss, chunk_size=4),
     )
     assert_equal(evaluate(program, BATCH), expected)

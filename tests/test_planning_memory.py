@@ -11,6 +11,7 @@ from conftest import needs_libtpu
 
 from jaxtrain.analysis.planning.compiled.compiled import compile_step, lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.textbook import formulas
 from jaxtrain.analysis.planning.textbook.memory import argument_bytes, memory
 from jaxtrain.analysis.planning.textbook.profile import layer_profile
 from jaxtrain.models.transformers.gpt import GPT
@@ -112,7 +113,33 @@ def test_full_remat_keeps_the_layers_input_alone():
 
 
 def test_offload_keeps_nothing_on_the_device():
-    assert profile("offload").kept_bytes == 0
+    found = profile("offload")
+    assert (found.kept_bytes, found.offloaded) == (0, STREAM)
+
+
+def named_profile(policy: str, save: tuple[str, ...] = (), offload: tuple[str, ...] = ()):
+    config = config_of(TINY_LLAMA, {}, remat=Remat(policy=policy, save=save, offload=offload))
+    return layer_profile(config, layouts.abstract_layout(config, 1), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("query", N * H), ("key", K * H), ("value", K * H), ("attention", N * H),
+        ("attention_out", D), ("mlp_gate", F), ("mlp_up", F),
+    ],
+)  # fmt: skip
+def test_a_name_keeps_what_it_says_here_or_on_the_host(name, numbers):
+    """So many numbers a token, beside the layer's input; on the host nothing else is."""
+    here, there = named_profile("full", save=(name,)), named_profile("full", offload=(name,))
+    assert (here.kept_bytes, here.offloaded) == (STREAM + 4 * T * numbers, 0)
+    assert (there.kept_bytes, there.offloaded) == (STREAM, 4 * T * numbers)
+
+
+def test_what_dots_keeps_is_off_the_device_where_it_is_offloaded():
+    found = named_profile("dots", offload=("mlp_gate", "mlp_up", "residual"))
+    assert found.offloaded == 4 * T * (2 * F + D)
+    assert found.kept_bytes == named_profile("dots").kept_bytes - found.offloaded
 
 
 def test_dots_keeps_the_results_of_products_with_weights():
@@ -126,6 +153,16 @@ def test_dots_keeps_the_results_of_products_with_weights():
 def test_nothing_recomputed_keeps_more_and_scores_besides():
     """At least the probabilities of each head, [N, T, T]."""
     assert profile("none").kept_bytes >= profile("dots").kept_bytes + 4 * N * T * T
+
+
+def test_none_keeps_what_pytorch_does():
+    """The textbook's bytes of a GPT with a flash kernel, whose output is kept once more as its
+    product reads it, two numbers a token of each norm, and the kernel's 16 bytes of blocks."""
+    config = load_config("gpt2_124m", ["Mesh.data = 1", "Mesh.fsdp = 1", "Remat.policy = 'none'"])
+    length, model = config.train.data.sequence_length, config.train.model
+    found = layer_profile(config, layouts.abstract_layout(config, 1), "tpu").kept_bytes
+    textbook = formulas.gpt_layer_flash(1, length, model.embed_dim, model.num_heads)
+    assert found == textbook + 2 * length * model.embed_dim + 2 * 2 * 4 * length + 16
 
 
 def test_tensor_divides_what_is_inside_and_sequence_parallelism_the_stream():
@@ -173,6 +210,10 @@ LARGE = {
     "llama_1b dots": (
         "llama_1b", "v5e:4x4", (*TPU, "Remat.policy='dots'", "Train.accumulation=16"),
     ),
+    "llama_1b named": (
+        "llama_1b", "v5e:4x4",
+        (*TPU, "Remat.policy='full'", "Remat.save=('attention', 'attention_out', 'mlp_up')"),
+    ),
     "llama_1b sequence": (
         "llama_1b", "v5e:4x4",
         (*TPU, "Mesh.fsdp=8", "Mesh.tensor=2", "Sharding.sequence_parallel=True"),
@@ -191,6 +232,31 @@ def test_what_lives_of_shipped_models_is_the_compilers_to_a_quarter(name, tmp_pa
     file, target, bindings = LARGE[name]
     estimate, live = estimate_and_compiler(load_config(file, bindings), target)
     assert estimate == pytest.approx(live, rel=0.25)
+
+
+# Heads of 128 numbers, which a TPU does not pad.
+WIDE = ("Llama.num_heads=16", "Llama.num_kv_heads=4")
+OFFLOADED = {
+    "residual": ("Remat.policy='offload'",),
+    "named": ("Remat.policy='full'", "Remat.offload=('attention', 'mlp_up')"),
+    "of dots": ("Remat.policy='dots'", "Remat.offload=('mlp_gate', 'mlp_up', 'query')"),
+}
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_is_offloaded_is_the_compilers_to_the_byte(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    config, machine = (
+        load_config("llama_1b", (*TPU, *WIDE, *OFFLOADED[name])),
+        parse_target("v5e:4x4"),
+    )
+    found = memory(config, layouts.abstract_layout(config, machine.devices), "tpu")
+    made = compile_step(config, planned_layout(config, machine), machine)
+    assert made.live_bytes is not None
+    assert found.host == made.host_bytes
+    assert found.temporaries == pytest.approx(made.live_bytes, rel=0.25)
 
 
 def test_gpus_kernel_is_profiled_where_there_is_no_cudnn():

@@ -98,6 +98,13 @@ OWN = {
         ),
         {WHOLE},
     ),
+    "fsdp x tensor, sequence parallel, named": (
+        config_of(
+            LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=Sharding(sequence_parallel=True),
+            remat=dataclasses.replace(FULL, save=("attention_out",), offload=("mlp_up",)),
+        ),
+        {WHOLE},
+    ),
     "sequence parallel, chunks": (
         config_of(
             LLAMA8, {"tensor": 8}, sharding=Sharding(sequence_parallel=True),
@@ -181,6 +188,20 @@ SLOW = {
     ),
     "ten microbatches x data x expert": (
         config_of(MIXTRAL, {"expert": 4, "data": 2}, rows=80, accumulation=10), set(),
+    ),
+    "ring, named": (
+        config_of(
+            LLAMA, {"context": 4, "data": 2}, length=256,
+            remat=dataclasses.replace(FULL, save=("attention",)),
+        ),
+        set(),
+    ),
+    "ring, offloaded": (
+        config_of(
+            LLAMA, {"context": 4, "data": 2}, length=256,
+            remat=dataclasses.replace(FULL, offload=("attention", "residual")),
+        ),
+        set(),
     ),
     "fsdp x context, ring": (
         config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256), set(),

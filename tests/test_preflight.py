@@ -192,6 +192,47 @@ def test_a_cnn_refuses_settings_that_would_do_nothing(binding):
     assert "does nothing for ResNet" in refused(binding, name="resnet_mnist5k")
 
 
+@pytest.mark.parametrize(
+    ("bindings", "sentence"),
+    [
+        (
+            ("Remat.offload = ('mlp_upp',)", "Remat.policy = 'full'"),
+            "Remat.offload=('mlp_upp',): no layer gives an activation the name 'mlp_upp'; did you "
+            "mean 'mlp_up'?",
+        ),
+        (
+            ("Remat.save = ('mlp_gate',)", "Remat.policy = 'full'"),
+            "Remat.save=('mlp_gate',): the layers of GPT give no activation the name 'mlp_gate'; "
+            "did you mean 'mlp_up'?",
+        ),
+        (
+            ("Remat.save = ('attention',)",),
+            "Remat.save=('attention',) with Remat.policy='none', which keeps everything that is "
+            "made of them too; use Remat.policy='full' to keep these alone, or 'dots'",
+        ),
+        (
+            ("Remat.save = ('query',)", "Remat.offload = ('query',)", "Remat.policy = 'full'"),
+            "Remat.save and Remat.offload both have 'query'; leave it in one of them",
+        ),
+        (
+            ("Remat.offload = ('residual',)", "Remat.policy = 'offload'"),
+            "Remat.policy='offload' has 'residual' in host memory already; leave it out of "
+            "Remat.save and Remat.offload, or use Remat.policy='full'",
+        ),
+        (
+            (
+                "Remat.policy = 'offload'", "Pipeline.backward = 'residuals'", "Mesh.pipe = 2",
+                "Mesh.fsdp = 2", "Pipeline.microbatches = 2",
+            ),
+            "Remat.policy='offload' with Mesh.pipe=2 and Pipeline.backward='residuals': what a "
+            "stage keeps waits in the memory of the devices; use Pipeline.backward='recompute'",
+        ),
+    ],
+)  # fmt: skip
+def test_names_of_activations_that_cannot_be_kept_so_are_refused(bindings, sentence):
+    assert refused(*bindings).splitlines() == [sentence]
+
+
 def test_a_model_refuses_the_other_kind_of_data(tmp_path):
     file = tmp_path / "run.gin"
     file.write_text(

@@ -503,6 +503,9 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
     untimed = ()
     if config.offload != Offload():
         untimed = ("the time in which state comes from host memory and goes back is not in it",)
+    if config.remat.offloads:
+        copies = "the time in which activations go to host memory and come back is not in it"
+        untimed = (*untimed, copies)
     return (
         *untimed,
         f"{shares.products:.0%} of {peaks} in products, {attention:.0%} in attention scores, "

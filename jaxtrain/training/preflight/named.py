@@ -26,15 +26,14 @@ def refuse(config: Config, *, ranks: int) -> Iterator[str]:
       config: the configuration.
       ranks: of the pipeline; 1 is none.
     """
-    settings, pipeline = config.remat, config.pipeline
-    if ranks > 1 and (settings.policy == "offload" or settings.offload):
+    settings = config.remat
+    if ranks > 1 and settings.offloads and config.pipeline.backward == "residuals":
         said = "Remat.policy='offload'"
         said = f"Remat.offload={settings.offload}" if settings.offload else said
-        waits = "what waits for its backward pass lies in the memory of the devices"
-        if pipeline.backward == "residuals":
-            yield f"{said} with Pipeline.backward='residuals': {waits}; use 'recompute'"
-        if pipeline.schedule == "zero_bubble":
-            yield f"{said} with Pipeline.schedule='zero_bubble': {waits}; use '1f1b'"
+        yield (
+            f"{said} with Mesh.pipe={ranks} and Pipeline.backward='residuals': what a stage keeps "
+            "waits in the memory of the devices; use Pipeline.backward='recompute'"
+        )
     if config.train.model.layers is None or not any(settings.named.values()):
         return
     given = _names(_plain(config))

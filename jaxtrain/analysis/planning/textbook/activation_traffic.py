@@ -254,7 +254,7 @@ class _Activations:
 
         The first step of a recomputed round is that of the backward pass too, and the first step of
         the segment ids is the same in every layer that is compiled once: the compiler does either
-        once.
+        once, the second not where a copy to the host stands in the backward pass's layer.
         """
         facts, steps = self.facts, self.facts.size("context") - 1
         width = self.attention.key_dim + self.attention.value_dim
@@ -271,6 +271,7 @@ class _Activations:
             "ring of their gradients", "(k-1) 2 B T K H in float32",
         )  # fmt: skip
         segments = (forwards + 1) * (steps - 1) * self.runs + facts.passes
+        segments += self.runs * facts.config.remat.offloads
         if self.attention.layers_differ:
             segments = (forwards + 1) * steps * self.runs
         yield Expected(
