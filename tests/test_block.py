@@ -134,3 +134,29 @@ def test_two_parts_with_a_parameter_of_one_name_are_not_put_together():
     weight = param(jax.random.key(0), (2,), ("vector",), normal(1.0))
     with pytest.raises(AssertionError, match="two parameters of one name"):
         together({"up": weight}, {"down": weight, "up": weight})
+
+
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])
+def test_the_gradients_of_a_norm_are_pytorchs(norm):
+    """Its derivative is by hand; of the input and of its parameters, far from 0 and 1."""
+    torch = pytest.importorskip("torch")
+    draw = np.random.default_rng(0).normal
+    x, d_y, scale, bias = draw(3, 2, (2, 5, D)), draw(0, 1, (2, 5, D)), draw(1, 1, D), draw(0, 1, D)
+    own = norm.weights(jax.random.key(0))
+    given = {"scale": scale, "bias": bias}
+
+    def run(x, values):  # noqa: ANN001, ANN202
+        return norm({name: own[name].replace(values[name]) for name in own}, x)
+
+    values = {name: jnp.asarray(given[name], jnp.float32) for name in own}
+    d_x, d_own = jax.vjp(run, jnp.asarray(x, jnp.float32), values)[1](jnp.asarray(d_y, jnp.float32))
+    theirs = {name: torch.tensor(value, requires_grad=True) for name, value in given.items()}
+    of_x = torch.tensor(x, requires_grad=True)
+    if "bias" in own:
+        y = torch.nn.functional.layer_norm(of_x, (D,), theirs["scale"], theirs["bias"], 1e-5)
+    else:
+        y = torch.nn.functional.rms_norm(of_x, (D,), theirs["scale"], 1e-5)
+    y.backward(torch.tensor(d_y))
+    np.testing.assert_allclose(d_x, of_x.grad, atol=2e-6)
+    for name in own:
+        np.testing.assert_allclose(d_own[name], theirs[name].grad, rtol=1e-5, atol=1e-5)
