@@ -59,12 +59,13 @@ class Record:
         """Whether an evaluation is better than all before it; one that is no number never is.
 
         Raises:
-          UserError: it has no such value.
+          UserError: it has no such number.
         """
         metric = self.settings.metric
         assert metric is not None, "nothing is compared"
-        if metric not in values:
-            known = [name for name in values if name.startswith("eval_")]
+        numbers = {name: x for name, x in values.items() if not isinstance(x, list)}
+        if metric not in numbers:
+            known = [name for name in numbers if name.startswith("eval_")]
             raise UserError(
                 f"Best.metric={metric!r}: evaluations have no such value"
                 f"{did_you_mean(metric, known)}"
