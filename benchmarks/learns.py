@@ -1,0 +1,231 @@
+"""What models learn beside what was published for them: each row is trained, and stands in a table.
+
+    python -m benchmarks.learns [ROW...] [--folder runs/learns] [--page docs/models.md]
+
+A row is a `jaxtrain train` of its own. It is written into the page as soon as it is known, and what
+stands there already is not trained again unless it is named; one that was stopped goes on where it
+was. MNIST-1D (Greydanus and Kobak 2020, arXiv 2011.14439) is made by the package of its authors,
+`pip install mnist1d`: 5,000 signals of 40 numbers, of which 1,000 are held out, as many of each
+digit. Published are the test accuracies of the paper's table, of models with other widths.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from benchmarks import side_by_side
+from jaxtrain import load_config
+from jaxtrain.config.errors import did_you_mean
+from jaxtrain.config.files import write_atomically
+from jaxtrain.run.metrics_file import lines_of
+
+BEGIN, END = "<!-- benchmarks.learns -->", "<!-- end of benchmarks.learns -->"
+HEAD = ("row", "model", "parameters", "mesh", "published", "ours", "minutes")
+LEVELS, FIRST = 90, ord("!")  # of a signal's numbers, as characters that are a byte each
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Attributes:
+      model: what is trained, in words.
+      config: a shipped config, or the text of one; `{folder}` is where the data are.
+      published: what was published, in words; empty: nothing was.
+      metric: of the last evaluation, a share that is told in percent.
+      devices: simulated ones, over which `fsdp` is split.
+    """
+
+    model: str
+    config: str
+    published: str = ""
+    metric: str = "eval_accuracy"
+    devices: int = 1
+
+    def source(self, folder: Path) -> str:
+        """What `load_config` takes."""
+        return self.config.replace("{folder}", str(folder.absolute()))
+
+
+MNIST1D = """
+Train.global_batch_size = 100
+Train.log_every = 500
+Train.save_every = 1000
+Mesh.fsdp = -1
+Precision.compute = 'float32'
+Optimizer.name = 'adam'
+"""
+SIGNALS = """
+Train.model = @MLP()
+Train.data = @VectorData()
+Train.steps = 6000
+VectorData.source = '{folder}/mnist1d.npz'
+VectorData.features = 40
+VectorData.scaling = 'none'
+VectorData.heldout_fraction = 0.2
+Optimizer.learning_rate = 1e-2
+Schedule.name = 'constant'
+Schedule.warmup_steps = 0
+"""
+TEXTS = """
+Train.model = @GRU()
+Train.data = @LabelledText()
+Train.steps = 2000
+GRU.vocab_size = 256
+GRU.num_layers = 2
+GRU.embed_dim = 64
+GRU.context_length = 40
+GRU.objective = 'token_classification'
+GRU.num_classes = 10
+GRU.bidirectional = True
+LabelledText.source = '{folder}/mnist1d.jsonl'
+LabelledText.num_classes = 10
+LabelledText.sequence_length = 40
+LabelledText.heldout_fraction = 0.2
+Optimizer.learning_rate = 5e-3
+Schedule.name = 'cosine'
+Schedule.warmup_steps = 100
+"""
+
+ROWS = {
+    "mnist1d_logistic": Row(
+        "logistic regression on MNIST-1D", MNIST1D + SIGNALS + "MLP.widths = (40, 10)", "32 %"
+    ),
+    "mnist1d_mlp": Row(
+        "MLP 40-100-100-10 on MNIST-1D", MNIST1D + SIGNALS + "MLP.widths = (40, 100, 100, 10)",
+        "68 %", devices=2,
+    ),
+    "mnist1d_gru": Row(
+        f"GRU both ways on MNIST-1D, each number one of {LEVELS} levels", MNIST1D + TEXTS, "91 %"
+    ),
+    "transformer_addition": Row(
+        "encoder-decoder that adds, sums told whole", "transformer_addition",
+        metric="eval_exact_match",
+    ),
+    "mlp_digits": Row("MLP on digits", "mlp_digits"),
+    "lenet_mnist5k": Row("LeNet-5 on 5,000 images of MNIST", "lenet_mnist5k"),
+    "resnet_digits": Row("ResNet-20 on digits", "resnet_digits"),
+}  # fmt: skip
+
+
+def write_mnist1d(folder: Path) -> None:
+    """The signals as vectors, and each as a text of a character a number, with its digit."""
+    try:
+        from mnist1d.data import make_dataset
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"benchmarks.learns: {error}; pip install mnist1d") from error
+    made = make_dataset()
+    x = np.concatenate([made["x"], made["x_test"]])
+    y = np.concatenate([made["y"], made["y_test"]])
+    np.savez(folder / "mnist1d.npz", x=x, y=y)
+    lines = (
+        json.dumps({"text": text, "label": str(label)})
+        for text, label in zip(as_texts(x), y.tolist(), strict=True)
+    )
+    write_atomically(folder / "mnist1d.jsonl", "\n".join(lines).encode())
+
+
+def as_texts(x: np.ndarray) -> list[str]:
+    """A text for each row of numbers: which of LEVELS equal steps from the least to the most."""
+    share = (x - x.min()) / (x.max() - x.min())
+    levels = np.minimum((share * LEVELS).astype(int), LEVELS - 1)
+    return ["".join(chr(FIRST + level) for level in row) for row in levels.tolist()]
+
+
+def rows_told(page: str) -> dict[str, str]:
+    """The lines of a page's table, by the names of their rows."""
+    table = page.partition(BEGIN)[2].partition(END)[0].splitlines()
+    lines = [line for line in table if line.startswith("| `")]
+    return {line.split("`")[1]: line for line in lines}
+
+
+def with_row(page: str, name: str, cells: Sequence[str]) -> str:
+    """The page with a row's line in its table, in the order of ROWS.
+
+    Raises:
+      ValueError: the page has no such table.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}")
+    lines = rows_told(page) | {name: f"| {' | '.join([f'`{name}`', *cells])} |"}
+    ordered = [lines[one] for one in ROWS if one in lines]
+    head = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    table = "\n".join([*head, *ordered])
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def cells_of(row: Row, parameters: int, line: Mapping[str, Any]) -> list[str]:
+    """What a table says of a row, after its name.
+
+    Args:
+      row: the row.
+      parameters: of its model.
+      line: the last evaluation's of metrics.jsonl.
+    """
+    minutes = sum(line["goodput_seconds"].values()) / 60
+    mesh = f"fsdp={row.devices}" if row.devices > 1 else "one device"
+    told = f"{100 * line[row.metric]:.1f} %"
+    return [row.model, f"{parameters:,}", mesh, row.published, told, f"{minutes:.1f}"]
+
+
+def train(name: str, row: Row, folder: Path) -> list[str]:
+    """Trains a row, or what is left of it, and says its cells.
+
+    Raises:
+      subprocess.CalledProcessError: the training failed.
+    """
+    config, source = row.config, row.source(folder)
+    if "\n" in config:
+        file = folder / f"{name}.gin"
+        file.write_text(source)
+        source = str(file)
+    workdir = folder / name
+    words = [sys.executable, "-m", "jaxtrain", "train", source, "--workdir", str(workdir)]
+    if row.devices > 1:
+        words += ["--simulate-devices", str(row.devices)]
+    subprocess.run(words, check=True, cwd=side_by_side.ROOT, env={**os.environ})
+    model = load_config(source).train.model
+    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    evaluations = [line for line in lines_of(workdir) if "eval_loss" in line]
+    return cells_of(row, parameters, evaluations[-1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains the rows that are named, or those that the page does not have."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--folder", type=Path, default=Path("runs/learns"))
+    parser.add_argument("--page", type=Path, default=side_by_side.ROOT / "docs/models.md")
+    asked = parser.parse_args(arguments)
+    for name in asked.rows:
+        if name not in ROWS:
+            parser.error(f"{name!r} is no row{did_you_mean(name, ROWS)}; there are {list(ROWS)}")
+    told = rows_told(asked.page.read_text())
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    for name in asked.rows or [name for name in ROWS if name not in told]:
+        if name.startswith("mnist1d") and not (asked.folder / "mnist1d.jsonl").exists():
+            write_mnist1d(asked.folder)
+        cells = train(name, ROWS[name], asked.folder)
+        page = with_row(asked.page.read_text(), name, cells)
+        write_atomically(asked.page, page.encode())
+        console.print(rows_told(page)[name], soft_wrap=True, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

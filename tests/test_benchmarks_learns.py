@@ -1,0 +1,49 @@
+"""The table of what models learn: rows that can be trained, and the page that has them."""
+
+import numpy as np
+import pytest
+
+from benchmarks import learns
+from jaxtrain import load_config
+from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.training.preflight.preflight import check
+
+PAGE = f"before\n\n{learns.BEGIN}\n{learns.END}\n\nafter\n"
+LINE = {"eval_accuracy": 0.6789, "goodput_seconds": {"step": 45.0, "compile": 15.0}}
+
+
+@pytest.mark.parametrize("name", learns.ROWS)
+def test_every_row_can_be_trained(name, tmp_path):
+    row = learns.ROWS[name]
+    check(load_config(row.source(tmp_path)), device_count=row.devices, platform="cpu")
+
+
+def test_rows_are_written_in_their_order_and_again_in_place():
+    first, second = list(learns.ROWS)[:2]
+    cells = learns.cells_of(learns.ROWS[second], 15210, LINE)
+    assert cells[1:] == ["15,210", "fsdp=2", "68 %", "67.9 %", "1.0"]
+    page = learns.with_row(learns.with_row(PAGE, second, cells), first, ["x"] * 6)
+    assert list(learns.rows_told(page)) == [first, second]
+    again = learns.with_row(page, first, ["y"] * 6)
+    assert again == page.replace(" x |", " y |")
+    assert again.startswith("before\n\n")
+    assert again.endswith("\n\nafter\n")
+    table = [line.count("|") for line in again.splitlines() if line.startswith("|")]
+    assert table == [len(learns.HEAD) + 1] * 4
+    with pytest.raises(ValueError, match="has no lines"):
+        learns.with_row("no table", first, cells)
+
+
+def test_a_signal_is_a_text_of_a_byte_a_number(tmp_path):
+    x = np.linspace(-2, 2, 80).reshape(2, 40)
+    low, high = learns.as_texts(x)
+    assert (low[0], high[-1]) == ("!", chr(ord("!") + learns.LEVELS - 1))
+    assert list(low + high) == sorted(low + high)
+    data = LabelledText(sequence_length=40)
+    assert data.row(low.encode()).segment_ids.sum() == 40
+
+
+def test_a_row_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        learns.main(["mnist1d_mpl"])
+    assert "did you mean 'mnist1d_mlp'" in capsys.readouterr().err
