@@ -6,7 +6,7 @@ A row is a `jaxtrain train` of its own. It is written into the page as soon as i
 stands there already is not trained again unless it is named; one that was stopped goes on where it
 was. MNIST-1D (Greydanus and Kobak 2020, arXiv 2011.14439) is made by the package of its authors,
 `pip install mnist1d`: 5,000 signals of 40 numbers, of which 1,000 are held out, as many of each
-digit. Published are the test accuracies of the paper's table, of models with other widths.
+digit. Published are the accuracies of the table in its repository, greydanus/mnist1d.
 """
 
 import argparse
