@@ -126,9 +126,10 @@ def test_a_row_holds_whole_conversations_and_only_answers_count(folder):
 @pytest.mark.parametrize("name", ["talks.parquet", "talks.arrow"])
 def test_rows_of_columns_are_the_records_of_lines(folder, tmp_path, name):
     """Also where a column has fields that a row has not, which Arrow fills with nulls."""
-    column = [[dict(message) for message in talk] for talk in TALKS]
-    column[3][0]["name"] = "Ann"
-    table = pa.table({"talk": column, "id": list(range(len(column)))})
+    records = [{"talk": talk} for talk in TALKS]
+    records.insert(3, {"prompt": "What is it? ", "completion": "A row of its own."})
+    names = "talk", "prompt", "completion"
+    table = pa.table({name: [record.get(name) for record in records] for name in names})
     file = tmp_path / name
     if name.endswith(".parquet"):
         pq.write_table(table, file, row_group_size=4)
@@ -136,9 +137,12 @@ def test_rows_of_columns_are_the_records_of_lines(folder, tmp_path, name):
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=5)
     settings = {**vars(data_of(folder)), "heldout_source": None, "heldout_fraction": 0.2}
-    lines = ChatData(**settings).open(seed=0)
     of = {**settings, "source": str(tmp_path), "messages_field": "talk"}
-    assert ChatData(**of).open(seed=0).digest == lines.digest
+    found = ChatData(**of).open(seed=0)
+    lines = write_lines(tmp_path / "records.jsonl", records)
+    assert found.digest == ChatData(**{**of, "source": str(lines)}).open(seed=0).digest
+    assert found.facts["documents"] == 15
+    lines.unlink()
     with pytest.raises(UserError, match=rf"{name}: row 1: no field 'messages', nor 'prompt'"):
         ChatData(**{**of, "messages_field": "messages"}).open(seed=0)
     file.write_bytes(file.read_bytes()[:-100])
