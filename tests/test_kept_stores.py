@@ -1,6 +1,7 @@
 """Large text becomes a store in the cache folder by itself: the same data, made once."""
 
 import dataclasses
+import gzip
 import subprocess
 import sys
 
@@ -33,7 +34,7 @@ def test_the_store_is_made_once_and_is_the_text(large):
     stored = with_stores(data, said.append)
     assert "is large (8,890 bytes): its tokens are kept in " in said[0]
     assert f"{large / 'cache'}" in said[0]
-    assert any("tokenized, " in line for line in said[1:])
+    assert any("% tokenized, " in line for line in said[1:])
     found, expected = stored.open(seed=0), data.open(seed=0)
     assert isinstance(found.train.tokens, np.memmap)
     assert found.digest == expected.digest
@@ -46,6 +47,16 @@ def test_the_store_is_made_once_and_is_the_text(large):
         assert other.source != stored.source
     (large / "large.txt").write_text("changed\n" * 1000)
     assert with_stores(data, said.append).source != stored.source
+
+
+def test_of_packed_text_no_share_is_told(large, monkeypatch):
+    packed = large / "large.txt.gz"
+    packed.write_bytes(gzip.compress((large / "large.txt").read_bytes()))
+    monkeypatch.setattr(kept, "LARGE_BYTES", 500)
+    said = []
+    with_stores(TextData(source=str(packed), sequence_length=16), said.append)
+    assert packed.stat().st_size < 5000
+    assert said[-1].endswith(": 8,890 characters tokenized, 8,892 tokens")
 
 
 def test_other_data_stay_as_they_are(large):

@@ -11,7 +11,7 @@ from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.once import made_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.fetching import fetched
-from jaxtrain.data.text.prepare import identity, prepare, source_bytes
+from jaxtrain.data.text.prepare import identity, prepare, source_bytes, source_characters
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import is_store
 
@@ -65,13 +65,14 @@ def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
             f"{named} is large ({size:,} bytes): its tokens are kept in {folder} for the next "
             "starts; JAXTRAIN_CACHE moves that, jaxtrain prepare does it beforehand"
         )
-    told = time.monotonic()
+    told, known = time.monotonic(), source_characters(data)
 
     def progress(characters: int, tokens: int) -> None:
         nonlocal told
         if time.monotonic() - told > _TELL_SECONDS:
             told = time.monotonic()
-            say(f"{named}: {characters / size:.0%} tokenized, {tokens:,} tokens")
+            share = f"{characters:,} characters" if known is None else f"{characters / known:.0%}"
+            say(f"{named}: {share} tokenized, {tokens:,} tokens")
 
     made_once(
         folder,

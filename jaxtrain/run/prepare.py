@@ -10,7 +10,7 @@ from jaxtrain.config.buckets import BucketPath, Place, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.shipped import shipped_headers
-from jaxtrain.data.text.prepare import prepare, source_bytes
+from jaxtrain.data.text.prepare import prepare, source_characters
 from jaxtrain.data.text.sending import prepare_in_bucket
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import Store
@@ -40,8 +40,7 @@ def command(arguments: argparse.Namespace) -> int:
         console=console,
         disable=not console.is_terminal,
     ) as bar:
-        # Characters of about as many bytes.
-        task = bar.add_task("", total=source_bytes(data), figures="")
+        task = bar.add_task("", total=source_characters(data), figures="")
 
         def show(characters: int, tokens: int) -> None:
             figures = f"{quantity(characters)} characters  {quantity(tokens)} tokens"

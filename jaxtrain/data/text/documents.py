@@ -11,7 +11,7 @@ from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import walk_files
 from jaxtrain.data.text import array_records, columnar, csv_lines, json_lines, saved_datasets
-from jaxtrain.data.text.pieces import Document, Text, TextFile, plain_name
+from jaxtrain.data.text.pieces import COMPRESSED, Document, Text, TextFile, plain_name
 from jaxtrain.data.text.records import BadRecord, Records
 
 Reader = Callable[[Place, str], Iterator[str | BadRecord]]
@@ -107,6 +107,12 @@ def reader_of(path: Place) -> Reader | None:
             return reader
     name = plain_name(path)
     return next((reader for ending, reader in _LINES.items() if name.endswith(ending)), None)
+
+
+def is_packed(path: Place) -> bool:
+    """Whether a file holds more characters than bytes, perhaps: it is packed, whole or within."""
+    name = _SHARD.sub("", path.name.lower())
+    return name.endswith((*COMPRESSED, *_PACKED))
 
 
 def files_of(source: Place, split: str, setting: str) -> Files:

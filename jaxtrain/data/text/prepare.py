@@ -8,7 +8,7 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.source import existing_path, part_digest
-from jaxtrain.data.text.documents import Files
+from jaxtrain.data.text.documents import Files, is_packed
 from jaxtrain.data.text.pieces import Document, Text
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
@@ -28,6 +28,14 @@ def source_bytes(data: TextData) -> int | None:
     if files is None or any(isinstance(path, BucketPath) for path in _paths(files)):
         return None
     return sum(size for _, size, _ in _states(_paths(files)))
+
+
+def source_characters(data: TextData) -> int | None:
+    """About how many characters there are; None: it is not known without reading them."""
+    files = data.files()
+    if files is None or any(is_packed(path) for path in _paths(files)):
+        return None
+    return source_bytes(data)
 
 
 def identity(data: TextData) -> str:
