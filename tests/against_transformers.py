@@ -65,14 +65,16 @@ class Pair:
         shapes = nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0)))
         names, leaves, _ = flatten(nnx.state(shapes, nnx.Param))
         of = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
-        left, found = dict(tensors), {}
+        taken, found = set(), {}
         for name in self.names():
             value = np.full(of[name.ours], np.nan, np.float32)
             for place, tensor in name.tensors(value.shape):
-                there = np.array(left.pop(tensor).detach())
+                there = np.array(tensors[tensor].detach())
+                taken.add(tensor)
                 value[place] = name.to_ours(there, value.shape)
             found[name.ours] = value
-        assert not left, f"tensors of theirs without a place: {list(left)}"
+        left = tensors.keys() - taken
+        assert not left, f"tensors of theirs without a place: {left}"
         assert found.keys() == of.keys()
         return found
 

@@ -98,7 +98,7 @@ INTERFACES = {
     "models.model", "models.transformers.grouped_query_sizes", "models.transformers.stacks",
     "models.recurrent.recurrent_sizes",
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
-                                            "grouped_query")),
+                                            "grouped_query", "bidirectional", "labels")),
 }  # fmt: skip
 
 

@@ -128,7 +128,6 @@ CASES = {
 }  # fmt: skip
 ALWAYS = (
     "bert",
-    "mamba2",
     "roberta-odd",
     "gemma3",
     "mamba",

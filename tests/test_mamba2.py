@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba2 import Mamba2
-from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.state_space_dual import state_space_dual
 
 SHAPES = {
@@ -23,64 +22,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-def names(model: Mamba2) -> tuple[Name, ...]:
-    """The map, where the tensors that hold several of ours are apart: see `pair_of`."""
-    own, ours = "backbone.layers.{L}", "layers"
-    mixer = f"{own}.mixer"
-    return (
-        Name("backbone.embeddings.weight", "token_embedding", "VD->VD"),
-        Name("backbone.norm_f.weight", "norm_scale", "D->D"),
-        Name(f"{own}.norm.weight", f"{ours}/norm_scale", "LD->D"),
-        Name(f"{mixer}.in_{{P:gate|x}}", f"{ours}/in", "LPDF->FD"),
-        Name(f"{mixer}.in_select", f"{ours}/select", "LDR->RD"),
-        Name(f"{mixer}.in_step", f"{ours}/step", "LDN->ND"),
-        Name(f"{mixer}.conv_x.weight", f"{ours}/conv", "LKF->F()K"),
-        Name(f"{mixer}.conv_x.bias", f"{ours}/conv_bias", "LF->F"),
-        Name(f"{mixer}.conv_select.weight", f"{ours}/select_conv", "LKR->R()K"),
-        Name(f"{mixer}.conv_select.bias", f"{ours}/select_conv_bias", "LR->R"),
-        Name(f"{mixer}.dt_bias", f"{ours}/step_bias", "LN->N"),
-        Name(f"{mixer}.A_log", f"{ours}/decay", "LN->N"),
-        Name(f"{mixer}.D", f"{ours}/skip", "LN->N"),
-        Name(f"{mixer}.norm.weight", f"{ours}/gated_norm_scale", "LF->F"),
-        Name(f"{mixer}.out_proj.weight", f"{ours}/out", "LFD->DF"),
-    )
-
-
 def pair_of(sizes: Mamba2):
     pytest.importorskip("torch", reason="PyTorch is the peer of this test")
     transformers = pytest.importorskip("transformers", reason="transformers is the peer")
     from against_transformers import Pair, draw  # noqa: PLC0415
 
-    F, S = sizes.layer.inner_dim, sizes.state_dim
-
-    class Apart(Pair):
-        """Their tensors of several parts, one after the other."""
-
-        def names(self):
-            return names(self.sizes)
-
-        def ours(self, tensors):
-            found = {}
-            for name, value in tensors.items():
-                if name.endswith("in_proj.weight"):
-                    stem = name.removesuffix("in_proj.weight")
-                    parts = value.split([F, F, 2 * S, sizes.layer.num_heads])
-                    for part, piece in zip(("gate", "x", "select", "step"), parts, strict=True):
-                        found[f"{stem}in_{part}"] = piece
-                elif ".conv1d." in name:
-                    for part, piece in zip(("x", "select"), value.split([F, 2 * S]), strict=True):
-                        found[name.replace("conv1d", f"conv_{part}")] = piece
-                else:
-                    found[name] = value
-            return super().ours(found)
-
     config = transformers.Mamba2Config(
-        vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, state_size=S,
+        vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, state_size=sizes.state_dim,
         num_hidden_layers=sizes.num_layers, expand=sizes.expand, conv_kernel=sizes.conv_width,
         num_heads=sizes.layer.num_heads, head_dim=sizes.head_dim, n_groups=1, chunk_size=4,
         layer_norm_epsilon=sizes.norm_eps, use_cache=False, tie_word_embeddings=True,
     )  # fmt: skip
-    return Apart(sizes, draw(transformers.Mamba2ForCausalLM(config)), "mamba2")
+    return Pair(sizes, draw(transformers.Mamba2ForCausalLM(config)), "mamba2")
 
 
 @pytest.mark.parametrize("name", SHAPES)

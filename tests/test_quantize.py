@@ -1,5 +1,8 @@
-"""Weights in few bits for use after training: AWQ as a PyTorch statement of the paper has it, its
-folder by AutoAWQ's published unpacking, and runs that read what they were told to hold."""
+"""Weights in few bits for use after training.
+
+AWQ is what a PyTorch statement of the paper has, its folder what AutoAWQ's published unpacking
+reads, and runs read what they were told to hold.
+"""
 
 import json
 from pathlib import Path
@@ -126,7 +129,7 @@ def test_what_weights_read_is_what_their_hooks_see(peer, trainer):
         np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_scaled_model_computes_what_it_did(kv_heads):
     sizes = Llama(
         vocab_size=61, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=kv_heads, mlp_dim=48,

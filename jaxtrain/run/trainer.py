@@ -37,7 +37,6 @@ from jaxtrain.run.generation.generate import BATCH_SIZE
 from jaxtrain.run.generation.respond import respond
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.adapters import write_adapter
-from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
 from jaxtrain.run.logits import logits
@@ -249,19 +248,6 @@ class Trainer:
         """
         state = self.program.consensus(self.state)
         write_adapter(str(path), self.config, self.program.plain, state, say=self.say)
-
-    def export_awq(self, path: str | Path) -> None:
-        """Writes a model in 4 bits as a folder in AutoAWQ's layout.
-
-        Args:
-          path: the folder, which is not there yet or empty.
-
-        Raises:
-          UserError: the run is none of `jaxtrain quantize --bits 4`, or its model is known nowhere
-            else.
-        """
-        program = self.program.plain
-        export_awq(str(path), self.config, program, self.state, self.workdir, say=self.say)
 
     @functools.cached_property
     def dataset(self) -> Dataset:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.bert import encoder_names, read_sizes, write_sizes
+from jaxtrain.models.weights.bidirectional import encoder_names, read_sizes, write_sizes
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.labels import read_classes, write_classes
 from jaxtrain.models.weights.names import Name

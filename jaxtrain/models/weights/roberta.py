@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.bert import encoder_names, normed, read_sizes, write_sizes
+from jaxtrain.models.weights.bidirectional import encoder_names, normed, read_sizes, write_sizes
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 

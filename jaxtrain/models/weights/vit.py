@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.bert import normed
+from jaxtrain.models.weights.bidirectional import normed
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.labels import read_classes, write_classes
 from jaxtrain.models.weights.names import Name

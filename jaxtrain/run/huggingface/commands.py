@@ -5,6 +5,7 @@ import argparse
 from jaxtrain.config.buckets import place
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands import open_run, sayer
+from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.importing import import_run
 from jaxtrain.run.show.progress import say_notes, terminal
 from jaxtrain.run.status import DONE, FAILED
@@ -40,7 +41,10 @@ def export_hf(arguments: argparse.Namespace) -> int:
         trainer.export_adapter(arguments.out)
         return DONE
     if arguments.awq:
-        trainer.export_awq(arguments.out)
+        program = trainer.program.plain
+        export_awq(
+            arguments.out, trainer.config, program, trainer.state, trainer.workdir, say=trainer.say
+        )
         return DONE
     found = trainer.export_huggingface(arguments.out, dtype=arguments.dtype)
     return DONE if found.passed else FAILED
