@@ -22,6 +22,7 @@ from jaxtrain.models.model import token_model
 from jaxtrain.nn.attention.context import along_context
 from jaxtrain.nn.transformer import Transformer
 from jaxtrain.parallel.sharding import shard
+from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.step import TrainState
 
 # Losses [B, T] of every target, and the gradients [B, T, D] of their sum with respect to the
@@ -47,6 +48,11 @@ class Shifted:
     def layers(self) -> Any:
         """The model's blocks."""
         return self.model.layers
+
+    @property
+    def teacher(self) -> Any:
+        """The model that this one learns from, where it has one; nothing is added to it."""
+        return getattr(self.model, TEACHER)
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """The shifted residual stream that goes into the first layer."""

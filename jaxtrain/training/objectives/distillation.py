@@ -204,7 +204,7 @@ class _WithTeacher:
 
 
 def _teacher_of(model: Any) -> Transformer:
-    return vars(model)[TEACHER]
+    return getattr(model, TEACHER)
 
 
 def divergence(teacher: jax.Array, model: jax.Array, temperature: float) -> jax.Array:
