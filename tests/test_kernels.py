@@ -84,6 +84,13 @@ REFUSALS = {
         ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
          "'xla'"],
     ),
+    "cudnn-capped": (
+        "cudnn", {"capped": True},
+        ["has no soft cap of scores; the nearest kernel that can is 'xla'"],
+    ),
+    "triton-sinks": (
+        "triton", {"sinks": True}, ["has no attention sinks; the nearest kernel that can is 'xla'"],
+    ),
     "all-of-them": (
         "cudnn", {"platform": "cpu", "dtype": "float16", "segment_ids": True, "head_dim": 12},
         ["runs on NVIDIA GPUs, not on 'cpu'; the nearest kernel that can is 'blocked'",
@@ -113,6 +120,8 @@ def test_what_kernels_can_do_is_not_refused() -> None:
     assert list(refuse("cudnn", asked(window=9, T=1000, S=1000))) == []
     assert list(refuse("triton", asked(segment_ids=True))) == []
     assert list(refuse("tpu", asked(platform="tpu", window=9, segment_ids=True))) == []
+    assert list(refuse("tpu", asked(platform="tpu", capped=True, sinks=True))) == []
+    assert list(refuse("blocked", asked(platform="cpu", capped=True))) == []
 
 
 # -- what 'auto' means ----------------------------------------------------------------------------
@@ -142,6 +151,8 @@ CHOICES = {
     "gpu-float32": (
         {"dtype": "float32"}, "xla", "'cudnn' computes in bfloat16 or float16, not in float32",
     ),
+    "gpu-capped": ({"capped": True}, "xla", "'triton' has no soft cap of scores"),
+    "cpu-sinks": ({"platform": "cpu", "sinks": True}, "xla", "'blocked' has no attention sinks"),
     "gpu-wide-heads": ({"head_dim": 256}, "xla", "multiple of 8 up to 128, not 256"),
     "gpu-ring": ({"in_ring": True}, "xla", "'cudnn' gives no log-sum-exp"),
     "old-gpu": (

@@ -115,6 +115,9 @@ def test_the_loss_of_equal_logits_is_that_of_bert_for_masked_lm():
         def output_bias(self):
             return None
 
+        def logit_softcap(self):
+            return None
+
     found = token_loss(Identity(), jnp.asarray(theirs.logits.numpy()), batch, Loss(), train=True)
     mean = found / MaskedToken().counts(batch)["weight"]
     assert theirs.loss > 3

@@ -75,6 +75,9 @@ def test_hidden_states_that_do_not_count_may_be_no_numbers(chunk_size):
         def output_bias(self):
             return None
 
+        def logit_softcap(self):
+            return None
+
     @jax.jit
     def found(h_BTD):
         def loss(h_BTD, matrix_VD):

@@ -16,6 +16,7 @@ from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gemma import Gemma
+from jaxtrain.models.transformers.gemma2 import Gemma2
 from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
@@ -48,6 +49,9 @@ MODELS = {
     ),
     "mixtral": Mixtral(**GROUPED, num_experts=5, experts_per_token=3, balance_weight=0.01),
     "gemma": Gemma(**GROUPED, head_dim=4),
+    "gemma2": Gemma2(
+        **GROUPED, head_dim=4, global_every=3, sliding_window=3, query_width=6, logit_softcap=None
+    ),
     "gemma3_text": Gemma3(
         **GROUPED, head_dim=4, global_every=2, sliding_window=3, rope_scaling=8.0, query_width=6
     ),

@@ -32,6 +32,8 @@ class AttentionFacts:
       causal: whether a query sees no later token.
       layers_differ: whether only some layers have the window.
       biased: whether something is added to the scores, as relative positions are.
+      capped: whether scores are flattened towards a bound.
+      sinks: whether a part of each softmax goes nowhere.
     """
 
     num_heads: int
@@ -42,6 +44,8 @@ class AttentionFacts:
     causal: bool = True
     layers_differ: bool = False
     biased: bool = False
+    capped: bool = False
+    sinks: bool = False
 
     @property
     def keys_and_values(self) -> tuple[Cached, Cached]:

@@ -54,6 +54,7 @@ class Decoder(nnx.Module):
         output: nnx.Param | None = None,
         stream: tuple[str, ...] = RESIDUAL,
         embedding_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ) -> None:
         """Draws the layers; what stands before and after them is handed in.
 
@@ -67,9 +68,10 @@ class Decoder(nnx.Module):
           output: the output matrix [V, D]; None: the token embedding.
           stream: logical axes of the activations between layers.
           embedding_scale: what embedded tokens are multiplied by.
+          logit_softcap: the bound that logits are flattened towards; None: none.
         """
         self.layer, self.norm, self.stream = layer, norm, stream
-        self.embedding_scale = embedding_scale
+        self.embedding_scale, self.softcap = embedding_scale, logit_softcap
         self.token_embedding, self.position_embedding = token_embedding, position_embedding
         self.layers = nnx.data(stack(layer.weights, num_layers, key))
         self.output = output
@@ -112,3 +114,7 @@ class Decoder(nnx.Module):
     def output_bias(self) -> None:
         """Nothing is added to the logits."""
         return
+
+    def logit_softcap(self) -> float | None:
+        """The bound that logits are flattened towards."""
+        return self.softcap

@@ -175,6 +175,10 @@ class EncoderDecoder(nnx.Module):
         """Nothing is added to the logits."""
         return
 
+    def logit_softcap(self) -> None:
+        """Logits have no bound."""
+        return
+
     def _decoded(
         self,
         run_layer: Any,

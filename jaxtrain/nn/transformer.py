@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.softcap import capped
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
@@ -66,15 +67,23 @@ class Transformer(Protocol):
         """What is added to these logits [V]; None: nothing."""
         ...
 
+    def logit_softcap(self) -> float | None:
+        """The bound that they are flattened towards then; None: none."""
+        ...
+
 
 class TellsTokens(Protocol):
-    """What logits are made with: the last two members of a `Transformer`."""
+    """What logits are made with: the last three members of a `Transformer`."""
 
     def output_matrix(self) -> nnx.Param:
         """As in `Transformer`."""
         ...
 
     def output_bias(self) -> nnx.Param | None:
+        """As in `Transformer`."""
+        ...
+
+    def logit_softcap(self) -> float | None:
         """As in `Transformer`."""
         ...
 
@@ -96,7 +105,9 @@ def logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
 def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V or more], 0 for tokens from V on: split over `tensor`, whatever V is."""
     logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
-    return logits_BTV if bias is None else add_bias(logits_BTV, bias)
+    if bias is not None:
+        logits_BTV = add_bias(logits_BTV, bias)
+    return capped(logits_BTV, model.logit_softcap())
 
 
 def vocabulary(model: TellsTokens) -> int:

@@ -75,6 +75,10 @@ class Shifted:
         """The model's."""
         return self.model.output_bias()
 
+    def logit_softcap(self) -> float | None:
+        """The model's."""
+        return self.model.logit_softcap()
+
 
 class Documents:
     """The packed first batch, and the compiled program that both proofs of packing share."""

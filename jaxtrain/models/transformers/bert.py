@@ -195,3 +195,7 @@ class BERTModel(nnx.Module):
     def output_bias(self) -> nnx.Param:
         """What is added to the logits [V]."""
         return self.bias
+
+    def logit_softcap(self) -> None:
+        """Logits have no bound."""
+        return

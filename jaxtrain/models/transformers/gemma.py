@@ -4,20 +4,15 @@ Source: Gemma Team 2024 (arXiv 2403.08295), the first Gemma.
 """
 
 import dataclasses
-import math
-from typing import ClassVar
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.mlp import SwiGLU, gelu
-from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.models.transformers.gemma_sizes import GemmaSizes
+from jaxtrain.models.transformers.grouped_query_sizes import RopeType
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma(GroupedQuerySizes):
+class Gemma(GemmaSizes):
     """Sizes of a Gemma; the defaults are the 2B model.
 
     Attributes:
@@ -53,41 +48,7 @@ class Gemma(GroupedQuerySizes):
     rope_original_context_length: int = 8192
     norm_eps: float = 1e-6
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    experts = None
     sliding_window = None
-    tie_embeddings = True
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
-        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
-        "vocab_embed": "embed_dim",
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
         self.check()
-
-    @property
-    def embedding_scale(self) -> float:
-        """The table's rows are small, since it makes logits too."""
-        return math.sqrt(self.embed_dim)
-
-    @property
-    def norm(self) -> RMSNorm:
-        """The norm before each part of a block, and after the last."""
-        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps, offset=1.0)
-
-    @property
-    def block(self) -> Block:
-        """What every layer computes."""
-        return Block(
-            attention=self.grouped_query,
-            mlp=SwiGLU(
-                embed_dim=self.embed_dim,
-                mlp_dim=self.mlp_dim,
-                residual_stddev=self.residual_stddev,
-                function=gelu,
-            ),
-            norm=self.norm,
-        )

@@ -101,8 +101,36 @@ class GroupedQuerySizes(Protocol):
         return 1.0
 
     @property
+    def global_every(self) -> int | None:
+        """Every so manieth layer sees all tokens, the others a window; None: all layers alike."""
+        return None
+
+    @property
+    def local_rotary(self) -> Rotations:
+        """How positions turn queries and keys of those others."""
+        return self.rotary
+
+    @property
     def local(self) -> Local | None:
-        """Which layers have another window and other rotations; `sliding_window` is theirs then."""
+        """The layers between those that see all tokens; `sliding_window` is theirs then."""
+        if self.global_every is None:
+            return None
+        assert self.sliding_window is not None, "layers differ by their window"
+        numbers = range(1, self.num_layers + 1)
+        return Local(
+            layers=tuple(number % self.global_every != 0 for number in numbers),
+            window=self.sliding_window,
+            rotary=self.local_rotary,
+        )
+
+    @property
+    def attention_softcap(self) -> float | None:
+        """The bound that scores are flattened towards; None: none."""
+        return None
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Likewise logits."""
         return None
 
     @property
@@ -123,6 +151,11 @@ class GroupedQuerySizes(Protocol):
             "mlp_dim", "context_length", "rope_original_context_length",
         )  # fmt: skip
         refuse_not_positive(self, "rope_theta", "norm_eps")
+        if self.global_every is not None:
+            refuse_below(1, self, "global_every")
+        for setting in ("attention_softcap", "logit_softcap"):
+            if getattr(self, setting) is not None:
+                refuse_not_positive(self, setting)
         # The halves of a head are rotated against each other, so its width is even.
         if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
             raise UserError(
@@ -186,6 +219,7 @@ class GroupedQuerySizes(Protocol):
             value_dim=self.key_dim,
             window=self.sliding_window,
             layers_differ=self.local is not None,
+            capped=self.attention_softcap is not None,
         )
 
     @property
@@ -225,6 +259,7 @@ class GroupedQuerySizes(Protocol):
             turned=None if self.rope_fraction == 1 else int(self.key_dim * self.rope_fraction),
             query_scale=self.query_scale,
             local=self.local,
+            softcap=self.attention_softcap,
         )
 
     @property
@@ -246,6 +281,7 @@ class GroupedQuerySizes(Protocol):
             if self.tie_embeddings
             else param(key_output, shape, axes, normal(0.02), role="output"),
             embedding_scale=self.embedding_scale,
+            logit_softcap=self.logit_softcap,
         )
 
     def matmul_parameters(self) -> int:

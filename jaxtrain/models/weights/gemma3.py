@@ -7,23 +7,14 @@ from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.grouped_query import GLOBAL, LOCAL
 from jaxtrain.models.weights.names import Name
 
 _ACTIVATION = "gelu_pytorch_tanh"
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_LAYER = "model.layers.{L}"
-# Each part has a norm on either side, which takes the second of Llama's two names.
-_NORMS = (
-    Name(f"{_LAYER}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
-    Name(f"{_LAYER}.post_attention_layernorm.weight", "layers/after_attention_norm_scale", "LD->D"),
-    Name(f"{_LAYER}.pre_feedforward_layernorm.weight", "layers/mlp_norm_scale", "LD->D"),
-    Name(f"{_LAYER}.post_feedforward_layernorm.weight", "layers/after_mlp_norm_scale", "LD->D"),
-)
 
 
 def _names(model: Gemma3) -> tuple[Name, ...]:
-    own = (*grouped_query.PROJECTIONS, *grouped_query.HEAD_NORMS, *_NORMS, *grouped_query.MLP)
-    return (*grouped_query.around(model), *own)
+    return (*grouped_query.norms_after_names(model), *grouped_query.HEAD_NORMS)
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
@@ -42,32 +33,16 @@ def _read(asked: Asked) -> Mapping[str, Any]:
         "sliding_window": asked.whole("sliding_window", 4096),
         **_read_rope(asked),
     }
-    every = _global_every(asked, asked.whole("num_hidden_layers"))
+    every = grouped_query.read_global_every(asked, 6)
     query_width = None if width == sizes["head_dim"] else width
     return {**sizes, "global_every": every, "query_width": query_width}
-
-
-def _global_every(asked: Asked, num_layers: int) -> int:
-    """The period of the pattern, which older files say and newer ones spell out."""
-    kinds = asked.content.get("layer_types")
-    if kinds is None:
-        return asked.whole("sliding_window_pattern", 6)
-    # Without a global layer any period does that is longer than the model.
-    every = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else num_layers + 1
-    if list(kinds) != _kinds(num_layers, every):
-        asked.refuse("layer_types in no regular order; here every so manieth sees all tokens")
-    return every
-
-
-def _kinds(num_layers: int, every: int) -> list[str]:
-    return [_LOCAL if number % every else _GLOBAL for number in range(1, num_layers + 1)]
 
 
 def _read_rope(asked: Asked) -> dict[str, Any]:
     """Rotary positions: an object for each kind of layer in files of transformers 5."""
     both = asked.table("rope_parameters")
     if both.content:
-        near, rope = both.table(_LOCAL), both.table(_GLOBAL)
+        near, rope = both.table(LOCAL), both.table(GLOBAL)
         near.only("rope_type", ["default"], default="default")
         local, theta = near.number("rope_theta", 10000.0), rope.number("rope_theta", 1000000.0)
     else:
@@ -90,7 +65,7 @@ def _write(model: Gemma3) -> Mapping[str, Any]:
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
         "hidden_activation": _ACTIVATION,
-        "layer_types": _kinds(model.num_layers, model.global_every),
+        "layer_types": grouped_query.kinds(model.num_layers, model.global_every),
         "sliding_window": model.sliding_window,
         "query_pre_attn_scalar": model.query_width or model.head_dim,
         "rope_theta": model.rope_theta,

@@ -33,10 +33,27 @@ MLP = (
     Name("model.layers.{L}.mlp.up_proj.weight", "layers/up", "LDF->FD"),
     Name("model.layers.{L}.mlp.down_proj.weight", "layers/down", "LFD->DF"),
 )
+# Where a part has a norm on either side, it takes the second of Llama's two names.
+NORMS_ON_BOTH_SIDES = (
+    Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
+    Name(
+        "model.layers.{L}.post_attention_layernorm.weight",
+        "layers/after_attention_norm_scale",
+        "LD->D",
+    ),
+    Name("model.layers.{L}.pre_feedforward_layernorm.weight", "layers/mlp_norm_scale", "LD->D"),
+    Name(
+        "model.layers.{L}.post_feedforward_layernorm.weight",
+        "layers/after_mlp_norm_scale",
+        "LD->D",
+    ),
+)
 PREFIX = "model."
 COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 # Llama's first files hold the rotary frequencies, a tensor a layer.
 BUFFERS = r".*rotary_emb\.inv_freq"
+# Layers with a window, and without.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def around(model: GroupedQuerySizes) -> tuple[Name, ...]:
@@ -51,6 +68,11 @@ def around(model: GroupedQuerySizes) -> tuple[Name, ...]:
 def dense_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
     """Of a model whose layers have attention and one SwiGLU."""
     return (*around(model), *ATTENTION, *MLP)
+
+
+def norms_after_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
+    """Of a model whose layers have attention and one SwiGLU, with a norm on either side."""
+    return (*around(model), *PROJECTIONS, *NORMS_ON_BOTH_SIDES, *MLP)
 
 
 def read_sizes(
@@ -115,6 +137,23 @@ def read_window(asked: Asked, default: int | None) -> int | None:
     if asked.content.get("sliding_window", default) is None:
         return None
     return asked.whole("sliding_window", default)
+
+
+def read_global_every(asked: Asked, default: int) -> int:
+    """The period of layers of two kinds, which older files say and newer ones spell out."""
+    num_layers, found = asked.whole("num_hidden_layers"), asked.content.get("layer_types")
+    if found is None:
+        return asked.whole("sliding_window_pattern", default)
+    # Without a global layer any period does that is longer than the model.
+    every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
+    if list(found) != kinds(num_layers, every):
+        asked.refuse("layer_types in no regular order; here every so manieth sees all tokens")
+    return every
+
+
+def kinds(num_layers: int, every: int) -> list[str]:
+    """Of which kind each layer is."""
+    return [LOCAL if number % every else GLOBAL for number in range(1, num_layers + 1)]
 
 
 def _read_rope(asked: Asked, theta: float, *, fraction: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
 from jaxtrain.nn.attention import context
-from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, ContextParallel
+from jaxtrain.nn.attention.context import KEYS, QUERIES, ContextParallel
 from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, refuse
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.ring import ring_attention
@@ -56,6 +56,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """softmax(q k / sqrt(H) + bias) v over the visible keys, softmax in float32, N a multiple of K.
 
+    Before the bias scores may be capped, and the softmax may have a sink beside its keys: `Mask`.
+
     Where the layout splits sequences, `context_parallel` says how they are put together, and the
     tokens must lie as `jaxtrain.nn.attention.context.along_context` lays them for it. The
     kernel has a name of its own: what 'auto' means, `training.program.resolve_kernel` settles.
@@ -74,6 +76,8 @@ def attention(
         T=q_BTNH.shape[1] * context.split_before(),
         S=k_BSKH.shape[1] * context.split_before(),
         biased=mask.bias_NTS is not None,
+        capped=mask.softcap is not None,
+        sinks=mask.sinks_N is not None,
     )
     refusals = list(refuse(kernel, request))
     parts, layout = context.split(), current_layout()
@@ -97,10 +101,7 @@ def attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            causal=mask.causal,
-            window=mask.window,
-            segment_ids_BT=mask.segment_ids_BT,
-            segment_ids_BS=mask.segment_ids_BS,
+            mask,
             exact=kernel == "reference",
         )
     run = _run(kernel) if KERNELS[kernel].plain else functools.partial(by_device, _run(kernel))
@@ -132,7 +133,6 @@ def by_device(
     alone = layout is None or (layout.mesh.size == 1 and not of_one_too)
     if queries is None or alone:
         return kernel(q_BTNH, k_BSKH, v_BSKH, mask)
-    segments = jax.tree.map(lambda _: activation_spec(SEGMENTS), mask)
-    run = on_each_device(kernel, (queries, keys, keys, segments), queries)
-    mask = jax.tree.map(lambda ids: shard(ids, SEGMENTS), mask)
+    run = on_each_device(kernel, (queries, keys, keys, context.specs(mask)), queries)
+    mask = context.laid_out(mask)
     return run(shard(q_BTNH, QUERIES), shard(k_BSKH, KEYS), shard(v_BSKH, KEYS), mask)

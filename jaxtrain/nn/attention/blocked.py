@@ -22,6 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxtrain.nn.attention.softcap import capped, slope
 from jaxtrain.nn.remat import KEPT
 
 # Queries of one block: long enough for matrix products at full speed, short enough for causal
@@ -42,6 +43,7 @@ class _Rule:
 
     causal: bool
     window: int | None
+    softcap: float | None
 
     def blocks(self, T: int, S: int) -> Iterator[tuple[slice, slice]]:
         """The blocks of queries, each with the keys that any of its queries may see."""
@@ -94,11 +96,11 @@ def blocked_attention(
       q_BTNH: queries.
       k_BSKH: keys; N is a multiple of K.
       v_BSKH: values.
-      mask: an `attention.Mask` by which every query sees a key, without a cache.
+      mask: an `attention.Mask` by which every query sees a key, without a cache and sinks.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    rule = _Rule(mask.causal, mask.window)
+    rule = _Rule(mask.causal, mask.window, mask.softcap)
     segments = None
     if mask.segment_ids_BT is not None:
         assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
@@ -165,6 +167,7 @@ def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]
             weights_crs = jnp.exp(scores_crs - log_sums_cR1[:, rows])
             d_weights_crs = _product(d_out_cRH[:, rows], v_cSH[:, keys], 2, 2)
             d_scores_crs = weights_crs * (d_weights_crs - mean_cR1[:, rows]) * H**-0.5
+            d_scores_crs *= slope(scores_crs, rule.softcap)
             dqs.append(_product(d_scores_crs, k_cSH[:, keys], 2, 1))
             # Summed over the queries of all heads that share these keys.
             dk_cHS = dk_cHS.at[:, :, keys].add(_product(q_cRH[:, rows], d_scores_crs, 1, 1))
@@ -259,6 +262,7 @@ def _scores(
     q_crH = q_cRH[:, queries.start * G : queries.stop * G]
     # In one pass with the mask, or with the exponential after it.
     scores_crs = _product(q_crH, k_cSH[:, keys], 2, 2) * q_cRH.shape[2] ** -0.5
+    scores_crs = capped(scores_crs, rule.softcap)
     seen = rule.visible(G, queries, keys, segments, q_cRH.shape[0])
     return scores_crs if seen is None else jnp.where(seen, scores_crs, _HIDDEN)
 

@@ -11,10 +11,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.nn.attention.kernels import KERNELS
-from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_device, shard
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.parallel.sharding import (
+    activation_spec,
+    current_layout,
+    on_each_device,
+    parts_of,
+    shard,
+)
 
 ContextParallel = Literal["ring", "ulysses"]
 
@@ -22,6 +30,7 @@ AXIS = "context"
 QUERIES = ("inner_batch", "length", "heads", "head_dim")
 KEYS = ("inner_batch", "length", "kv_heads", "head_dim")
 SEGMENTS = ("inner_batch", "length")
+HEADS = ("heads",)
 
 # Late queries and early keys first: under a causal mask every rank needs that block at every step.
 _SLOT_PAIRS = ((1, 0), (0, 0), (1, 1), (0, 1))
@@ -44,6 +53,36 @@ def split_before() -> int:
 def sum_of_sequence(sums: jax.Array) -> jax.Array:
     """Sums over the places at hand, as sums over all places of their sequences."""
     return jax.lax.psum(sums, AXIS) if split_before() > 1 else sums
+
+
+def laid_out(mask: Mask) -> Mask:
+    """A mask whose arrays lie as queries and keys do: documents by rows, sinks by heads."""
+    return _by_field(lambda x, axes: shard(x, axes), mask)
+
+
+def specs(mask: Mask, *, exchanged: bool = False) -> Any:
+    """Specs in place of the arrays of a mask that is `laid_out`.
+
+    Args:
+      mask: itself.
+      exchanged: whether each device has heads of its own along `context` too.
+    """
+
+    def spec(_: jax.Array, axes: tuple[str, ...]) -> P | None:
+        found = activation_spec(axes)
+        apart = exchanged and axes == HEADS and found is not None
+        return P((*parts_of(found[0]), AXIS)) if apart else found
+
+    return _by_field(spec, mask)
+
+
+def _by_field(function: Callable[[jax.Array, tuple[str, ...]], Any], mask: Mask) -> Any:
+    """`function` of each array of a mask and its logical axes."""
+
+    def one(path: tuple[Any, ...], x: jax.Array) -> Any:
+        return function(x, HEADS if path[-1].name == "sinks_N" else SEGMENTS)
+
+    return jax.tree_util.tree_map_with_path(one, mask)
 
 
 def along_context(x_BT: jax.Array, method: str) -> jax.Array:
@@ -136,7 +175,7 @@ def ulysses(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    mask: Any,
+    mask: Mask,
 ) -> jax.Array:
     """Attention over sequences split over `context`, by exchanging heads (arXiv 2309.14509).
 
@@ -153,9 +192,11 @@ def ulysses(
     """
     c = split()
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         # Documents are compared over whole sequences: 4 bytes a token are gathered.
-        mask = jax.tree.map(lambda ids: jax.lax.all_gather(ids, AXIS, axis=1, tiled=True), mask)
+        ids = (mask.segment_ids_BT, mask.segment_ids_BS)
+        ids = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), ids)
+        mask = dataclasses.replace(mask, segment_ids_BT=ids[0], segment_ids_BS=ids[1])
         repeats = c // math.gcd(k.shape[2], c)
         # For each device of the axis its heads of all three, so that one collective moves them.
         parts = [q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)]
@@ -165,9 +206,10 @@ def ulysses(
         out = kernel(*jnp.split(there, [heads[0], heads[0] + heads[1]], axis=2), mask)
         return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
 
-    mask = jax.tree.map(lambda ids: shard(ids, SEGMENTS), mask)
+    of_mask = specs(mask, exchanged=True)
+    mask = jax.tree.map(jax.sharding.reshard, laid_out(mask), of_mask)
     queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
-    in_specs = (queries, keys, keys, jax.tree.map(lambda _: activation_spec(SEGMENTS), mask))
+    in_specs = (queries, keys, keys, of_mask)
     run = on_each_device(run, in_specs, queries)
     return run(shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS), mask)
 

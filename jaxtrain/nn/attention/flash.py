@@ -77,18 +77,19 @@ def tpu(
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=KEPT,
+        attn_logits_soft_cap=mask.softcap,
         interpret=interpret,
     )
     # The kernel leaves the scale to its caller.
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
     by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BSKH, v_BSKH)]
-    batched: Any = jax.vmap(kernel)  # its type says that residuals may come out too
-    if mask.segment_ids_BT is None:
-        out_BNTH = batched(*by_head)
-    else:
+    segments = None
+    if mask.segment_ids_BT is not None:
         assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
         segments = splash.SegmentIds(q=mask.segment_ids_BT, kv=mask.segment_ids_BS)
-        out_BNTH = batched(*by_head, segments)
+    # Its type says that residuals may come out too.
+    batched: Any = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
+    out_BNTH = batched(*by_head, segments, mask.sinks_N)
     return jnp.swapaxes(out_BNTH, 1, 2)
 
 

@@ -53,6 +53,7 @@ class GroupedQuery:
       turned: dimensions of each head that positions turn, its first ones; None: all of them.
       query_scale: what queries are multiplied by, beside the 1 / sqrt(head_dim) of all attention.
       local: which layers have another window and other rotations than these; None: all are alike.
+      softcap: the bound that scores are flattened towards; None: none.
     """
 
     embed_dim: int
@@ -67,6 +68,7 @@ class GroupedQuery:
     turned: int | None = None
     query_scale: float = 1.0
     local: Local | None = None
+    softcap: float | None = None
 
     num_keys: ClassVar[int] = 4
 
@@ -149,7 +151,7 @@ class GroupedQuery:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
 
         def attend(window: int | None) -> jax.Array:
-            own_mask = dataclasses.replace(mask, window=window)
+            own_mask = dataclasses.replace(mask, window=window, softcap=self.softcap)
             return execution.attention(q_BTNH, k_BTKH, v_BTKH, own_mask)
 
         def branch(scope: str, window: int | None) -> Callable[[], jax.Array]:

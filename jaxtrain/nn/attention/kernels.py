@@ -42,6 +42,8 @@ class Request:
       S: keys.
       in_ring: whether a ring over Mesh.context merges the results of several blocks of keys.
       biased: whether something is added to the scores: `Mask.bias_NTS`.
+      capped: whether they are flattened towards a bound: `Mask.softcap`.
+      sinks: whether a part of the softmax goes nowhere: `Mask.sinks_N`.
     """
 
     platform: str
@@ -55,6 +57,8 @@ class Request:
     S: int
     in_ring: bool = False
     biased: bool = False
+    capped: bool = False
+    sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,8 +134,20 @@ def _not_biased(request: Request) -> list[str]:
     return ["adds no relative positions to scores"] if request.biased else []
 
 
+def _not_capped(request: Request) -> list[str]:
+    return ["has no soft cap of scores"] if request.capped else []
+
+
+def _not_with_sinks(request: Request) -> list[str]:
+    return ["has no attention sinks"] if request.sinks else []
+
+
 def _not_by_tiles(request: Request) -> list[str]:
     return _not_in_a_cache(request) + _not_biased(request)
+
+
+def _not_by_blocks(request: Request) -> list[str]:
+    return _not_by_tiles(request) + _not_with_sinks(request)
 
 
 def _not_by_xla(request: Request) -> list[str]:
@@ -169,7 +185,8 @@ def _not_by_gpus(request: Request) -> list[str]:
         reasons.append("runs on NVIDIA GPUs from Ampere on (compute capability 8.0)")
     elif request.platform != "gpu":
         reasons.append(f"runs on NVIDIA GPUs, not on {request.platform!r}")
-    return reasons + _not_of_form(request, "bfloat16", "float16")
+    reasons += _not_of_form(request, "bfloat16", "float16")
+    return reasons + _not_capped(request) + _not_with_sinks(request)
 
 
 def _not_by_tpu(request: Request) -> list[str]:
@@ -199,7 +216,7 @@ def _not_whole_tiles(request: Request, tile: int) -> list[str]:
 KERNELS = {
     "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
     "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),
-    "blocked": Kernel(run=blocked_attention, cannot=_not_by_tiles, skips_hidden=True),
+    "blocked": Kernel(run=blocked_attention, cannot=_not_by_blocks, skips_hidden=True),
     "cudnn": Kernel(run=flash.cudnn, cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"),
     "triton": Kernel(
         run=flash.triton,

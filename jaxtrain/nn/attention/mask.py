@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what is added to its scores.
+"""Which keys a query sees, and what becomes of its scores.
 
 Letters: B batch, T query length, S key length, N query heads.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees; all conditions hold together.
+    """Which keys a query sees; all conditions hold together. And what becomes of its scores.
 
     Attributes:
       causal: a query at place t sees keys at places <= t.
@@ -23,6 +23,10 @@ class Mask:
         cache; None where there is no cache and queries and keys start together.
       bias_NTS: float32, what is added to the scores of each head, as relative positions are (arXiv
         1910.10683); None: nothing.
+      softcap: the bound that scores are flattened towards (`softcap.capped`), before anything is
+        hidden; None: none.
+      sinks_N: float32, the score of a key in each head that every query sees and that has no value:
+        a part of the softmax that goes nowhere (arXiv 2309.17453, equation 2); None: none.
     """
 
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -31,6 +35,8 @@ class Mask:
     segment_ids_BS: Int[Array, "B S"] | None = None
     query_start: Int[Array, ""] | int | None = None
     bias_NTS: Float[Array, "N T S"] | None = None
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    sinks_N: Float[Array, " N"] | None = None
 
     def visible(self, T: int, S: int) -> jax.Array | None:
         """Booleans [1 or B, 1, T, S]; None where every query sees every key."""

@@ -7,28 +7,48 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.softcap import capped
 
 
 def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     """Einsums in float32, whatever the arrays' dtype."""
-    B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
     # Upcast, not preferred_element_type: the CPU has no float16 products.
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
-    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k) * H**-0.5
-    if mask.bias_NTS is not None:
-        logits += mask.bias_NTS.astype(jnp.float32).reshape(K, N // K, T, S)
-    visible = mask.visible(T, S)
-    if visible is not None:
-        logits = jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min)
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(logits, axis=-1), v)
-    return out.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return _by_einsums(q, k, v, mask).astype(q_BTNH.dtype)
 
 
 def xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in the arrays' dtype."""
+    """`jax.nn.dot_product_attention`, in the arrays' dtype; what it has not, by einsums in that."""
+    if mask.softcap is not None or mask.sinks_N is not None:
+        return _by_einsums(q_BTNH, k_BSKH, v_BSKH, mask)
     visible = mask.visible(q_BTNH.shape[1], k_BSKH.shape[1])
     bias = None if mask.bias_NTS is None else mask.bias_NTS[None].astype(q_BTNH.dtype)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, bias=bias, mask=visible, implementation="xla"
     )
+
+
+def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
+    """Products in the arrays' dtype, scores and softmax in float32."""
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    logits = capped(logits * H**-0.5, mask.softcap)
+    if mask.bias_NTS is not None:
+        logits += mask.bias_NTS.astype(jnp.float32).reshape(K, N // K, T, S)
+    visible = mask.visible(T, S)
+    if visible is not None:
+        logits = jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min)
+    weights = _softmax(logits, mask.sinks_N).astype(v_BSKH.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+
+
+def _softmax(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
+    """Over the keys, and a sink that is one more of them."""
+    if sinks_N is None:
+        return jax.nn.softmax(logits_BKGTS, axis=-1)
+    sinks = sinks_N.reshape(*logits_BKGTS.shape[1:3], 1, 1)
+    top = jax.lax.stop_gradient(jnp.maximum(logits_BKGTS.max(-1, keepdims=True), sinks))
+    weights = jnp.exp(logits_BKGTS - top)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - top))

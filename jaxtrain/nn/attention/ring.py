@@ -18,14 +18,18 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.attention.context import (
     AXIS,
+    HEADS,
     KEYS,
     QUERIES,
     SEGMENTS,
     Product,
+    laid_out,
     run_of,
     split_before,
     work,
 )
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.softcap import capped, slope
 from jaxtrain.nn.remat import named
 from jaxtrain.parallel.sharding import (
     Layout,
@@ -43,36 +47,30 @@ def ring_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
+    mask: Mask,
     *,
-    causal: bool,
-    window: int | None,
-    segment_ids_BT: jax.Array | None,
-    segment_ids_BS: jax.Array | None,
     exact: bool,
 ) -> jax.Array:
     """Attention over sequences split over `context` in zig-zag order.
 
-    A query that sees no key gets 0. Keys and values go around once forward and once more backward,
-    where their float32 gradients follow them; nothing but the local shards, the output and its
-    log-sum-exp is kept between the two.
+    A query that sees no key gets 0; a sink is a key that all see, without a value. Keys and values
+    go around once forward and once more backward, where their float32 gradients follow them;
+    nothing but the local shards, the output and its log-sum-exp is kept between the two.
 
     Args:
       q_BTNH: queries of the whole batch, as the other two.
       k_BTKH: keys.
       v_BTKH: values.
-      causal: as in Mask.
-      window: as in Mask.
-      segment_ids_BT: as in Mask, of the queries.
-      segment_ids_BS: as in Mask, of the keys.
+      mask: without a cache, and nothing is added to scores.
       exact: multiply in float32 instead of the arrays' own dtype (sums always are float32).
     """
     layout = current_layout()
     assert layout is not None, "no layout is active"
-    ring = _Ring(layout, causal, window, exact)
-    ids = [
-        None if ids is None else shard(ids, SEGMENTS) for ids in (segment_ids_BT, segment_ids_BS)
-    ]
-    return _ring(ring, shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS), *ids)
+    ring, mask = _Ring(layout, mask.causal, mask.window, mask.softcap, exact), laid_out(mask)
+    return _ring(
+        ring, shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS),
+        mask.segment_ids_BT, mask.segment_ids_BS, mask.sinks_N,
+    )  # fmt: skip
 
 
 # -- the derivative, around the communication -----------------------------------------------------
@@ -83,31 +81,33 @@ class _Ring:
     layout: Layout  # the backward pass may be traced where another one is current
     causal: bool
     window: int | None
+    softcap: float | None
     exact: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: _Ring, q: Any, k: Any, v: Any, ids_T: Any, ids_S: Any) -> jax.Array:
-    return _ring_forward(ring, q, k, v, ids_T, ids_S)[0]
+def _ring(ring: _Ring, q: Any, k: Any, v: Any, ids_T: Any, ids_S: Any, sinks: Any) -> jax.Array:
+    return _ring_forward(ring, q, k, v, ids_T, ids_S, sinks)[0]
 
 
 def _ring_forward(
-    ring: _Ring, q: Any, k: Any, v: Any, ids_T: Any, ids_S: Any
+    ring: _Ring, q: Any, k: Any, v: Any, ids_T: Any, ids_S: Any, sinks: Any
 ) -> tuple[jax.Array, Any]:
     with ring.layout.current():
         queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
         rank, ids = activation_spec(("length",)), activation_spec(SEGMENTS)
         run = on_each_device(
             functools.partial(_forward, ring),
-            (rank, queries, keys, keys, ids, ids),
+            (rank, queries, keys, keys, ids, ids, activation_spec(HEADS)),
             (queries, activation_spec(QUERIES[:3])),
         )
-        results = run(_ranks(ring), q, k, v, ids_T, ids_S)
+        results = run(_ranks(ring), q, k, v, ids_T, ids_S, sinks)
     out, lse = (named(x, "attention") for x in results)
-    return out, (q, k, v, ids_T, ids_S, out, lse)
+    return out, (q, k, v, ids_T, ids_S, sinks, out, lse)
 
 
 def _ring_backward(ring: _Ring, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, ids_T, ids_S, sinks, out, lse = saved
     with ring.layout.current():
         queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
         rank, ids = activation_spec(("length",)), activation_spec(SEGMENTS)
@@ -116,7 +116,14 @@ def _ring_backward(ring: _Ring, saved: Any, d_out: jax.Array) -> tuple[Any, ...]
             (rank, queries, keys, keys, ids, ids, queries, activation_spec(QUERIES[:3]), queries),
             (queries, keys, keys),
         )
-        return (*run(_ranks(ring), *saved, shard(d_out, QUERIES)), None, None)
+        d_out = shard(d_out, QUERIES)
+        found = run(_ranks(ring), q, k, v, ids_T, ids_S, out, lse, d_out)
+        if sinks is None:
+            return *found, None, None, None
+        # As of any key, but its value is 0: of the result it only takes its part away.
+        inner = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
+        d_sinks = -(jnp.exp(sinks - lse) * inner).sum((0, 1))
+        return *found, None, None, d_sinks
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -226,6 +233,7 @@ class _Block:
         """[B, K, G, Q, S] in float32; -inf where a key is not seen."""
         seen = self.visible(place_Q, ids_BQ)
         scores = self.dot("BKGQH,BSKH->BKGQS", q, self.k_BSKH) * q.shape[-1] ** -0.5
+        scores = capped(scores, self.ring.softcap)
         return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
     def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -250,9 +258,11 @@ def _attend(block: _Block, carry: None, chunk: Any) -> tuple[None, Any]:
 def _differentiate(block: _Block, d_kv: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
     """Gradients of a block's keys and values, and of a chunk of queries, with its part added."""
     d_q, (q, d_out, lse, inner), place_Q, ids_BQ = chunk
-    p = jnp.exp(block.scores(q, place_Q, ids_BQ) - lse[..., None])
+    scores = block.scores(q, place_Q, ids_BQ)
+    p = jnp.exp(scores - lse[..., None])
     d_p = block.dot("BKGQH,BSKH->BKGQS", d_out, block.v_BSKH)
-    d_scores = p * (d_p - inner[..., None]) * q.shape[-1] ** -0.5
+    d_scores = p * (d_p - inner[..., None]) * slope(scores, block.ring.softcap)
+    d_scores *= q.shape[-1] ** -0.5
     d_k = block.dot("BKGQS,BKGQH->BSKH", d_scores, q)
     d_v = block.dot("BKGQS,BKGQH->BSKH", p, d_out)
     d_q += block.dot("BKGQS,BSKH->BKGQH", d_scores, block.k_BSKH)
@@ -315,6 +325,7 @@ def _forward(
     v: jax.Array,
     ids_T: jax.Array | None,
     ids_S: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, t, N, H] and log-sum-exp [B, t, N], infinite where a query sees no key."""
     me = _Rank(ring, ranks, q, k)
@@ -322,6 +333,9 @@ def _forward(
     # The largest score, the sum of exponentials and the values weighed with them, so far.
     row = queries[0].shape[:-1]
     largest, total = jnp.full(row, -jnp.inf, jnp.float32), jnp.zeros(row, jnp.float32)
+    if sinks is not None:
+        by_head = sinks.reshape(me.shapes.K, -1, 1)
+        largest, total = jnp.broadcast_to(by_head, row), jnp.ones(row, jnp.float32)
     sums: list[Any] = [(largest, total, jnp.zeros((*row, q.shape[-1]), jnp.float32))] * 2
     held: Any = (jnp.stack([k, v]), ids_S)
 

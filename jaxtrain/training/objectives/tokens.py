@@ -17,6 +17,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, TokenModel, token_model
 from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.softcap import capped
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import operands
 from jaxtrain.nn.transformer import (
@@ -210,7 +211,10 @@ def token_loss(
     model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
 ) -> jax.Array:
     """The sum of the cross entropies of a batch's targets: output matrix and softmax."""
-    mask_BT, classes = batch.loss_mask, vocabulary(model)
+    mask_BT, classes, softcap = batch.loss_mask, vocabulary(model), model.logit_softcap()
+
+    def of_products(x_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        return of_logits(capped(x_BTV, softcap), targets_BT, mask_BT)
 
     def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         return losses(logits_BTV, targets_BT, mask_BT, settings, train=train, classes=classes)
@@ -225,7 +229,7 @@ def token_loss(
         bias = model.output_bias()
         bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)
         return over_chunks(
-            of_logits, settings.chunk_size // split_before(), h_BTD, matrix_VD, batch.targets,
+            of_products, settings.chunk_size // split_before(), h_BTD, matrix_VD, batch.targets,
             mask_BT, bias_V,
         )  # fmt: skip
 

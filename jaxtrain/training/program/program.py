@@ -70,6 +70,8 @@ def kernel_request(config: Config, platform: str) -> Request | None:
         T=length,
         S=length if batch.source is None else batch.source.shape[1],
         biased=attention.biased,
+        capped=attention.capped,
+        sinks=attention.sinks,
         in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
     )
 

@@ -1,0 +1,102 @@
+"""Gemma 2, whose scores and logits are capped, equals transformers', and one device on meshes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+from flax import nnx
+from parity import assert_equal, evaluate
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.gemma2 import Gemma2
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.schedules import Pipeline
+
+# Caps that bend what random weights give, and windows shorter than the texts.
+SHAPES = {
+    "small": Gemma2(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2,
+                    head_dim=16, mlp_dim=48, context_length=16, sliding_window=4,
+                    attention_softcap=1.0, logit_softcap=2.0),
+    "odd": Gemma2(vocab_size=61, num_layers=4, embed_dim=18, num_heads=3, num_kv_heads=1,
+                  head_dim=10, mlp_dim=20, context_length=17, global_every=3, sliding_window=3,
+                  attention_softcap=0.5, logit_softcap=None, query_width=6, norm_eps=1e-3),
+    "all_heads": Gemma2(vocab_size=23, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=2,
+                        head_dim=2, mlp_dim=5, context_length=16, sliding_window=5,
+                        attention_softcap=None, logit_softcap=1.0, rope_theta=100.0),
+}  # fmt: skip
+
+
+def pair_of(sizes: Gemma2):
+    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+    from against_transformers import Pair, draw  # noqa: PLC0415
+
+    numbers = range(1, sizes.num_layers + 1)
+    config = transformers.Gemma2Config(
+        vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, intermediate_size=sizes.mlp_dim,
+        num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
+        max_position_embeddings=sizes.context_length, rms_norm_eps=sizes.norm_eps,
+        sliding_window=sizes.sliding_window,
+        layer_types=[
+            "sliding_attention" if number % sizes.global_every else "full_attention"
+            for number in numbers
+        ],
+        query_pre_attn_scalar=sizes.query_width or sizes.head_dim,
+        attn_logit_softcapping=sizes.attention_softcap,
+        final_logit_softcapping=sizes.logit_softcap,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+        attn_implementation="eager",
+        pad_token_id=None,  # its row of the embedding would have no gradient there
+    )  # fmt: skip
+    return Pair(sizes, draw(transformers.Gemma2ForCausalLM(config), scales=()), "gemma2")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_every_gradient_equal_transformers(name):
+    sizes = SHAPES[name]
+    pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
+
+
+def test_thirty_steps_have_the_losses_of_transformers():
+    sizes = SHAPES["small"]
+    text = text_batch(rows=4, length=16, vocab_size=sizes.vocab_size)
+    places = np.broadcast_to(np.arange(16, dtype=np.int32), text.inputs.shape)
+    ones = np.ones_like(text.inputs)
+    pair_of(sizes).train([dataclasses.replace(text, segment_ids=ones, positions=places)])
+
+
+def test_parameters_are_the_published_ones():
+    """Those of google/gemma-2-2b: 2,614,341,888."""
+    shapes = nnx.state(nnx.eval_shape(lambda: Gemma2().build(jax.random.key(0))), nnx.Param)
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 2_614_341_888
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    sizes = SHAPES["small"]
+    batch = text_batch(rows=16, length=16, vocab_size=sizes.vocab_size)
+    return sizes, batch, evaluate(make_program(sizes, make_layout()), batch)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ({"context": 2, "fsdp": 2, "tensor": 2}, {"loss": Loss(chunk_size=4)}),
+        ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
+        ({"fsdp": 2, "tensor": 2, "sequence_parallel": True}, {}),
+        ({"pipe": 2}, {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2)}),
+    ],
+    ids=["context_tensor_chunks", "pipe", "sequence_parallel", "zero_bubble"],
+)
+def test_every_mesh_computes_the_same(layout, changes, one_device):
+    sizes, batch, expected = one_device
+    assert_equal(evaluate(make_program(sizes, make_layout(**layout), **changes), batch), expected)
+
+
+@pytest.mark.parametrize("setting", ["attention_softcap", "logit_softcap", "query_width"])
+def test_a_bound_of_nothing_is_refused(setting):
+    with pytest.raises(UserError, match=rf"Gemma2.{setting}=0"):
+        Gemma2(**{setting: 0})
