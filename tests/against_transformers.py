@@ -69,8 +69,8 @@ class Pair:
         for name in self.names():
             value = np.full(of[name.ours], np.nan, np.float32)
             for place, tensor in name.tensors(value.shape):
+                taken.add(tensor)  # several parameters may be one tensor there
                 there = np.array(tensors[tensor].detach())
-                taken.add(tensor)
                 value[place] = name.to_ours(there, value.shape)
             found[name.ours] = value
         left = tensors.keys() - taken

@@ -96,9 +96,11 @@ def test_a_component_takes_its_own_settings(path):
 # What models implement, and what name maps are made of: no architecture itself.
 INTERFACES = {
     "models.model", "models.transformers.grouped_query_sizes", "models.transformers.stacks",
+    "models.transformers.gemma_sizes", "models.transformers.mixture_sizes",
     "models.recurrent.recurrent_sizes",
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
-                                            "grouped_query", "bidirectional", "labels")),
+                                            "grouped_query", "bidirectional", "labels",
+                                            "gemma_settings", "mxfp4")),
 }  # fmt: skip
 
 

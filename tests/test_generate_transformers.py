@@ -34,12 +34,29 @@ CASES = {
         {**SIZES, "num_local_experts": 4, "sliding_window": None},
         ["Mesh.fsdp=2", "Mesh.expert=4"],
     ),
+    "gemma2": (
+        "Gemma2ForCausal", "Gemma2",
+        {**SIZES, "num_hidden_layers": 8, "head_dim": 16, "sliding_window": 5,
+         "query_pre_attn_scalar": 8,
+         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+        ["Mesh.fsdp=4", "Mesh.data=2"],
+    ),
+    "gpt_oss": (
+        "GptOssForCausal", "GptOss",
+        {**SIZES, "head_dim": 8, "sliding_window": 5, "num_local_experts": 4,
+         "num_experts_per_tok": 2},
+        ["Mesh.fsdp=2", "Mesh.expert=4"],
+    ),
 }  # fmt: skip
+LONG = ("gemma2", "gpt_oss")
 PROMPTS = [[5, 17, 9, 30, 2, 44], [8, 1], [60, 11, 23, 40, 12, 7, 52, 33, 20]]
 NEW = 14
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(c, marks=pytest.mark.slow if c in LONG else ()) for c in CASES],
+)
 def pair(request, tmp_path_factory):
     """A model of transformers with wide random weights, and a trainer that holds it."""
     name, config, settings, mesh = CASES[request.param]
@@ -106,12 +123,26 @@ def test_repetition_penalty(pair):
     assert [answer.tokens for answer in penalised] != plain
 
 
+@pytest.mark.slow
+def test_without_a_cache_the_likeliest_tokens_are_the_same(pair):
+    _, trainer = pair
+    for prompt in PROMPTS[:1]:
+        (answer,) = ours(trainer, [prompt], Sampling(temperature=0.0))
+        row = np.zeros((1, 32), np.int32)
+        text = [*prompt, *answer.tokens]
+        row[0, : len(text)] = text
+        told = trainer.logits(row)[0, len(prompt) - 1 : len(text) - 1].argmax(-1)
+        assert told.tolist() == answer.tokens
+
+
 SEARCHES = {
     "gpt2": {"beams": 3},
     "llama": {"beams": 2, "length_penalty": -2.0, "early_stopping": True},
     "mixtral": {
         "beams": 4, "length_penalty": 1.5, "early_stopping": "never", "repetition_penalty": 1.3,
     },
+    "gemma2": {"beams": 3, "length_penalty": 0.5},
+    "gpt_oss": {"beams": 2, "length_penalty": 2.0},
 }  # fmt: skip
 
 

@@ -53,6 +53,14 @@ LLAMA31 = {
 # Case -> transformers' name of the model, its settings, our mesh, the dtype of the files.
 CASES = {
     "gpt2": ("GPT2", GPT2, ["Mesh.fsdp=8"], "float32"),
+    "gpt-oss": ("GptOss", {**SIZES, "head_dim": 16, "num_local_experts": 6, "sliding_window": 3,
+                           "vocab_size": 64}, ["Mesh.expert=2", "Mesh.fsdp=2", "Mesh.tensor=2"],
+                "bfloat16"),
+    "gpt-oss-plain": ("GptOss", {**SIZES, "head_dim": 8, "num_key_value_heads": 1,
+                                 "num_local_experts": 5, "num_experts_per_tok": 2,
+                                 "tie_word_embeddings": True, "sliding_window": 5,
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+                      ["Mesh.pipe=2", "Mesh.fsdp=4"], "float32"),
     "gpt2-tensor": ("GPT2", {**GPT2, "vocab_size": 64, "n_embd": 48},
                     ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
     "llama": ("Llama", {**SIZES, "rope_parameters": LLAMA31}, ["Mesh.pipe=2", "Mesh.fsdp=4"],
@@ -140,6 +148,7 @@ ALWAYS = (
     "gemma3",
     "mamba",
     "gpt2",
+    "gpt-oss",
     "phi3",
     "llama",
     "llama-tied-mqa",

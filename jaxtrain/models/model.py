@@ -32,7 +32,7 @@ class AttentionFacts:
       causal: whether a query sees no later token.
       layers_differ: whether only some layers have the window.
       biased: whether something is added to the scores, as relative positions are.
-      capped: whether scores are flattened towards a bound.
+      softcap: the bound that scores are flattened towards; None is none.
       sinks: whether a part of each softmax goes nowhere.
     """
 
@@ -44,7 +44,7 @@ class AttentionFacts:
     causal: bool = True
     layers_differ: bool = False
     biased: bool = False
-    capped: bool = False
+    softcap: float | None = None
     sinks: bool = False
 
     @property

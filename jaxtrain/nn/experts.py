@@ -7,7 +7,7 @@ device, C slots a row and expert, R devices along `expert`.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -18,22 +18,31 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.context import split, sum_of_sequence
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.mlp import gated
-from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.mlp import Gated, swiglu
+from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.products.contract import contract
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import elementwise, named
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, shard
 
 TOKENS = ("batch", "length", "embed")
-UP = ("experts", "embed", "mlp")
-DOWN = ("experts", "mlp", "embed")
+# Each expert's parameters, which lie with it; a network is those of all experts by name.
+AXES = {
+    "gate": ("experts", "embed", "mlp"),
+    "up": ("experts", "embed", "mlp"),
+    "down": ("experts", "mlp", "embed"),
+    "gate_bias": ("experts", "mlp"),
+    "up_bias": ("experts", "mlp"),
+    "down_bias": ("experts", "vector"),
+}
+Networks = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """E SwiGLU networks, of which each token goes through the k that its router scores highest.
+    """E gated networks, of which each token goes through the k that its router scores highest.
 
     A part of a block. Mixtral's (arXiv 2401.04088): the outputs are weighted by the softmax over
     the k highest logits, or by theirs in the softmax over all. Router logits and softmax are
@@ -48,6 +57,8 @@ class Experts:
       balance_weight, router_z_weight: what these losses are multiplied by.
       num_layers: layers that the router's losses and metrics are means over.
       normalized: whether the weights of a token's experts sum to 1: a softmax over the k.
+      gated: what becomes of gate and up.
+      biases: whether the router and the three projections of each expert have biases.
     """
 
     embed_dim: int
@@ -60,21 +71,31 @@ class Experts:
     router_z_weight: float
     num_layers: int
     normalized: bool = True
+    gated: Gated = swiglu
+    biases: bool = False
 
     num_keys: ClassVar[int] = 1
     scope: ClassVar[str] = "experts"
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Under one name: router [D, E], gates and ups [E, D, F], downs [E, F, D]."""
+        """Under one name: router [D, E], gates and ups [E, D, F], downs [E, F, D]; biases."""
         D, F, E = self.embed_dim, self.mlp_dim, self.num_experts
         key_router, key_gate, key_up, key_down = jax.random.split(keys[0], 4)
         own = {
             # To the router experts are classes: every device scores all of them.
             "router": param(key_router, (D, E), ("embed", "classes"), normal(0.02), role="router"),
-            "gate": param(key_gate, (E, D, F), UP, normal(0.02)),
-            "up": param(key_up, (E, D, F), UP, normal(0.02)),
-            "down": param(key_down, (E, F, D), DOWN, normal(self.residual_stddev)),
+            "gate": param(key_gate, (E, D, F), AXES["gate"], normal(0.02)),
+            "up": param(key_up, (E, D, F), AXES["up"], normal(0.02)),
+            "down": param(key_down, (E, F, D), AXES["down"], normal(self.residual_stddev)),
         }
+        if self.biases:
+            zero = constant(0.0)
+            own |= {
+                "router_bias": param(key_router, (E,), ("classes",), zero),
+                "gate_bias": param(key_gate, (E, F), AXES["gate_bias"], zero),
+                "up_bias": param(key_up, (E, F), AXES["up_bias"], zero),
+                "down_bias": param(key_down, (E, D), AXES["down_bias"], zero),
+            }
         return {"experts": own}
 
     def matmul_parameters(self) -> int:
@@ -101,6 +122,8 @@ class Experts:
         del execution  # grouped products have no form in 8 bits
         own, h_BTD = own["experts"], shard(h_BTD, TOKENS)
         logits_BTE = contract("BTD,DE->BTE", h_BTD.astype(jnp.float32), own["router"])
+        if self.biases:
+            logits_BTE = add_bias(logits_BTE, own["router_bias"])
         top_BTk, experts_BTk = jax.lax.top_k(logits_BTE, self.experts_per_token)
         gates_BTk = jax.nn.softmax(top_BTk, axis=-1)
         if not self.normalized:
@@ -108,7 +131,7 @@ class Experts:
             gates_BTk = jnp.exp(top_BTk - all_BT1)
         if self.capacity_factor is None:
             kept_BTk = jnp.ones_like(experts_BTk, dtype=bool)
-            run, routes = _dropless, (experts_BTk, gates_BTk)
+            run, routes = functools.partial(_dropless, self.gated), (experts_BTk, gates_BTk)
         else:
             for sentence in refuse(self.capacity_factor, context=split()):
                 raise UserError(sentence)
@@ -116,10 +139,10 @@ class Experts:
             C = slots_per_expert(self.capacity_factor, h_BTD.shape[1], k, E)
             slots_BTk = _slots(experts_BTk, E)
             kept_BTk = slots_BTk < C
-            run = functools.partial(_with_capacity, C)
+            run = functools.partial(_with_capacity, self.gated, C)
             routes = (experts_BTk, gates_BTk, slots_BTk)
-        weights = [gather(own[name]).astype(h_BTD.dtype) for name in ("gate", "up", "down")]
-        y_BTD = _over_the_mesh(run, h_BTD, routes, weights, out)
+        networks = {name: gather(own[name]).astype(h_BTD.dtype) for name in AXES if name in own}
+        y_BTD = _over_the_mesh(run, h_BTD, routes, networks, out)
         statistics = router_statistics(logits_BTE, experts_BTk, kept_BTk, mask.segment_ids_BT)
         return y_BTD, self._auxiliary(statistics)
 
@@ -220,17 +243,20 @@ def _over_the_mesh(
     run: Any,
     x_BTD: jax.Array,
     routes: tuple[jax.Array, ...],
-    weights: list[jax.Array],
+    networks: Networks,
     out: tuple[str, ...],
 ) -> jax.Array:
     """Every device runs its tokens through the all-to-all and its experts through their rows."""
     layout = current_layout()
     if layout is None:
-        return run(1, x_BTD, *routes, *weights)
+        return run(1, x_BTD, *routes, networks)
     tokens, result = layout.activation(TOKENS), layout.activation(out)
     ranks, tensor = layout.mesh.shape["expert"], layout.mesh.shape["tensor"]
 
-    def each(*local: jax.Array) -> jax.Array:
+    if "down_bias" in networks:  # each device of `tensor` adds a part of it to its part of a sum
+        networks = {**networks, "down_bias": networks["down_bias"] / tensor}
+
+    def each(*local: Any) -> jax.Array:
         y_BTD = run(ranks, *local)
         # Each device of `tensor` did a part of F, so what it has is a part of the sum.
         if "tensor" in parts_of(result[1]):
@@ -238,8 +264,9 @@ def _over_the_mesh(
         return jax.lax.psum(y_BTD, "tensor") if tensor > 1 else y_BTD
 
     route = P(*tokens[:2])
-    in_specs = (tokens, *(route for _ in routes), *(layout.weight(a) for a in (UP, UP, DOWN)))
-    return on_each_device(each, in_specs, result)(x_BTD, *routes, *weights)
+    of_networks = {name: layout.weight(AXES[name]) for name in networks}
+    in_specs = (tokens, *(route for _ in routes), of_networks)
+    return on_each_device(each, in_specs, result)(x_BTD, *routes, networks)
 
 
 def _all_to_all(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
@@ -248,22 +275,21 @@ def _all_to_all(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
 
 
 def _with_capacity(
+    gated: Gated,
     C: int,
     ranks: int,
     x_BTD: jax.Array,
     experts_BTk: jax.Array,
     gates_BTk: jax.Array,
     slots_BTk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    networks: Networks,
 ) -> jax.Array:
     """Experts that take C tokens a row; what finds no slot contributes nothing.
 
     Each all-to-all is one array of E B C D values a device (B its own rows), there and back.
     """
     B, T, D = x_BTD.shape
-    E = ranks * gate_EDF.shape[0]
+    E = ranks * networks["gate"].shape[0]
     row = jnp.arange(B)[:, None, None]
     # The token in each slot; T where there is none, which reads as zeros.
     token_BEC = jnp.full((B, E, C), T, jnp.int32)
@@ -274,10 +300,12 @@ def _with_capacity(
     x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, B * C, D)
     if ranks > 1:
         x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
-    g_ESF = named(jnp.einsum("ESD,EDF->ESF", x_ESD, gate_EDF), "mlp_gate")
-    u_ESF = named(jnp.einsum("ESD,EDF->ESF", x_ESD, up_EDF), "mlp_up")
-    h_ESF = gated(jax.nn.silu, g_ESF, u_ESF)
-    y_ESD = jnp.einsum("ESF,EFD->ESD", h_ESF, down_EFD)
+
+    def projected(x_ESD: jax.Array, name: str) -> jax.Array:
+        h_ESF, bias = jnp.einsum("ESD,EDF->ESF", x_ESD, networks[name]), f"{name}_bias"
+        return h_ESF + networks[bias][:, None] if bias in networks else h_ESF
+
+    y_ESD = _through(gated, x_ESD, projected)
     if ranks > 1:
         y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
     y_BECD = jnp.moveaxis(y_ESD.reshape(E, B, C, D), 0, 1)
@@ -286,13 +314,12 @@ def _with_capacity(
 
 
 def _dropless(
+    gated: Gated,
     ranks: int,
     x_BTD: jax.Array,
     experts_BTk: jax.Array,
     gates_BTk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    networks: Networks,
 ) -> jax.Array:
     """Experts that take every token that comes: sorted by expert, one grouped product each.
 
@@ -302,28 +329,26 @@ def _dropless(
     """
     B, T, D = x_BTD.shape
     k = experts_BTk.shape[-1]
-    E = ranks * gate_EDF.shape[0]
+    E = ranks * networks["gate"].shape[0]
     expert_N = experts_BTk.reshape(-1)
     order_N = jnp.argsort(expert_N, stable=True)
     sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
     x_ND = x_BTD.reshape(B * T, D)[order_N // k]
-    weights = (gate_EDF, up_EDF, down_EFD)
     if ranks == 1:
-        y_ND = _grouped(x_ND, sizes_E, *weights)
+        y_ND = _grouped(gated, x_ND, sizes_E, networks)
     else:
-        y_ND = _grouped_over_ranks(ranks, x_ND, expert_N[order_N], sizes_E, *weights)
+        y_ND = _grouped_over_ranks(gated, ranks, x_ND, expert_N[order_N], sizes_E, networks)
     y_BTkD = y_ND[jnp.argsort(order_N)].reshape(B, T, k, D)
     return _weighted(y_BTkD, gates_BTk)
 
 
 def _grouped_over_ranks(
+    gated: Gated,
     ranks: int,
     x_ND: jax.Array,
     expert_N: jax.Array,
     sizes_E: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    networks: Networks,
 ) -> jax.Array:
     """`_grouped` with the experts on several ranks; the rows are sorted by expert."""
     N, D = x_ND.shape
@@ -341,24 +366,31 @@ def _grouped_over_ranks(
     ends_RE = jnp.cumsum(sizes_RE, axis=1)
     local_RN = (place_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
-    y = _grouped(x_RND.reshape(-1, D)[order], sizes_RE.sum(0), gate_EDF, up_EDF, down_EFD)
+    y = _grouped(gated, x_RND.reshape(-1, D)[order], sizes_RE.sum(0), networks)
     y_RND = _all_to_all(y[jnp.argsort(order)].reshape(ranks, N, D), axis=0, concat=0)
-    rank_N = expert_N // gate_EDF.shape[0]
+    rank_N = expert_N // networks["gate"].shape[0]
     return y_RND[rank_N, place_N - start_R[rank_N]]
 
 
-def _grouped(
-    x_ND: jax.Array,
-    sizes_E: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+def _grouped(gated: Gated, x_ND: jax.Array, sizes_E: jax.Array, networks: Networks) -> jax.Array:
+    """The networks' outputs for rows that stand expert after expert, sizes_E of them each."""
+
+    def projected(x_ND: jax.Array, name: str) -> jax.Array:
+        h_NF, bias = jax.lax.ragged_dot(x_ND, networks[name], sizes_E), f"{name}_bias"
+        if bias not in networks:
+            return h_NF
+        ones_N1 = jnp.ones((x_ND.shape[0], 1), x_ND.dtype)
+        return h_NF + jax.lax.ragged_dot(ones_N1, networks[bias][:, None], sizes_E)
+
+    return _through(gated, x_ND, projected)
+
+
+def _through(
+    gated: Gated, x: jax.Array, projected: Callable[[jax.Array, str], jax.Array]
 ) -> jax.Array:
-    """SwiGLU of rows that stand expert after expert, sizes_E of them each."""
-    g_NF = named(jax.lax.ragged_dot(x_ND, gate_EDF, sizes_E), "mlp_gate")
-    u_NF = named(jax.lax.ragged_dot(x_ND, up_EDF, sizes_E), "mlp_up")
-    h_NF = gated(jax.nn.silu, g_NF, u_NF)
-    return jax.lax.ragged_dot(h_NF, down_EFD, sizes_E)
+    """A network of three projections, by their names."""
+    gate, up = (named(projected(x, name), f"mlp_{name}") for name in ("gate", "up"))
+    return projected(elementwise(gated, gate, up), "down")
 
 
 def _weighted(y_BTkD: jax.Array, gates_BTk: jax.Array) -> jax.Array:

@@ -71,14 +71,9 @@ class SwiGLU:
         del mask
         gate_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]), "mlp_gate")
         up_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["up"]), "mlp_up")
-        h_BTF = gated(self.function, gate_BTF, up_BTF)
+        h_BTF = elementwise(lambda gate, up: self.function(gate) * up, gate_BTF, up_BTF)
         h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
-
-
-def gated(function: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
-    """function(gate) * up."""
-    return elementwise(lambda gate, up: function(gate) * up, gate, up)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -157,3 +152,28 @@ class TwoLayers:
         h_BTF = self.dropout(elementwise(self.function, up_BTF), execution.draws, execution.layer)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
         return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}
+
+
+# What becomes of what the gate's projection and the other give.
+Gated = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) up (arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gate sigmoid(1.702 gate) (up + 1), both clamped: GPT-OSS's (arXiv 2508.10925, section 2.2).
+
+    Attributes:
+      limit: gates are at most this, ups at most this either way.
+    """
+
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Of what the two projections give."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)

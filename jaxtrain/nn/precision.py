@@ -86,7 +86,7 @@ def is_of_matrix(axes: tuple[str, ...]) -> bool:
     dimensions count once, since together they are one side of the product. The rates of a channel's
     states are numbers of that channel.
     """
-    stacked = ("layers", "qkv", "head_dim", "state")
+    stacked = ("layers", "qkv", "experts", "head_dim", "state")
     return sum(axis not in stacked for axis in axes) >= 2
 
 

@@ -98,6 +98,8 @@ class Yarn:
         (alpha, or beta_slow; 1 there).
       high_frequency_factor: those of more not at all (beta, or beta_fast; 32 there).
       original_context_length: the context that scaling extends, in tokens.
+      whole_pairs: whether the share grows from a whole pair to a whole one, as in the authors'
+        code, or from what lies between two (GPT-OSS).
     """
 
     theta: float
@@ -105,6 +107,7 @@ class Yarn:
     low_frequency_factor: float
     high_frequency_factor: float
     original_context_length: int
+    whole_pairs: bool = True
 
     @property
     def scale(self) -> float:
@@ -116,9 +119,12 @@ class Yarn:
         half = head_dim // 2
         pairs = jnp.arange(half, dtype=jnp.float32)
         plain = self.theta ** (-pairs / half)
-        # Whole pairs, and within the head, as in the authors' code.
-        first = max(math.floor(self._pair(self.high_frequency_factor, half)), 0)
-        last = min(math.ceil(self._pair(self.low_frequency_factor, half)), head_dim - 1)
+        first = self._pair(self.high_frequency_factor, half)
+        last = self._pair(self.low_frequency_factor, half)
+        if self.whole_pairs:
+            first, last = math.floor(first), math.ceil(last)
+        # Within the head, as in the authors' code.
+        first, last = max(first, 0), min(last, head_dim - 1)
         slowed = jnp.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
         return (1.0 - slowed) * plain + slowed * plain / self.scaling
 

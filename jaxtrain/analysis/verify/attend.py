@@ -17,12 +17,12 @@ from jaxtrain.analysis.verify.runs import Bench
 from jaxtrain.analysis.verify.sample import SEED
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.nn.attention.attention import attention, by_device
-from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS, along_context
+from jaxtrain.nn.attention.context import HEADS, KEYS, QUERIES, SEGMENTS, along_context
 from jaxtrain.nn.attention.kernels import KERNELS, TILE
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.training.program.program import resolved
 
-RESULTS = ("output", "query gradient", "key gradient", "value gradient")
+RESULTS = ("output", "query gradient", "key gradient", "value gradient", "sink gradient")
 
 
 def kernel_of(bench: Bench) -> str:
@@ -50,7 +50,7 @@ def compare(bench: Bench) -> Finding | NotChecked:
     facts = model.attention
     assert facts is not None, "a kernel of a model without attention"
     inputs = _inputs(bench, facts, length)
-    plain = Mask(causal=facts.causal, window=facts.window)
+    plain = Mask(causal=facts.causal, window=facts.window, softcap=facts.softcap)
     where = ""
     if interpreted is not None:
         where = f" (interpreted: no {chip} is here; the other lines are proved with 'xla')"
@@ -75,6 +75,7 @@ class _Inputs:
     v_BTKH: np.ndarray
     weights_BTNH: np.ndarray
     segment_ids_BT: np.ndarray | None
+    sinks_N: np.ndarray | None
 
 
 def _inputs(bench: Bench, facts: AttentionFacts, length: int) -> _Inputs:
@@ -89,9 +90,9 @@ def _inputs(bench: Bench, facts: AttentionFacts, length: int) -> _Inputs:
         segments = 1 + np.cumsum(rng.random((rows, length)) < 0.1, axis=1, dtype=np.int32)
     few, many = facts.num_kv_heads, facts.num_heads
     keys, values = facts.key_dim, facts.value_dim
-    return _Inputs(
-        draw(many, keys), draw(few, keys), draw(few, values), draw(many, values), segments
-    )
+    arrays = draw(many, keys), draw(few, keys), draw(few, values), draw(many, values)
+    sinks = rng.normal(size=many).astype(np.float32) if facts.sinks else None
+    return _Inputs(*arrays, segments, sinks)
 
 
 def _run(
@@ -107,12 +108,12 @@ def _run(
         segments: Any = arrays.segment_ids_BT
         mask = dataclasses.replace(plain, segment_ids_BT=segments, segment_ids_BS=segments)
 
-        def weighted(q: Any, k: Any, v: Any) -> Any:
-            out_BTNH = attend(q, k, v, mask)
+        def weighted(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            out_BTNH = attend(q, k, v, dataclasses.replace(mask, sinks_N=sinks))
             return (out_BTNH * arrays.weights_BTNH).sum(), out_BTNH
 
-        gradient = jax.grad(weighted, argnums=(0, 1, 2), has_aux=True)
-        gradients, out_BTNH = gradient(arrays.q_BTNH, arrays.k_BTKH, arrays.v_BTKH)
+        gradient = jax.grad(weighted, argnums=(0, 1, 2, 3), has_aux=True)
+        gradients, out_BTNH = gradient(arrays.q_BTNH, arrays.k_BTKH, arrays.v_BTKH, arrays.sinks_N)
         return out_BTNH, *gradients
 
     def places(x_BT: jax.Array) -> jax.Array:
@@ -122,14 +123,22 @@ def _run(
         rows, length = inputs.q_BTNH.shape[:2]
         order_BT = np.asarray(jax.jit(places)(jnp.tile(jnp.arange(length), (rows, 1))))
         order = order_BT[0]
-        axes = {"q_BTNH": QUERIES, "k_BTKH": KEYS, "v_BTKH": KEYS, "weights_BTNH": QUERIES}
-        placed: dict[str, Any] = {"segment_ids_BT": None}
+        axes = {
+            "q_BTNH": QUERIES, "k_BTKH": KEYS, "v_BTKH": KEYS, "weights_BTNH": QUERIES,
+            "segment_ids_BT": SEGMENTS, "sinks_N": HEADS,
+        }  # fmt: skip
+        placed: dict[str, Any] = {"segment_ids_BT": None, "sinks_N": None}
         for field in dataclasses.fields(inputs):
             array = getattr(inputs, field.name)
             if array is not None:
-                spec = layout.activation(axes.get(field.name, SEGMENTS))
-                placed[field.name] = jax.device_put(array[:, order], layout.named(spec))
+                sharding = layout.named(layout.activation(axes[field.name]))
+                placed[field.name] = jax.device_put(_in_order(array, order), sharding)
         compiled = jax.jit(lambda values: both(_Inputs(**values))).lower(placed).compile()
-        found = [np.asarray(x) for x in jax.block_until_ready(compiled(placed))]
+        found = [np.asarray(x) for x in jax.tree.leaves(compiled(placed))]
     back = np.argsort(order)
-    return {name: x[:, back] for name, x in zip(RESULTS, found, strict=True)}
+    return {name: _in_order(x, back) for name, x in zip(RESULTS, found, strict=False)}
+
+
+def _in_order(x: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Its places so; sinks have none."""
+    return x if x.ndim == 1 else x[:, order]

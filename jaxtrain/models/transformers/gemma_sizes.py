@@ -18,14 +18,22 @@ class GemmaSizes(GroupedQuerySizes, Protocol):
     """Beside `GroupedQuerySizes`; a model of it adds its fields, and what it has besides."""
 
     inputs: ClassVar[Inputs] = "tokens"
-    objective: ClassVar[str] = "next_token"
-    experts: ClassVar[None] = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
         "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
         "vocab_embed": "embed_dim",
     }  # fmt: skip
+
+    @property
+    def objective(self) -> str:
+        """They learn to tell the next token."""
+        return "next_token"
+
+    @property
+    def experts(self) -> None:
+        """There are none."""
+        return
 
     @property
     def query_width(self) -> int | None:

@@ -4,7 +4,7 @@ Letters: V vocab, D embed, N of 6N.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -25,7 +25,6 @@ from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.rotary import Rotary, Rotations, Yarn
 
 RopeType = Literal["llama3", "yarn"]
-_ROTATIONS = {"llama3": Rotary, "yarn": Yarn}
 
 
 class GroupedQuerySizes(Protocol):
@@ -71,6 +70,11 @@ class GroupedQuerySizes(Protocol):
         return 1.0
 
     @property
+    def rope_whole_pairs(self) -> bool:
+        """As in `Yarn`."""
+        return True
+
+    @property
     def rope_low_frequency_factor(self) -> float:
         return 1.0
 
@@ -89,6 +93,14 @@ class GroupedQuerySizes(Protocol):
 
     @property
     def qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @property
+    def sinks(self) -> bool:
         return False
 
     @property
@@ -219,7 +231,8 @@ class GroupedQuerySizes(Protocol):
             value_dim=self.key_dim,
             window=self.sliding_window,
             layers_differ=self.local is not None,
-            capped=self.attention_softcap is not None,
+            softcap=self.attention_softcap,
+            sinks=self.sinks,
         )
 
     @property
@@ -235,13 +248,16 @@ class GroupedQuerySizes(Protocol):
     @property
     def rotary(self) -> Rotations:
         """How positions turn queries and keys."""
-        return _ROTATIONS[self.rope_type](
-            theta=self.rope_theta,
-            scaling=self.rope_scaling,
-            low_frequency_factor=self.rope_low_frequency_factor,
-            high_frequency_factor=self.rope_high_frequency_factor,
-            original_context_length=self.rope_original_context_length,
-        )
+        settings: dict[str, Any] = {
+            "theta": self.rope_theta,
+            "scaling": self.rope_scaling,
+            "low_frequency_factor": self.rope_low_frequency_factor,
+            "high_frequency_factor": self.rope_high_frequency_factor,
+            "original_context_length": self.rope_original_context_length,
+        }
+        if self.rope_type == "yarn":
+            return Yarn(**settings, whole_pairs=self.rope_whole_pairs)
+        return Rotary(**settings)
 
     @property
     def grouped_query(self) -> GroupedQuery:
@@ -260,6 +276,8 @@ class GroupedQuerySizes(Protocol):
             query_scale=self.query_scale,
             local=self.local,
             softcap=self.attention_softcap,
+            sinks=self.sinks,
+            out_bias=self.out_bias,
         )
 
     @property

@@ -5,19 +5,15 @@ qk_norm it is the mixture of Qwen 3 (arXiv 2505.09388).
 """
 
 import dataclasses
-from typing import ClassVar
 
-from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import ExpertsFacts, Inputs
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.experts import Experts
+from jaxtrain.models.transformers.grouped_query_sizes import RopeType
+from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixtral(GroupedQuerySizes):
+class Mixtral(MixtureSizes):
     """Sizes of a Mixtral; the defaults are Mixtral 8x7B.
 
     Attributes:
@@ -80,57 +76,5 @@ class Mixtral(GroupedQuerySizes):
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
-        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "experts": "num_experts",
-        "layers": "num_layers", "vocab_embed": "embed_dim",
-    }  # fmt: skip
-
     def __post_init__(self) -> None:
         self.check()
-        refuse_below(1, self, "num_experts")
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise UserError(
-                f"Mixtral.experts_per_token={self.experts_per_token} with Mixtral.num_experts="
-                f"{self.num_experts}; use 1 to {self.num_experts}"
-            )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise UserError(
-                f"Mixtral.capacity_factor={self.capacity_factor}; use None (dropless) or a number "
-                "above 0, such as 1.25"
-            )
-        for name in ("balance_weight", "router_z_weight"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"Mixtral.{name}={getattr(self, name)}; use 0 (none) or more")
-
-    @property
-    def experts(self) -> ExpertsFacts:
-        """Of every layer."""
-        return ExpertsFacts(
-            count=self.num_experts,
-            per_token=self.experts_per_token,
-            capacity_factor=self.capacity_factor,
-        )
-
-    @property
-    def block(self) -> Block:
-        """What every layer computes."""
-        return Block(
-            attention=self.grouped_query,
-            mlp=Experts(
-                embed_dim=self.embed_dim,
-                mlp_dim=self.mlp_dim,
-                num_experts=self.num_experts,
-                experts_per_token=self.experts_per_token,
-                capacity_factor=self.capacity_factor,
-                residual_stddev=self.residual_stddev,
-                balance_weight=self.balance_weight,
-                router_z_weight=self.router_z_weight,
-                num_layers=self.num_layers,
-                normalized=self.normalize_gates,
-            ),
-            norm=self.norm,
-        )

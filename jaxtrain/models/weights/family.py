@@ -28,6 +28,8 @@ class Family:
         output matrix may lack it.
       copies: tensors that may lie in a file a second time, where they are tied -> the first.
       buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
+      dequantised: ways of config.json's quantization_config whose weights are read as the floats
+        that they stand for.
     """
 
     architecture: str
@@ -39,6 +41,7 @@ class Family:
     prefix: str
     copies: Mapping[str, str]
     buffers: str = r"(?!)"
+    dequantised: tuple[str, ...] = ()
 
 
 def families() -> list[Family]:
@@ -78,7 +81,9 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
       UserError: everything that it asks for and that is not done here, in one message.
     """
     family, asked = family_of(content, where=where), Asked(content)
-    asked.only("quantization_config", [None], default=None)
+    quantised = asked.table("quantization_config")
+    if quantised.content.get("quant_method") not in family.dequantised:
+        asked.only("quantization_config", [None], default=None)
     settings, model = family.read(asked), None
     try:
         model = family.model(**settings)

@@ -18,6 +18,7 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
 from jaxtrain.models.model import Model
+from jaxtrain.models.weights import mxfp4
 from jaxtrain.models.weights.family import Family, model_of
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import DTYPES, Tensor, read_header
@@ -100,8 +101,8 @@ class Folder:
             name: self._inside(file).read_bytes() for name, file in files.items() if file.exists()
         }
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name; only headers are read.
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor by name, in the floats that it stands for; only headers are read.
 
         Raises:
           UserError: there is no safetensors file, or one of them is not what it should be.
@@ -112,7 +113,8 @@ class Folder:
                 if name in found:
                     raise UserError(f"{self.path}: {name} stands in two of its files")
                 found[name] = tensor
-        return found
+        by_blocks = (self.content.get("quantization_config") or {}).get("quant_method")
+        return mxfp4.merged(found, where=str(self.path)) if by_blocks == mxfp4.METHOD else found
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.models.transformers.gemma2 import Gemma2
-from jaxtrain.models.weights import gemma, grouped_query
+from jaxtrain.models.weights import gemma_settings, grouped_query
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 
@@ -15,7 +15,7 @@ _CAPS = {
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    sizes, width = gemma.read(asked, kv_heads=4), asked.whole("query_pre_attn_scalar", 256)
+    sizes, width = gemma_settings.read(asked, kv_heads=4), asked.whole("query_pre_attn_scalar", 256)
     # A cap that is null is none, and one that is not there the family's.
     none = {ours: asked.content.get(theirs, 0) is None for ours, (theirs, _) in _CAPS.items()}
     caps = {ours: None if none[ours] else asked.number(*_CAPS[ours]) for ours in _CAPS}
@@ -30,7 +30,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 def _write(model: Gemma2) -> Mapping[str, Any]:
     return {
-        **gemma.write(model),
+        **gemma_settings.write(model),
         **{theirs: getattr(model, ours) for ours, (theirs, _) in _CAPS.items()},
         "layer_types": grouped_query.kinds(model.num_layers, model.global_every),
         "sliding_window": model.sliding_window,

@@ -28,6 +28,11 @@ HEAD_NORMS = (
     Name("model.layers.{L}.self_attn.q_norm.weight", "layers/query_norm_scale", "LH->H"),
     Name("model.layers.{L}.self_attn.k_norm.weight", "layers/key_norm_scale", "LH->H"),
 )
+BIASES = (
+    Name("model.layers.{L}.self_attn.q_proj.bias", "layers/query_bias", "LNH->(NH)"),
+    Name("model.layers.{L}.self_attn.k_proj.bias", "layers/key_bias", "LKH->(KH)"),
+    Name("model.layers.{L}.self_attn.v_proj.bias", "layers/value_bias", "LKH->(KH)"),
+)
 MLP = (
     Name("model.layers.{L}.mlp.gate_proj.weight", "layers/gate", "LDF->FD"),
     Name("model.layers.{L}.mlp.up_proj.weight", "layers/up", "LDF->FD"),
@@ -85,6 +90,7 @@ def read_sizes(
     activations: tuple[str, ...] = ("silu", "swish"),
     tied: bool = False,
     fraction: bool = False,
+    whole_pairs: bool = True,
 ) -> dict[str, Any]:
     """The settings of all of them, but for a window; defaults as the family has them.
 
@@ -95,6 +101,7 @@ def read_sizes(
       activations: names of the gate's; the first is the default.
       tied: whether the embedding is the output matrix, likewise.
       fraction: whether a part of each head may be turned alone.
+      whole_pairs: as in `nn.rotary.Yarn`.
     """
     widths = read_widths(asked, kv_heads=kv_heads)
     asked.only("hidden_act", activations, default=activations[0])
@@ -103,7 +110,7 @@ def read_sizes(
         "context_length": asked.whole("max_position_embeddings", context_length),
         "norm_eps": asked.number("rms_norm_eps", norm_eps),
         "tie_embeddings": asked.flag("tie_word_embeddings", tied),
-        **_read_rope(asked, rope_theta, fraction=fraction),
+        **_read_rope(asked, rope_theta, fraction=fraction, whole_pairs=whole_pairs),
     }
 
 
@@ -156,7 +163,7 @@ def kinds(num_layers: int, every: int) -> list[str]:
     return [LOCAL if number % every else GLOBAL for number in range(1, num_layers + 1)]
 
 
-def _read_rope(asked: Asked, theta: float, *, fraction: bool) -> dict[str, Any]:
+def _read_rope(asked: Asked, theta: float, *, fraction: bool, whole_pairs: bool) -> dict[str, Any]:
     """Rotary positions: one object in files of transformers 5, theta beside a scaling before it."""
     rope = asked.table("rope_parameters")
     if not rope.content:
@@ -186,7 +193,7 @@ def _read_rope(asked: Asked, theta: float, *, fraction: bool) -> dict[str, Any]:
         }
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             rope.only(key, [None], default=None)
-        rope.only("truncate", [True], default=True)
+        rope.only("truncate", [whole_pairs], default=True)
     elif kind != "default":
         asked.refuse(f"rope_type = {kind!r}; here it is 'default', 'llama3' or 'yarn'")
     return found
@@ -203,6 +210,8 @@ def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
             high: model.rope_high_frequency_factor,
             "original_max_position_embeddings": model.rope_original_context_length,
         }
+        if not model.rope_whole_pairs:
+            scaling["truncate"] = False
     return {
         **write_widths(model),
         "rope_theta": model.rope_theta,

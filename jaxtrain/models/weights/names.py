@@ -7,7 +7,7 @@ number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Le
 our side are one dimension here, `"(SUC)D->DCSU"`, and the line says their sizes. Reading it from
 the right gives theirs to ours, from the left ours to theirs, so that one is the inverse of the
 other. Several parameters that are one tensor there have a line each, one after the other, which say
-the rows that are theirs.
+the rows that are theirs, or their turn along its last dimension.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Name:
       rows: where a tensor's rows are of several parameters, the first of this one's and how many
         there are of all; None: it is this parameter alone.
       sizes: of the letters that are in brackets on our side.
+      turn: where several parameters take turns along a tensor's last dimension, this one's, from 0
+        on, and how many there are; None: it is this parameter alone.
     """
 
     theirs: str
@@ -41,6 +43,7 @@ class Name:
     form: str
     rows: tuple[int, int] | None = None
     sizes: tuple[tuple[str, int], ...] = ()
+    turn: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert "".join(sorted(self.named + "".join(self._groups))) == "".join(sorted(self._here))
@@ -84,6 +87,8 @@ class Name:
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor, where our parameter has this one."""
         own = self._own_shape(shape)
+        if self.turn is not None:
+            return (*own[:-1], own[-1] * self.turn[1])
         return own if self.rows is None else (self.rows[1], *own[1:])
 
     def _own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,12 +108,14 @@ class Name:
         there = "".join(self._groups)
         if self.rows is not None:
             tensor = tensor[self.rows[0] :][: self._own_shape(shape)[0]]
+        if self.turn is not None:
+            tensor = tensor[..., self.turn[0] :: self.turn[1]]
         apart = tensor.reshape([sizes[letter] for letter in there])
         turned = apart.transpose([there.index(letter) for letter in self._here[named:]])
         return turned.reshape(shape[named:])
 
     def to_theirs(self, part: np.ndarray) -> np.ndarray:
-        """The tensor that one place of our parameter is there, or its rows of it."""
+        """The tensor that one place of our parameter is there, or its rows or turns of it."""
         named = len(self.named)
         here, sizes = self._here[named:], self._all_sizes(part.shape, named)
         apart = part.reshape([sizes[letter] for letter in here])
@@ -128,6 +135,28 @@ def one_after_the_other(theirs: str, *parts: tuple[str, str, int]) -> tuple[Name
         lines.append(Name(theirs, ours, form, (first, whole)))
         first += rows
     return tuple(lines)
+
+
+def in_turn(theirs: str, *parts: str, form: str) -> tuple[Name, ...]:
+    """The lines of parameters that take turns along the last dimension of one tensor there.
+
+    Args:
+      theirs: its name.
+      parts: our parameters, in their order.
+      form: of each of them.
+    """
+    return tuple(
+        Name(theirs, ours, form, turn=(place, len(parts))) for place, ours in enumerate(parts)
+    )
+
+
+def joined(lines: Sequence[Name], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One tensor there, of what its lines make of our parameters."""
+    if len(parts) == 1:
+        return parts[0]
+    if lines[0].turn is None:
+        return np.concatenate(parts)
+    return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
 
 
 def _letters(side: str) -> tuple[str, ...]:

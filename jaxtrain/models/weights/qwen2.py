@@ -9,16 +9,9 @@ from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
-_LAYER = "model.layers.{L}.self_attn"
-_BIASES = (
-    Name(f"{_LAYER}.q_proj.bias", "layers/query_bias", "LNH->(NH)"),
-    Name(f"{_LAYER}.k_proj.bias", "layers/key_bias", "LKH->(KH)"),
-    Name(f"{_LAYER}.v_proj.bias", "layers/value_bias", "LKH->(KH)"),
-)
-
 
 def _names(model: Llama) -> tuple[Name, ...]:
-    return (*grouped_query.dense_names(model), *_BIASES)
+    return (*grouped_query.dense_names(model), *grouped_query.BIASES)
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, u
 from jaxtrain.nn.remat import named
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.parallel.gathering import gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class GroupedQuery:
       query_scale: what queries are multiplied by, beside the 1 / sqrt(head_dim) of all attention.
       local: which layers have another window and other rotations than these; None: all are alike.
       softcap: the bound that scores are flattened towards; None: none.
+      sinks: whether each head has the score of a key without a value, learned (arXiv 2309.17453).
+      out_bias: whether the projection back has a bias.
     """
 
     embed_dim: int
@@ -69,6 +72,8 @@ class GroupedQuery:
     query_scale: float = 1.0
     local: Local | None = None
     softcap: float | None = None
+    sinks: bool = False
+    out_bias: bool = False
 
     num_keys: ClassVar[int] = 4
 
@@ -90,6 +95,10 @@ class GroupedQuery:
                 "key_bias": param(keys[1], (K, H), ("kv_heads", "head_dim"), zero),
                 "value_bias": param(keys[2], (K, H), ("kv_heads", "head_dim"), zero),
             }
+        if self.out_bias:
+            own["out_bias"] = param(keys[3], (D,), ("vector",), constant(0.0))
+        if self.sinks:
+            own["sinks"] = param(keys[0], (N,), ("heads",), constant(0.0))
         if self.norm is not None:
             for name, key in (("query_norm", keys[0]), ("key_norm", keys[1])):
                 own |= prefixed(name, self.norm.weights(key))
@@ -150,8 +159,12 @@ class GroupedQuery:
         if cache is not None:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
 
+        sinks_N = gather(own["sinks"]).astype(jnp.float32) if self.sinks else None
+
         def attend(window: int | None) -> jax.Array:
-            own_mask = dataclasses.replace(mask, window=window, softcap=self.softcap)
+            own_mask = dataclasses.replace(
+                mask, window=window, softcap=self.softcap, sinks_N=sinks_N
+            )
             return execution.attention(q_BTNH, k_BTKH, v_BTKH, own_mask)
 
         def branch(scope: str, window: int | None) -> Callable[[], jax.Array]:
@@ -168,7 +181,8 @@ class GroupedQuery:
                 branch(taken(near, layers), self.local.window),
                 branch(taken(layers - near, layers), self.window),
             )
-        return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
+        y_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
+        return add_bias(y_BTD, own["out_bias"]) if self.out_bias else y_BTD, cache
 
     def _of_layer(self, execution: Execution) -> tuple[jax.Array | bool, jax.Array]:
         """Whether a layer is local, and its frequencies."""

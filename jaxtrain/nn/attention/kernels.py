@@ -143,11 +143,15 @@ def _not_with_sinks(request: Request) -> list[str]:
 
 
 def _not_by_tiles(request: Request) -> list[str]:
+    return [*_not_by_splash(request), *_not_capped(request), *_not_with_sinks(request)]
+
+
+def _not_by_splash(request: Request) -> list[str]:
     return _not_in_a_cache(request) + _not_biased(request)
 
 
 def _not_by_blocks(request: Request) -> list[str]:
-    return _not_by_tiles(request) + _not_with_sinks(request)
+    return _not_by_splash(request) + _not_with_sinks(request)
 
 
 def _not_by_xla(request: Request) -> list[str]:
@@ -185,23 +189,21 @@ def _not_by_gpus(request: Request) -> list[str]:
         reasons.append("runs on NVIDIA GPUs from Ampere on (compute capability 8.0)")
     elif request.platform != "gpu":
         reasons.append(f"runs on NVIDIA GPUs, not on {request.platform!r}")
-    reasons += _not_of_form(request, "bfloat16", "float16")
-    return reasons + _not_capped(request) + _not_with_sinks(request)
+    return reasons + _not_of_form(request, "bfloat16", "float16") + _not_by_tiles(request)
 
 
 def _not_by_tpu(request: Request) -> list[str]:
     reasons = []
     if request.platform != "tpu":
         reasons.append(f"runs on TPUs, not on {request.platform!r}")
-    reasons += _not_of_form(request, "bfloat16", "float32")
+    reasons += _not_of_form(request, "bfloat16", "float32") + _not_by_splash(request)
     return reasons + _not_whole_tiles(request, TILE)
 
 
 def _not_of_form(request: Request, *dtypes: str) -> list[str]:
-    reasons = []
-    if request.dtype not in dtypes:
-        reasons.append(f"computes in {' or '.join(dtypes)}, not in {request.dtype}")
-    return reasons + _not_by_tiles(request)
+    if request.dtype in dtypes:
+        return []
+    return [f"computes in {' or '.join(dtypes)}, not in {request.dtype}"]
 
 
 def _not_whole_tiles(request: Request, tile: int) -> list[str]:

@@ -116,7 +116,7 @@ def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, .
     family, _ = family_for(config.train.model, None)
     shapes = named(parameter_shapes(program.build))
     for line in family.names(config.train.model):
-        if line.ours in tuning.targets and line.rows is not None:
+        if line.ours in tuning.targets and (line.rows or line.turn):
             raise UserError(
                 f"Finetune.lora_targets: {line.ours} is a part of {line.theirs} of "
                 f"{family.architecture}, whose adapter there is one for the whole tensor; export "

@@ -115,6 +115,11 @@ def _of_tokenizer(config: Config) -> dict[str, bytes]:
     return found
 
 
+# Rotary positions are said in the older of two ways, which all versions read; and what is written
+# are floats.
+_NOT_CARRIED = ("rope_parameters", "quantization_config")
+
+
 def settings(
     carried: Mapping[str, Any],
     family: Family,
@@ -137,9 +142,8 @@ def settings(
     named = [table for table in ("id2label", "label2id")
              if len(carried.get(table) or {}) == len(said.get(table, {}))]  # fmt: skip
     said = {key: value for key, value in said.items() if key not in named}
-    # Rotary positions are said in the older of two ways, which all versions read.
     ours = {
-        **{name: value for name, value in carried.items() if name != "rope_parameters"},
+        **{name: value for name, value in carried.items() if name not in _NOT_CARRIED},
         **said,
         "architectures": [family.architecture],
         "model_type": family.model_type,

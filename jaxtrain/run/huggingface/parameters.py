@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.folder import StoredTensor, match
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.names import Name, joined
 from jaxtrain.models.weights.published import Published
 from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.training.finetune.tuning import told_apart
@@ -140,7 +140,7 @@ def their_tensors(
     """
     found = dict(zip(*flatten(params)[:2], strict=True))
     for _, lines in itertools.groupby(names, key=lambda name: name.theirs):
-        # More than one: parameters that are rows of one tensor.
+        # More than one: parameters that are one tensor there.
         together = list(lines)
         shape = found[together[0].ours].shape
         stacked = order is not None and _is_stacked(together[0])
@@ -149,7 +149,7 @@ def their_tensors(
         for place, there in together[0].tensors(shape):
             here = (order.index(place[0]), *place[1:]) if order is not None and stacked else place
             parts = [name.to_theirs(_part(found[name.ours], here)) for name in together]
-            yield there, parts[0] if len(parts) == 1 else np.concatenate(parts)
+            yield there, joined(together, parts)
 
 
 def _part(leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:

@@ -70,7 +70,7 @@ def kernel_request(config: Config, platform: str) -> Request | None:
         T=length,
         S=length if batch.source is None else batch.source.shape[1],
         biased=attention.biased,
-        capped=attention.capped,
+        capped=attention.softcap is not None,
         sinks=attention.sinks,
         in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
     )

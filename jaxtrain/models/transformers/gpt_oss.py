@@ -1,0 +1,83 @@
+"""GPT-OSS: attention sinks, local and global layers in turn, experts with biases, clamped SwiGLU.
+
+Source: OpenAI 2025 (arXiv 2508.10925, section 2).
+"""
+
+import dataclasses
+
+from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.transformers.grouped_query_sizes import RopeType
+from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
+from jaxtrain.nn.experts import Experts
+from jaxtrain.nn.mlp import ClampedSwiGLU
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTOSS(MixtureSizes):
+    """Sizes of a GPT-OSS; the defaults are gpt-oss-20b.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      head_dim: width of each head.
+      num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads.
+      mlp_dim: width inside each expert.
+      num_experts: experts in each layer.
+      experts_per_token: how many of them a token goes through, weighted by the softmax over them.
+      capacity_factor, balance_weight, router_z_weight: as in `Mixtral`.
+      swiglu_limit: what gates and ups of the experts are clamped to.
+      context_length: the longest sequence, in tokens.
+      global_every: every so manieth layer sees all tokens, the others a window.
+      sliding_window: tokens that a query of the others sees back, itself included.
+      rope_theta: base of the rotary frequencies.
+      rope_type: how frequencies are slowed for a longer context: 'llama3' or 'yarn'.
+      rope_scaling: by how much; 1 leaves all as they are.
+      rope_low_frequency_factor, rope_high_frequency_factor: which of them, as in `Llama`.
+      rope_original_context_length: the context that rope_scaling extends, in tokens.
+      norm_eps: epsilon of the RMS norms.
+      tie_embeddings: the token embedding is the output matrix too.
+    """
+
+    vocab_size: int = 201088
+    num_layers: int = 24
+    embed_dim: int = 2880
+    num_heads: int = 64
+    head_dim: int = 64
+    num_kv_heads: int = 8
+    mlp_dim: int = 2880
+    num_experts: int = 32
+    experts_per_token: int = 4
+    capacity_factor: float | None = None
+    balance_weight: float = 0.0
+    router_z_weight: float = 0.0
+    swiglu_limit: float = 7.0
+    context_length: int = 131072
+    global_every: int = 2
+    sliding_window: int = 128
+    rope_theta: float = 150000.0
+    rope_type: RopeType = "yarn"
+    rope_scaling: float = 32.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 32.0
+    rope_original_context_length: int = 4096
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    rope_whole_pairs = False
+    qkv_bias = True
+    out_bias = True
+    sinks = True
+
+    def __post_init__(self) -> None:
+        self.check()
+        refuse_not_positive(self, "swiglu_limit")
+
+    @property
+    def mixture(self) -> Experts:
+        """Every projection has a bias, the router's too."""
+        gated = ClampedSwiGLU(self.swiglu_limit)
+        return dataclasses.replace(super().mixture, gated=gated, biases=True)
