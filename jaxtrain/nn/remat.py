@@ -1,5 +1,4 @@
-"""Named policies for recomputing or offloading activations in the backward pass, and named
-activations, which it has whatever the policy."""
+"""What the backward pass has of the forward pass: policies by name, and activations by theirs."""
 
 import dataclasses
 import functools
