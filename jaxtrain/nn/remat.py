@@ -206,14 +206,19 @@ def _refusals(settings: Remat) -> Iterator[str]:
                     f"{setting}={names}: no layer gives an activation the name {name!r}"
                     f"{did_you_mean(name, NAMES)}"
                 )
+    for name in settings.save:
+        if name in settings.offload:
+            yield f"Remat.save and Remat.offload both have {name!r}; leave it in one of them"
+
+
+def refuse(settings: Remat) -> Iterator[str]:
+    """A sentence for each reason why a policy and the names beside it do not go together."""
+    for setting, names in settings.named.items():
         if names and settings.policy == "none":
             yield (
                 f"{setting}={names} with Remat.policy='none', which keeps everything that is made "
                 "of them too; use Remat.policy='full' to keep these alone, or 'dots'"
             )
-    for name in settings.save:
-        if name in settings.offload:
-            yield f"Remat.save and Remat.offload both have {name!r}; leave it in one of them"
     if settings.policy == "offload" and RESIDUAL in (*settings.save, *settings.offload):
         yield (
             f"Remat.policy='offload' has {RESIDUAL!r} in host memory already; leave it out of "

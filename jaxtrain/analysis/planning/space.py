@@ -61,7 +61,9 @@ def stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dic
         # Beside replicas only stage 3 is worth a name of its own (HSDP).
         stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
     for stage, policy in itertools.product(stages, policies):
-        chosen = {"Sharding.zero": stage, "Remat.policy": policy}
+        chosen: dict[str, Any] = {"Sharding.zero": stage, "Remat.policy": policy}
+        if policy == "none" and any(config.remat.named.values()):
+            chosen |= {"Remat.save": (), "Remat.offload": ()}  # it keeps what they name
         if mesh["Mesh.pipe"] == 1:
             yield chosen
             continue

@@ -204,8 +204,7 @@ def _work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, floa
     those that a causal mask hides none where the kernel skips them, and in the backward pass what
     it does to make them again."""
     row, rows = row_flops(config), config.train.global_batch_size / devices
-    remat = dataclasses.replace(config.remat, policy="none")
-    forward = row_flops(dataclasses.replace(config, remat=remat)).scores / 3
+    forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / 3
     again = row.scores / forward - 3 if forward else 0.0
     products = float(row.executed - row.scores)
     if pipelined:

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.remat import NAMES, Remat
+from jaxtrain.nn.remat import refuse as refuse_names
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
@@ -27,6 +28,7 @@ def refuse(config: Config, *, ranks: int) -> Iterator[str]:
       ranks: of the pipeline; 1 is none.
     """
     settings = config.remat
+    yield from refuse_names(settings)
     if ranks > 1 and settings.offloads and config.pipeline.backward == "residuals":
         said = "Remat.policy='offload'"
         said = f"Remat.offload={settings.offload}" if settings.offload else said
