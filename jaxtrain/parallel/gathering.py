@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import Layout, current_layout, logical_axes, reshape
+from jaxtrain.parallel.sharding import Layout, current_layout, is_variable, logical_axes, reshape
 
 # The name of weights that were gathered: remat policies gather them again in the backward pass
 # instead of keeping them, or every layer's whole weights would be alive at once.
@@ -34,6 +34,16 @@ class GradientSlice:
 
     weight: jax.Array
     slice: jax.Array
+
+
+def with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
+    """Each weight of a tree with its slice."""
+    return jax.tree.map(
+        lambda w, s: w.replace(GradientSlice(w.get_value(), s.get_value())),
+        weights,
+        slices,
+        is_leaf=is_variable,
+    )
 
 
 def gathers_weights() -> bool:

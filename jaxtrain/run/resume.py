@@ -25,6 +25,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.offload.on_disk import OnDisk
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
@@ -258,9 +259,19 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
     A pipeline keeps its layers in stage order; where the saved order is another one they are read
     in that order and then dealt out again.
     """
-    if isinstance(program, Program):
-        return _restore(checkpoints, step, program, lambda state: state)
-    return checkpoints.restore(step, program.abstract_state())
+
+    def read(part: Callable[[TrainState], Any]) -> Any:
+        if isinstance(program, Program):
+            return _restore(checkpoints, step, program, part)
+        whole = program.abstract_state()
+        wanted = part(whole)
+        return checkpoints.restore(step, wanted, partial=wanted is not whole)
+
+    plain = program.plain
+    if not isinstance(plain, OnDisk):
+        return read(lambda state: state)
+    checkpoints.refuse_left_over(step, program.abstract_state())
+    return plain.restored(read(plain.in_memory), read)
 
 
 def restore_parameters(

@@ -56,6 +56,7 @@ from jaxtrain.run.tracking.tracking import Tracking, trackings
 from jaxtrain.run.weights import merged, on_host, weights, with_weights
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program, resolve_kernel
@@ -135,7 +136,9 @@ class Trainer:
         self.mesh = self.layout.mesh
         for note in layouts.notes(config, self.layout):
             self.say(note)
-        self.program = make_program(config, self.layout)
+        own = None if read_only else self.workdir
+        scratch = Scratch(own if isinstance(own, Path) else None)  # none of a bucket's folder
+        self.program = make_program(config, self.layout, scratch)
         keep_memory(platform)
         of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
         self._step = CompiledStep(self.program, of_steps)
@@ -420,7 +423,7 @@ class Trainer:
         folder = None if self._folder is None else self._folder.local
         recorder = profile(folder, self.console, compute, done=done, last=last)
         with self._attempt.phases.phase("compile", done):
-            self._stepper.train_step = recorder.compile(self.lower())
+            self._stepper.train_step = self._step.around(recorder.compile(self.lower()))
         return recorder
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, Any]:

@@ -86,9 +86,7 @@ def with_weights(
     refuse({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
     params, frozen, statistics = (placed(part, given, plain.stages) for part in parts)
     with program.layout.active():
-        after = _with_weights(program, state, params, statistics)
-        after = dataclasses.replace(after, frozen=frozen)
-        return jax.device_put(after, program.state_shardings(after))
+        return _set(program, state, params, statistics, frozen)
 
 
 def with_trained(
@@ -104,8 +102,20 @@ def with_trained(
     plain = program.plain
     params = placed(plain.abstract_state().params, given, plain.stages)
     with program.layout.active():
-        after = _with_weights(program, state, params, state.statistics)
-        return jax.device_put(after, program.state_shardings(after))
+        return _set(program, state, params, state.statistics, state.frozen)
+
+
+def _set(
+    program: Program | ExchangeProgram,
+    state: TrainState,
+    params: nnx.State,
+    statistics: nnx.State,
+    frozen: nnx.State,
+) -> TrainState:
+    after = _with_weights(program, program.plain.in_memory(state), params, statistics)
+    after = dataclasses.replace(after, frozen=frozen)
+    after = jax.device_put(after, program.state_shardings(after))
+    return program.plain.filed(after, before=state)
 
 
 def placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:

@@ -8,7 +8,7 @@ import jax
 from jaxtrain.data.batch import Batch
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState, with_shardings
+from jaxtrain.training.step import PENDING, Program, TrainState, with_shardings
 
 Arrays = list[jax.Array]
 
@@ -23,6 +23,9 @@ class CompiledStep:
     compiled takes the arrays alone.
 
     All its methods are to be called with the program's layout active.
+
+    Where a part of the state lies in files, what is compiled takes the arrays in memory and leaves
+    the update to be done: `around` it stands what does that.
 
     Attributes:
       structure: of a TrainState of the program, whose arrays these are.
@@ -40,14 +43,16 @@ class CompiledStep:
           program: what a step is.
           options: of XLA, by name: `compilation.options_of_run`. None: XLA's own.
         """
-        shapes = program.shapes()
-        shardings = jax.tree.leaves(program.state_shardings(shapes))
-        self._program = program
+        shapes, plain = program.shapes(), program.plain
+        held = plain.in_memory(shapes)
+        shardings = jax.tree.leaves(program.state_shardings(held))
+        self._program, self._held = program, jax.tree.structure(held)
         self.structure, self.options = jax.tree.structure(shapes), dict(options or {})
+        self._finish = plain.finisher(self.options)
 
         def train_step(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
-            with program.plain.precision.products():
-                after, metrics = program.train_step(self.state_of(arrays), batch)
+            with plain.precision.products():
+                after, metrics = program.train_step(jax.tree.unflatten(self._held, arrays), batch)
             return jax.tree.leaves(after), metrics
 
         self._jitted = jax.jit(
@@ -56,7 +61,7 @@ class CompiledStep:
             out_shardings=(shardings, None),
             compiler_options=self.options,
         )
-        self.on_arrays: Callable[..., Any] = self._jitted
+        self.on_arrays: Callable[..., Any] = self.around(self._jitted)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One optimizer step, as `Program.train_step`; takes the state away from its caller."""
@@ -74,7 +79,22 @@ class CompiledStep:
           batch: a global batch, or its shapes.
         """
         batch = with_shardings(batch, self._program.batch_shardings(batch))
-        return self._jitted.lower(jax.tree.leaves(self._program.abstract_state()), batch)
+        held = self._program.plain.in_memory(self._program.abstract_state())
+        return self._jitted.lower(jax.tree.leaves(held), batch)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole step, as `on_arrays`, of what was compiled for it."""
+        finish, in_memory = self._finish, self._program.plain.in_memory
+        if finish is None:
+            return compiled
+
+        def whole(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
+            before = self.state_of(arrays)
+            held, metrics = compiled(jax.tree.leaves(in_memory(before)), batch)
+            after = jax.tree.unflatten(self._held, held)
+            return jax.tree.leaves(finish(before, after, metrics.pop(PENDING))), metrics
+
+        return whole
 
     def compile_each(self, batches: Sequence[Batch]) -> Callable[..., Any]:
         """Compiles it now for batches of several shapes; what `on_arrays` is from then on.
@@ -88,8 +108,8 @@ class CompiledStep:
             # A batch of one's own of another length is compiled for when it comes.
             return compiled.get(batch.inputs.shape, self._jitted)(arrays, batch)
 
-        self.on_arrays = of_its_shape
-        return of_its_shape
+        self.on_arrays = self.around(of_its_shape)
+        return self.on_arrays
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """Compiles it now; from then on a call that would need another program is refused.
@@ -97,5 +117,6 @@ class CompiledStep:
         Args:
           batch: a global batch, or its shapes.
         """
-        self.on_arrays = compiled = self.lower(batch).compile()
+        compiled = self.lower(batch).compile()
+        self.on_arrays = self.around(compiled)
         return compiled

@@ -1,9 +1,8 @@
 """TrainState, init, train_step and eval_step: pure functions, made once for a run."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,8 +19,9 @@ from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute
-from jaxtrain.parallel.gathering import GradientSlice
-from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
+from jaxtrain.parallel.gathering import with_slices
+from jaxtrain.parallel.sharding import Layout, reshard, shardings
+from jaxtrain.training.creation import created
 from jaxtrain.training.finetune.tuning import Tuning, Weights, named, told_apart
 from jaxtrain.training.guard import (
     FIRST_LOSS_SCALE,
@@ -44,6 +44,7 @@ from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_sc
 from jaxtrain.training.pipeline.stages import Stages, deal
 from jaxtrain.training.reduction import local_gradients, sum_gradients, summed_once
 
+PENDING = "pending"  # among a step's metrics, what its compiled program leaves to be done
 _ADAPTERS = 0x10A  # folded into the key of the parameters: adapters draw their own numbers
 
 
@@ -199,11 +200,20 @@ class Program:
           seed: of what is drawn.
           params: the parameters to start from, as of `init`, which are taken away.
         """
-        out = self.state_shardings(self.shapes())
-        init = jax.jit(self.init, out_shardings=out, donate_argnums=1)
-        # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
-        with contextlib.nullcontext() if params is None else self.layout.active():
-            return init(jax.random.key(seed), params)
+        return self.filed(created(self, seed, params))
+
+    def in_memory(self, state: TrainState) -> TrainState:
+        """What programs are given of a state: all but what lies in files."""
+        return state
+
+    def filed(self, state: TrainState, before: TrainState | None = None) -> TrainState:
+        """The whole state of one in memory: this one, where nothing lies in files."""
+        del before
+        return state
+
+    def finisher(self, options: Mapping[str, str]) -> Callable[..., TrainState] | None:
+        """What ends a step that its compiled program leaves PENDING; None: it is all there is."""
+        del options
 
     def batch_shardings(self, batch: Batch) -> Batch:
         """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
@@ -511,7 +521,7 @@ class Program:
         is like the trained ones; None: no gradient is."""
         trained, frozen = weights
         if of is not None:
-            trained = _with_slices(trained, of) if self.layout.zero == 2 else of
+            trained = with_slices(trained, of) if self.layout.zero == 2 else of
         return self.tuning.join((trained, frozen))
 
     def _graphdef(self) -> Any:
@@ -571,15 +581,6 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         shapes,
         shardings,
-    )
-
-
-def _with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
-    return jax.tree.map(
-        lambda w, s: w.replace(GradientSlice(w.get_value(), s.get_value())),
-        weights,
-        slices,
-        is_leaf=is_variable,
     )
 
 

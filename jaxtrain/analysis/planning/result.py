@@ -175,9 +175,11 @@ class Plan:
                 "temporaries": self.temporaries,
                 "live": compiled.live_bytes if compiled else None,
                 "host": compiled.host_bytes if compiled else self.estimate.host,
+                "disk": self.estimate.arguments.disk,
                 "closed_form": {
                     "arguments": self.estimate.arguments.total,
                     "host": self.estimate.host,
+                    "disk": self.estimate.arguments.disk,
                     "gradients": self.estimate.gradients,
                     **self.estimate.parts,
                 },

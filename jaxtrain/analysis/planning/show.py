@@ -79,6 +79,9 @@ def _memory(console: Console, plan: "Plan") -> None:
     if plan.estimate.host:
         host = human_bytes(plan.estimate.host)
         table.add_row("beside them, in host memory", host, "")
+    if plan.estimate.arguments.disk:
+        disk = human_bytes(plan.estimate.arguments.disk)
+        table.add_row("in files of its host", disk, "")
     compiled = plan.compiled
     if compiled is not None:
         table.add_row("compiled: arguments", human_bytes(compiled.argument_bytes), "")

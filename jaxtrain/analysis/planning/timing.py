@@ -501,7 +501,8 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         within = "closed forms, which alone were held against them"
     untimed = ()
     if config.offload != Offload():
-        untimed = ("the time in which state comes from host memory and goes back is not in it",)
+        where = "disks" if config.offload.optimizer_state == "disk" else "host memory"
+        untimed = (f"the time in which state comes from {where} and goes back is not in it",)
     if config.remat.offloads:
         copies = "the time in which activations go to host memory and come back is not in it"
         untimed = (*untimed, copies)

@@ -127,9 +127,14 @@ def shrink(own: Config) -> Small:
     train = dataclasses.replace(
         own.train, global_batch_size=rows, accumulation=accumulation, noise_scale_every=0
     )
+    # Proofs look at a state's arrays; in files they are the same numbers.
+    offload = own.offload
+    if offload.optimizer_state == "disk":
+        offload = dataclasses.replace(offload, optimizer_state="none")
     config = dataclasses.replace(
         own,
         train=train,
+        offload=offload,
         mesh=Mesh(fsdp=1),
         sharding=_sharding(own.sharding, 1),
         pipeline=Pipeline(),

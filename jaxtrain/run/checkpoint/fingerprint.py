@@ -3,11 +3,13 @@
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.offload.streaming import is_pinned
 
 # 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
@@ -16,7 +18,10 @@ _THREADS = min(8, os.cpu_count() or 1)  # sums in numpy let go of the interprete
 _ROW, _ROWS = 1024, 64  # elements of a row, rows of a block: one stays in a core's cache
 
 
-def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+Arrays = Mapping[str, Any]  # jax.Array or FileArray
+
+
+def fingerprints(arrays: Arrays) -> dict[str, int]:
     """A number below 2**32 for each array: the same on every mesh, another if any element changes.
 
     Args:
@@ -25,8 +30,10 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     return numbers(dispatch(arrays))
 
 
-def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array | Future[int]]:
+def dispatch(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
     """Begins to count; `numbers` waits for the result."""
+    in_files = {name: x for name, x in arrays.items() if isinstance(x, FileArray)}
+    arrays = {name: x for name, x in arrays.items() if name not in in_files}
     here = {name: x for name, x in arrays.items() if _is_in_memory(x)}
     of_hosts = [name for name, x in arrays.items() if name not in here and is_pinned(x.sharding)]
     there = {name: x for name, x in arrays.items() if name not in here and name not in of_hosts}
@@ -35,6 +42,7 @@ def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array | Future[in
     counted: dict[str, jax.Array | Future[int]] = dict(_fingerprint_all(there)) if there else {}
     # What is kept out of the devices' memory comes there one after the other, and goes.
     counted |= {name: _brought(arrays[name]) for name in of_hosts}
+    counted |= {name: _brought(x.read()) for name, x in in_files.items()}
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint")
     counted |= {name: threads.submit(_fingerprint_in_memory, x) for name, x in here.items()}
     threads.shutdown(wait=False)  # they end with their work

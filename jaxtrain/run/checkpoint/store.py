@@ -1,4 +1,4 @@
-"""Saves the train state and restores it on any mesh: the only module that knows Orbax.
+"""Saves the train state and restores it on any mesh: with `from_files` all that knows Orbax.
 
 A checkpoint is one folder, `workdir/checkpoints/<step>/`. Orbax writes the arrays under readable
 names (`params/layers/attention/query`) and one JSON object of the caller's (`extra`) into a
@@ -24,6 +24,7 @@ from jaxtrain.config.buckets import BucketError, Place, place
 from jaxtrain.run.checkpoint import manifest, retention
 from jaxtrain.run.checkpoint.fingerprint import dispatch, fingerprints, numbers
 from jaxtrain.run.checkpoint.forgotten import go_around
+from jaxtrain.run.checkpoint.from_files import of_arrays_in_files
 from jaxtrain.run.checkpoint.leaves import (
     StoredLeaf,
     flatten,
@@ -33,6 +34,7 @@ from jaxtrain.run.checkpoint.leaves import (
 )
 from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf, Manifest, Reading, damaged
 from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
+from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.settings import Checkpoint
 
 _STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
@@ -91,14 +93,16 @@ class Checkpoints:
             before_seal=before_seal,
         )
         # Uncompressed: float32 parameters lose 8 % of their bytes to zstd, for most of the time.
-        self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+        arrays = ocp.PyTreeCheckpointHandler(
+            use_compression=False, type_handler_registry=of_arrays_in_files()
+        )
         self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(state=self._arrays, extra=ocp.JsonCheckpointHandler()),
+            ocp.CompositeCheckpointHandler(state=arrays, extra=ocp.JsonCheckpointHandler()),
             async_options=ocp.AsyncOptions(
                 timeout_secs=WRITE_SECONDS, barrier_sync_fn=self._sealer.barrier_of_writer
             ),
         )
-        self._reader = ocp.Checkpointer(self._arrays)
+        self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         # Steps whose files have been compared with their digests, and those found damaged.
         self._intact: dict[int, Manifest] = {}
         self._bad: set[int] = set()
@@ -178,6 +182,7 @@ class Checkpoints:
         their buffers; the disk is written behind the next steps' back. A save still being written
         is waited for first. Where it failed, its remains are removed and it is reported; the run
         goes on and saves again when it next should. A step that is already there stays as it is.
+        Of arrays in files, which the next step changes, the writing is waited for too.
 
         Args:
           step: number of optimizer steps done.
@@ -224,7 +229,7 @@ class Checkpoints:
             for name, x in arrays.items()
         }
         self._sealer.follow(step, written, summaries)
-        if not self._settings.asynchronous:
+        if not self._settings.asynchronous or any(isinstance(x, FileArray) for x in leaves):
             self._sealer.settle()
 
     def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:
@@ -267,6 +272,14 @@ class Checkpoints:
             names = ", ".join(altered[:8])
             raise damaged(self._path(step), step, f"the bytes of {names} changed")
         return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+    def refuse_left_over(self, step: int, abstract_state: Any) -> None:
+        """Raises UserError where `step` has arrays that this state, read in parts, does not."""
+        stored = self.tree(step)
+        names, leaves, _ = flatten(abstract_state)
+        known: dict[str, Any] = dict(zip(names, leaves, strict=True))
+        known |= {name: leaf for name, leaf in stored.items() if name in known}
+        refuse_differences(known, stored, partial=False, folder=self._path(step))
 
     def _read(
         self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], *, partial: bool

@@ -1,7 +1,6 @@
 """What programs whose replicas agree in another way have in common: a state with replicas in it."""
 
 import abc
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, is_variable, logical_axes
+from jaxtrain.training.creation import created
 from jaxtrain.training.microbatches import numbered
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import Program, TrainState, with_shardings
@@ -104,10 +104,7 @@ class ExchangeProgram(abc.ABC):
 
         Arguments as of `Program.create`.
         """
-        out = self.state_shardings(self.shapes())
-        init = jax.jit(self.init, out_shardings=out, donate_argnums=1)
-        with contextlib.nullcontext() if params is None else self.layout.active():
-            return init(jax.random.key(seed), params)
+        return self.plain.filed(created(self, seed, params))
 
     @final
     def batch_shardings(self, batch: Batch) -> Batch:

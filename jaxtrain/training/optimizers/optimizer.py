@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import optax
 
@@ -137,6 +137,7 @@ def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
 
 
 Parts = list[optax.GradientTransformation]
+Joined = TypeVar("Joined")
 
 
 def chained(first: Parts, rest: Parts) -> optax.GradientTransformation:
@@ -147,9 +148,9 @@ def chained(first: Parts, rest: Parts) -> optax.GradientTransformation:
 def make_optimizer(
     settings: Optimizer,
     schedule: optax.Schedule,
-    join: Callable[[Parts, Parts], optax.GradientTransformation] = chained,
+    join: Callable[[Parts, Parts], Joined] = chained,
     scaled: Sequence[optax.GradientTransformation] = (),
-) -> optax.GradientTransformation:
+) -> Joined:
     """The optax transformation: penalties, clips, update rule, learning rate, and the average
     behind them.
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import optax
 
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import Model, reads_pairs, reads_tokens
@@ -22,7 +23,9 @@ from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning, named
 from jaxtrain.training.noise import with_noise
+from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload.on_disk import OnDisk
 from jaxtrain.training.offload.on_host import OnHost
 from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
@@ -87,27 +90,37 @@ def resolved(config: Config, platform: str) -> Config:
     )
 
 
-def make_program(config: Config, layout: Layout) -> Program | ExchangeProgram:
+def make_program(
+    config: Config, layout: Layout, scratch: Scratch | None = None
+) -> Program | ExchangeProgram:
     """The pure functions that a configuration makes on a layout.
 
     What 'auto' means is asked of the layout's devices, or of this process's where it has none.
+
+    Args:
+      config: the configuration.
+      layout: from `layouts`.
+      scratch: where the files of what lies on disks are; None: in a temporary folder.
     """
     if config.attention.kernel == "auto":
         config = resolved(config, platform_of(layout.mesh))
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
-    on_host = config.offload.optimizer_state == "host"
+    first, rest = make_optimizer(
+        config.optimizer, schedule, lambda first, rest: (first, rest), on_plateau(config.schedule)
+    )
+    where = config.offload.optimizer_state
     made = Program
-    if config.offload != Offload():
+    if where == "disk":
+        kept = {"first": tuple(first), "rule": optax.chain(*rest)}
+        made = functools.partial(
+            OnDisk, offload=config.offload, scratch=scratch or Scratch(None), **kept
+        )
+    elif config.offload != Offload():
         made = functools.partial(OnHost, offload=config.offload)
     program = made(
         build=config.train.task.built(config.train.model),
         objective=config.train.task,
-        optimizer=make_optimizer(
-            config.optimizer,
-            schedule,
-            streamed if on_host else chained,
-            on_plateau(config.schedule),
-        ),
+        optimizer=(streamed if where == "host" else chained)(first, rest),
         schedule=schedule,
         layout=layout,
         precision=config.precision,

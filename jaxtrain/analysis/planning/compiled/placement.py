@@ -100,7 +100,7 @@ def misplaced(program: Program | ExchangeProgram, compiled: jax.stages.Compiled)
       program: of which `compiled` is the train step: (state, batch) -> (state, metrics).
       compiled: from `jit(...).lower(...).compile()`.
     """
-    shapes = program.shapes()
+    shapes = program.plain.in_memory(program.shapes())
     intended = jax.tree.leaves(program.state_shardings(shapes))
     named = jax.tree_util.tree_leaves_with_path(shapes)
     found = []

@@ -20,6 +20,7 @@ from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import is_pinned
 from jaxtrain.training.program.layouts import abstract_layout
@@ -37,7 +38,8 @@ class Arguments:
       optimizer: the optimizer's state, and what an exchange keeps beside it.
       other: the batch, counters, running statistics.
       host: what of a state lies in the memory of the device's host, and in none of the others.
-      streamed: the most of that which is on the device at a time, to be updated.
+      streamed: the most of both that is on the device at a time, to be updated.
+      disk: what of a state lies in files of the device's host, and in no memory.
     """
 
     params: int
@@ -45,6 +47,7 @@ class Arguments:
     other: int
     host: int = 0
     streamed: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -87,7 +90,7 @@ class Memory:
     def update_bytes(self) -> int:
         """What the update reads, and writes again: parameters, gradients, optimizer state."""
         held = self.arguments
-        return held.params + held.optimizer + held.host + self.gradients
+        return held.params + held.optimizer + held.host + held.disk + self.gradients
 
 
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
@@ -161,7 +164,7 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
     program = make_program(dataclasses.replace(state.config, offload=offload), layout)
     placed = program.state_shardings(shapes)
     held = {"params": 0, "opt_state": 0, "exchange": 0}
-    host, together = 0, dict[int, int]()
+    host, disk, together = 0, 0, dict[int, int]()
     for (path, leaf), where in zip(
         jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable),
         jax.tree.leaves(placed, is_leaf=is_variable),
@@ -169,7 +172,10 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
     ):
         shape, sharding = map(_value, (leaf, where))
         size = math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
-        if is_pinned(sharding):
+        in_files = offload.optimizer_state == "disk" and path[0].name == "opt_state"
+        if in_files and len(shape.shape):
+            disk += size
+        elif is_pinned(sharding):
             host += size
             stacked = is_variable(leaf) and logical_axes(leaf)[:1] == ("layers",)
             count = shape.shape[0] if stacked else 1
@@ -178,7 +184,13 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
             held[path[0].name] = held.get(path[0].name, 0) + size
     params = held.pop("params") + held.pop("frozen", 0)
     optimizer = held.pop("opt_state") + held.pop("exchange")
-    return Arguments(params, optimizer, sum(held.values()), host, max(together.values(), default=0))
+    streamed = max(together.values(), default=0)
+    if disk:
+        # Blocks on their way: each is in the host's memory too.
+        whole = with_shardings(shapes, placed)
+        blocks = BLOCKS_ALIVE * largest_block(whole.params, whole.opt_state)
+        streamed, host = streamed + blocks // 2, host + blocks  # `_streaming` has them both ways
+    return Arguments(params, optimizer, sum(held.values()), host, streamed, disk)
 
 
 # What a sum of parameters is over, and how they lie.
@@ -240,7 +252,7 @@ class _Step:
 
     def memory(self) -> Memory:
         phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
-        if self.arguments.host:
+        if self.arguments.streamed:
             phases.append(self._streaming())
         largest = max(phases, key=lambda phase: sum(phase.values()))
         gradients = self._accumulators + largest.pop("gradients")

@@ -1,0 +1,272 @@
+"""The update of a state in files: block after block, the next one read while one is computed.
+
+A block is a layer of a stack of parameters, or parameters of no layer, with all that the rule keeps
+for them: what a rule updates on its own. A device holds a few blocks at a time, and so does a host.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import Layout, reshard
+from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.guard import selected
+from jaxtrain.training.offload.files import FileArray
+from jaxtrain.training.offload.streaming import joined, on_device, part, stacks
+from jaxtrain.training.optimizers.rounding import apply_updates
+
+BLOCK_BYTES = 32 << 20  # on a device, of what a rule keeps; more where one parameter's layer is
+_WRITTEN_LATE = 2  # blocks computed that may wait to be written
+# Blocks that a device holds at most: one read ahead, one computed with, its results, those that
+# wait.
+BLOCKS_ALIVE = 3 + _WRITTEN_LATE
+
+
+class Group(NamedTuple):
+    """Parameters whose blocks hold the same of each.
+
+    Attributes:
+      names: of the parameters.
+      layers: how many blocks there are of them, one a layer; None: one, of whole parameters.
+    """
+
+    names: frozenset[str]
+    layers: int | None
+
+    @property
+    def places(self) -> list[int] | list[None]:
+        """The layer of each block."""
+        return [None] if self.layers is None else list(range(self.layers))
+
+
+class Pending(NamedTuple):
+    """What a step in memory leaves to be done.
+
+    Attributes:
+      grads: what the rule is given, laid out as the moments are.
+      counts: the rule's state before, without its arrays.
+      good: bool scalar, whether the update counts; None: it does.
+      step: int32 scalar, optimizer steps taken before.
+      more: what the rule is given besides.
+    """
+
+    grads: nnx.State
+    counts: Any
+    good: jax.Array | None
+    step: jax.Array
+    more: dict[str, Any]
+
+
+def groups(params: nnx.State, kept: Any) -> list[Group]:
+    """Which parameters are updated together.
+
+    Args:
+      params: their shapes.
+      kept: what the rule keeps, or its shapes with shardings.
+    """
+    found = []
+    for layers, names in stacks(params):
+        together: list[str] = []
+        size = 0
+        for name in named(params):
+            if name not in names:
+                continue
+            own = bytes_of(part(kept, frozenset({name}))) // (layers or 1)
+            if together and size + own > BLOCK_BYTES:
+                found.append(Group(frozenset(together), layers))
+                together, size = [], 0
+            together.append(name)
+            size += own
+        found.append(Group(frozenset(together), layers))
+    return found
+
+
+def bytes_of(kept: Any) -> int:
+    """Bytes on a device of a rule's arrays."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(kept)
+        if x.ndim
+    )
+
+
+def largest_block(params: nnx.State, kept: Any) -> int:
+    """Bytes on a device of what a rule keeps in the largest block; arguments as of `groups`."""
+    return max(
+        bytes_of(part(kept, group.names)) // (group.layers or 1) for group in groups(params, kept)
+    )
+
+
+class Blocks:
+    """What is compiled to update a state in files, and to begin one: once for each group."""
+
+    def __init__(
+        self,
+        rule: Any,
+        layout: Layout,
+        at_rest: Callable[[nnx.State], nnx.State],
+        options: Mapping[str, str],
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          rule: the optax transformation that updates each parameter on its own.
+          layout: where everything goes.
+          at_rest: lays updated parameters out as they are between steps.
+          options: of XLA, by name.
+        """
+        self._rule, self._layout, self._at_rest = rule, layout, at_rest
+        self._options = dict(options)
+        self._groups: list[Group] | None = None
+        self._compiled: dict[tuple[Group, str], Callable[..., Any]] = {}
+        self._layers: dict[int, jax.Array] = {}
+
+    def begin(self, params: nnx.State, files: Any) -> None:
+        """Writes the rule's first state of these parameters; with the layout active."""
+        for group in self._of(params, files):
+            mine, kept = (part(tree, group.names) for tree in (params, files))
+            init = self._compiled_for(group, self._init, mine, kept)
+            for layer in group.places:
+                made = init(mine, self._place(layer))
+                for file, x in zip(_large(kept), made, strict=True):
+                    file.write(x, layer)
+
+    def update(self, params: nnx.State, files: Any, pending: Pending) -> nnx.State:
+        """The parameters after an update, theirs taken away; with the layout active.
+
+        Args:
+          params: as a state has them between steps.
+          files: the rule's state, its arrays in files, which are another afterwards.
+          pending: what came of the step.
+        """
+        found = self._of(params, files)
+        blocks = [(group, layer) for group in found for layer in group.places]
+        kept = {group: _large(part(files, group.names)) for group in found}
+        given = {group: part(pending, group.names) for group in found}
+        after = {group: part(params, group.names) for group in found}
+
+        def read(block: tuple[Group, int | None]) -> list[jax.Array]:
+            group, layer = block
+            return [file.read(layer) for file in kept[group]]
+
+        def write(block: tuple[Group, int | None], arrays: list[jax.Array]) -> None:
+            group, layer = block
+            for file, x in zip(kept[group], arrays, strict=True):
+                file.write(x, layer)
+
+        writes: deque[Future[None]] = deque()
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="offload-read") as reading,
+            ThreadPoolExecutor(1, thread_name_prefix="offload-write") as writing,
+        ):
+            ahead = reading.submit(read, blocks[0])
+            for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+                group, layer = block
+                arrays = ahead.result()
+                if following is not None:
+                    ahead = reading.submit(read, following)
+                mine, own = after[group], part(files, group.names)
+                one = self._compiled_for(group, self._update, mine, own)
+                after[group], arrays = one(mine, arrays, given[group], self._place(layer))
+                if len(writes) == _WRITTEN_LATE:
+                    writes.popleft().result()
+                writes.append(writing.submit(write, block, arrays))
+            for one in writes:
+                one.result()
+        return joined(list(after.values()))
+
+    def _of(self, params: nnx.State, files: Any) -> list[Group]:
+        if self._groups is None:
+            self._groups = groups(params, files)
+        return self._groups
+
+    def _compiled_for(
+        self, group: Group, make: Callable[[nnx.State, Any], Callable[..., Any]], *of: Any
+    ) -> Callable[..., Any]:
+        key = group, make.__name__
+        if key not in self._compiled:
+            self._compiled[key] = make(*of)
+        return self._compiled[key]
+
+    def _place(self, layer: int | None) -> jax.Array | None:
+        if layer is None:
+            return None
+        if layer not in self._layers:
+            self._layers[layer] = jax.make_array_from_callback(
+                (), self._layout.named(P()), lambda _: np.array(layer, np.int32)
+            )
+        return self._layers[layer]
+
+    def _init(self, _: nnx.State, files: Any) -> Callable[..., Any]:
+        """(parameters, its layer) -> arrays of a block."""
+
+        def init(params: nnx.State, layer: jax.Array | None) -> list[jax.Array]:
+            return _large(self._rule.init(self._slice(params, layer)))
+
+        of_kept = [file.sharding for file in _large(files)]
+        return jax.jit(init, out_shardings=of_kept, compiler_options=self._options)
+
+    def _update(self, params: nnx.State, files: Any) -> Callable[..., Any]:
+        """(parameters, arrays of a block, Pending, its layer) -> parameters, arrays."""
+        leaves, structure = jax.tree.flatten(files)
+        large = [isinstance(x, FileArray) for x in leaves]
+
+        def update(
+            params: nnx.State, kept: list[jax.Array], given: Pending, layer: jax.Array | None
+        ) -> tuple[nnx.State, list[jax.Array]]:
+            old = self._slice(params, layer)
+            grads, more = (_sliced(x, layer) for x in (given.grads, given.more))
+            layers = None if layer is None else layer[None]
+            if layers is not None:
+                more = {**more, "layers": layers}
+            arrays, counts = iter(kept), iter(jax.tree.leaves(given.counts))
+            state = structure.unflatten([next(arrays if one else counts) for one in large])
+            updates, state = self._rule.update(grads, state, old, **more)
+            new = apply_updates(old, updates, given.step, layers)
+            new, kept = selected(given.good, (new, _large(state)), (old, kept))
+            return self._put(params, new, layer), kept
+
+        return jax.jit(
+            update,
+            donate_argnums=0,
+            out_shardings=(
+                jax.tree.map(lambda x: x.sharding, params),
+                [file.sharding for file in _large(files)],
+            ),
+            compiler_options=self._options,
+        )
+
+    def _slice(self, params: nnx.State, layer: jax.Array | None) -> nnx.State:
+        """A block's parameters on the devices, laid out as the moments are."""
+        mine = on_device(_sliced(params, layer))
+        return reshard(mine, self._layout.moment, self._layout)
+
+    def _put(self, params: nnx.State, new: nnx.State, layer: jax.Array | None) -> nnx.State:
+        """The parameters with a block's new ones in their place, wherever they lie."""
+
+        def one(x: jax.Array, new: jax.Array) -> jax.Array:
+            new = jax.device_put(new, jax.typeof(x).memory_space)
+            if layer is None:
+                return new
+            return jax.lax.dynamic_update_slice_in_dim(x, new, layer, 0)
+
+        return jax.tree.map(one, params, self._at_rest(new))
+
+
+def _sliced(tree: Any, layer: jax.Array | None) -> Any:
+    """A layer [1, ...] of every array of a tree but scalars; None: all of it."""
+    if layer is None:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1) if x.ndim else x, tree)
+
+
+def _large(state: Any) -> list[Any]:
+    """The arrays of a rule's state that are no scalars."""
+    return [x for x in jax.tree.leaves(state) if x.ndim]

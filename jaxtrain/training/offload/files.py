@@ -1,0 +1,148 @@
+"""Arrays of a state in memory-mapped files: each process has the parts that its devices hold.
+
+A file is mapped only while a part of it is copied, so that a process holds what it asked for and no
+page more. Its contents are worth nothing once the process has ended: an update may be half written
+then, and a run goes on from its checkpoint.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.disks import writing
+from jaxtrain.config.files import remove_tree
+
+FOLDER = "offload"  # in a run's folder
+
+
+class Scratch:
+    """A folder of this process's own, made when it is first asked for, whatever stood there gone.
+
+    It is removed with the last that refers to it, or with the process.
+
+    Attributes:
+      workdir: the run's folder on a disk; None: a temporary folder (TMPDIR).
+    """
+
+    def __init__(self, workdir: Path | None) -> None:
+        self.workdir = workdir
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder, which is there and empty when it is first asked for."""
+        if self.workdir is None:
+            made = Path(tempfile.mkdtemp(prefix="jaxtrain-offload-"))
+        else:
+            made = self.workdir / FOLDER / f"process-{jax.process_index()}"
+            if made.exists():
+                remove_tree(made)
+            made.mkdir(parents=True)
+        weakref.finalize(self, _removed, made, in_run=self.workdir is not None)
+        return made
+
+
+def _removed(folder: Path, *, in_run: bool) -> None:
+    remove_tree(folder)
+    if in_run:
+        with contextlib.suppress(OSError):  # others' are still there
+            folder.parent.rmdir()
+
+
+class FileArray:
+    """An array in files: a leaf of a state, which programs are given a piece of at a time.
+
+    Attributes:
+      shape: of the whole array.
+      dtype: of its numbers.
+      sharding: which part lies in the files of which device's process; a stack of layers is whole
+        along its first dimension.
+    """
+
+    def __init__(self, scratch: Scratch, name: str, like: jax.ShapeDtypeStruct) -> None:
+        """Makes its files, of zeros.
+
+        Args:
+          scratch: where; it stays as long as the array.
+          name: of the array, as files are called.
+          like: shape, dtype and sharding.
+
+        Raises:
+          FullDiskError: the file system has no room for them.
+        """
+        self.shape, self.dtype = tuple(like.shape), np.dtype(like.dtype)
+        self.sharding: Any = like.sharding
+        self._part = tuple(self.sharding.shard_shape(self.shape))
+        self._scratch = scratch
+        files: dict[Any, Path] = {}
+        self._files: dict[jax.Device, Path] = {}  # devices that hold the same have one
+        here: Any = self.sharding.addressable_devices_indices_map(self.shape)
+        for device, index in here.items():
+            place = tuple((one.start, one.stop) for one in index)
+            path = scratch.folder / f"{name}.{len(files)}"
+            self._files[device] = files.setdefault(place, path)
+        size = math.prod(self._part) * self.dtype.itemsize
+        for path in files.values():
+            with writing(path), path.open("wb") as file:
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    # Now: a mapped page that finds no room later ends the process.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                file.truncate(size)
+
+    @property
+    def ndim(self) -> int:
+        """Its dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, layer: int | None = None) -> jax.Array:
+        """The array on the devices, or [1, ...], one layer of it; a copy."""
+        shape, part, offset = self._place(layer)
+        copies: dict[Path, np.ndarray] = {}
+        for path in self._files.values():
+            if path not in copies:
+                copies[path] = np.array(np.memmap(path, self.dtype, "r", offset, part))
+        pieces = [jax.device_put(copies[path], device) for device, path in self._files.items()]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
+
+    def write(self, x: jax.Array, layer: int | None = None) -> None:
+        """Puts an array of the same form in its place, or a layer of one; waits until it is made.
+
+        Args:
+          x: laid out as `sharding` says.
+          layer: None: all of it.
+        """
+        _, part, offset = self._place(layer)
+        written = set()
+        for shard in x.addressable_shards:
+            path = self._files[shard.device]
+            if path not in written:
+                written.add(path)
+                np.memmap(path, self.dtype, "r+", offset, part)[...] = np.asarray(shard.data)
+
+    def _place(self, layer: int | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape of the whole, of a device's part, and where that begins in its file, in bytes."""
+        if layer is None:
+            return self.shape, self._part, 0
+        assert self._part[0] == self.shape[0], "a stack of layers is not split by layers"
+        part = (1, *self._part[1:])
+        return (1, *self.shape[1:]), part, layer * math.prod(part) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The whole array, where this process has it."""
+        del copy  # it always is one
+        return np.asarray(self.read(), dtype)
+
+    def __repr__(self) -> str:
+        return f"FileArray({self.dtype.name}{list(self.shape)})"
