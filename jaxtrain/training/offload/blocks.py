@@ -199,9 +199,10 @@ class Blocks:
         if layer is None:
             return None
         if layer not in self._layers:
-            self._layers[layer] = jax.make_array_from_callback(
-                (), self._layout.named(P()), lambda _: np.array(layer, np.int32)
-            )
+            with jax.transfer_guard("allow"):  # each process its own, once
+                self._layers[layer] = jax.make_array_from_callback(
+                    (), self._layout.named(P()), lambda _: np.array(layer, np.int32)
+                )
         return self._layers[layer]
 
     def _init(self, _: nnx.State, files: Any) -> Callable[..., Any]:
