@@ -130,13 +130,14 @@ def make_layout(
     *,
     sequence_parallel: bool = False,
     accumulate: Accumulate = "shard",
+    by_rows: frozenset[tuple[str, ...]] = frozenset(),
     **sizes: int,
 ) -> Layout:
     """A layout on the first devices: make_layout(2, fsdp=4, tensor=2)."""
     mesh = Mesh(**{"fsdp": 1, **sizes})
     count = math.prod(sizes.values())
     placed = make_mesh(mesh, jax.devices()[:count])
-    return Layout(placed, zero, sequence_parallel, accumulate=accumulate)
+    return Layout(placed, zero, sequence_parallel, accumulate=accumulate, by_rows=by_rows)
 
 
 def make_program(model, layout: Layout, **changes) -> Program:

@@ -105,6 +105,16 @@ def test_another_form_of_a_reduce_scatter_is_said():
     assert row.textbook_bytes == 3 * 125 * KIB
 
 
+def test_shards_padded_to_whole_tiles_are_the_textbook_s_up_to_a_thirty_second():
+    expected = [meant("reduce-scatter", "fsdp", 2, 320, "gradients: token_embedding")]
+    row = one(audit([moved("reduce-scatter", "fsdp", 2, 330)], expected, SIZES))
+    assert row.explained
+    assert row.cause == "gradients: token_embedding (padded to whole tiles)"
+    assert (row.bytes, row.textbook_bytes) == (660 * KIB, 640 * KIB)
+    rows = audit([moved("reduce-scatter", "fsdp", 2, 331)], expected, SIZES)
+    assert [row.explained for row in rows] == [False, True]
+
+
 def test_a_gather_written_as_a_sum_is_a_gather():
     expected = [meant("all-gather", "fsdp", 1, 25, "replicas: scales")]
     row = one(audit([moved("all-reduce", "fsdp", 1, 100)], expected, SIZES))

@@ -31,6 +31,8 @@ MODELS = {
 }
 BATCH = text_batch(rows=16, length=16, vocab_size=48)  # rows 48..63 of the vocabulary are unseen
 
+# Every table and every matrix of an mlp, as a TPU may have them: see `dividing.in_tiles`.
+BY_ROWS = frozenset({("vocab", "vocab_embed"), ("embed", "mlp"), ("mlp", "embed")})
 LAYOUTS = {
     "data8": {"data": 8},
     "zero0": {"fsdp": 8, "zero": 0},
@@ -42,6 +44,9 @@ LAYOUTS = {
     "all": {"data": 2, "fsdp": 2, "tensor": 2},
     "all_sequence": {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True},
     "all_zero2_sequence": {"zero": 2, "fsdp": 4, "tensor": 2, "sequence_parallel": True},
+    "rows_zero1": {"zero": 1, "fsdp": 8, "by_rows": BY_ROWS},
+    "rows_zero2": {"zero": 2, "data": 2, "fsdp": 4, "by_rows": BY_ROWS},
+    "rows_zero3": {"fsdp": 8, "by_rows": BY_ROWS},
 }
 
 

@@ -2,7 +2,8 @@
 
 Layers need not divide over the stages of a pipeline (see `pipeline.stages`). Other sizes share over
 as many devices as they divide by: fsdp in fewer and larger parts, with copies of each; embedding
-tables whole on every stage. Nothing is padded, so that a state means the same on every mesh.
+tables whole on every stage. Where a TPU's tiles would be cut, another dimension is split. Nothing
+is padded, so that a state means the same on every mesh.
 """
 
 import dataclasses
@@ -14,8 +15,15 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.errors import nearest_multiple
-from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
-from jaxtrain.parallel.tables import MeshAxes
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, own_axes, parts_of
+from jaxtrain.parallel.tables import ROWS, MeshAxes
+
+# Columns of a TPU's tile, and rows of one of bfloat16; and below how many columns of a shard of
+# embed its gradient is better scattered along the other dimension: of tables, of an mlp's matrices.
+_COLUMNS, _TILE_ROWS = 128, 16
+_FEW_COLUMNS = {"vocab": _COLUMNS, "mlp": _COLUMNS // 2}
+# Padding of rows to whole tiles moves at most this part of a shard more.
+_PADDING = 1 / 32
 
 
 class Sized(Protocol):
@@ -93,6 +101,37 @@ def fitted(layout: Layout, shapes: nnx.State) -> Layout:
     return dataclasses.replace(
         layout, unstaged=frozenset(unstaged), whole=layout.whole | frozenset(whole)
     )
+
+
+def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
+    """The layout of TPUs: fsdp splits rows where its shards of embed are a part of a tile.
+
+    A TPU lays arrays out in tiles of 128 columns, and of shards that are less its compiler may sum
+    the gradient whole and cut it: twice the wire of a scatter (tests/test_tiles.py). So where a
+    device has few columns of embed, fsdp splits a table's vocabulary or a matrix's mlp, if that
+    divides into whole tiles of rows but for 1/32. What has neither stays as it is.
+
+    Args:
+      layout: as the mesh has it.
+      shapes: as of `uneven`.
+    """
+    if layout.mesh.size > layout.mesh.shape["fsdp"]:
+        return layout  # measured along fsdp alone; tensor, stages and grids split these themselves
+    able: dict[tuple[str, ...], bool] = {}
+    for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
+        axes = own_axes(logical_axes(variable))
+        if len(axes) == 2 and set(axes) & set(ROWS) and set(axes) & {"embed", "vocab_embed"}:
+            one = _better_by_rows(layout, axes, variable.get_value().shape[-len(axes) :])
+            able[axes] = able.get(axes, True) and one
+    return dataclasses.replace(layout, by_rows=frozenset(axes for axes in able if able[axes]))
+
+
+def _better_by_rows(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    fsdp, sizes = layout.mesh.shape["fsdp"], dict(zip(axes, shape, strict=True))
+    (row,) = set(axes) & set(ROWS)
+    columns = sizes.get("embed", sizes.get("vocab_embed", 0)) // fsdp
+    rows, rest = divmod(sizes[row], fsdp)
+    return columns < _FEW_COLUMNS[row] and rest == 0 and -rows % _TILE_ROWS <= rows * _PADDING
 
 
 def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[str]:

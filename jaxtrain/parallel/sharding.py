@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
-from jaxtrain.parallel.tables import TABLES, AxisRule, MeshAxes, TensorLayout
+from jaxtrain.parallel.tables import ROWS, TABLES, AxisRule, MeshAxes, TensorLayout
 from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
 
 Accumulate = Literal["shard", "local"]
@@ -122,6 +122,8 @@ class Layout:
       one_batch: those of `manual` whose devices have rows of one batch, or places of its rows, and
         share its statistics.
       accumulate: as in `Sharding`.
+      by_rows: logical axes, as `own_axes` has them, of parameters that fsdp splits along the one of
+        ROWS in place of embed, whose shards would be less than a tile.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -134,6 +136,7 @@ class Layout:
     unstaged: frozenset[str] = frozenset()
     one_batch: frozenset[str] = frozenset()
     accumulate: Accumulate = "shard"
+    by_rows: frozenset[tuple[str, ...]] = frozenset()
 
     @classmethod
     def of(
@@ -263,6 +266,11 @@ def _of_stage(layout: Layout, stage: int | None, axes: tuple[str, ...]) -> P:
     if stage is None:
         return layout._spec(axes, [rule.weight for rule in rules])
     kept = [rule.parameter for rule in rules]
+    if own_axes(axes) in layout.by_rows:
+        kept = [
+            "fsdp" if axis in ROWS else without(part, ("fsdp",))
+            for axis, part in zip(axes, kept, strict=True)
+        ]
     if layout.zero < stage:
         kept = [without(part, ("fsdp",)) for part in kept]
     return layout._spec(axes, kept)
@@ -405,6 +413,11 @@ def is_variable(x: object) -> bool:
 def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
     """What the dimensions of a parameter mean, as its model declared them."""
     return variable.get_metadata()["axes"]
+
+
+def own_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """What the dimensions of one layer's parameter mean, of one replica."""
+    return tuple(axis for axis in axes if axis not in ("replica", "layers"))
 
 
 def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree in, the same out

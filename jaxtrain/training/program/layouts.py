@@ -11,8 +11,9 @@ from flax import nnx
 from jaxtrain.config.partial import NotRead
 from jaxtrain.models.model import Model
 from jaxtrain.parallel import dividing
+from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
 
@@ -39,7 +40,10 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
         tensor_layout=config.sharding.tensor_layout,
         tensor_depth=config.sharding.tensor_depth,
     )
-    return _layout_on(mesh, config)
+    found = _layout_on(mesh, config)
+    if platform_of(mesh) == "tpu" and _keeps_plainly(config):
+        return dividing.in_tiles(found, shapes_of(config.train.model))
+    return found
 
 
 def shared_mesh(config: Config, device_count: int) -> Mesh:
@@ -78,6 +82,24 @@ def shapes_of(model: Model) -> nnx.State:
     Made once of a model: a search asks for thousands of layouts of one.
     """
     return parameter_shapes(model.build)
+
+
+def _keeps_plainly(config: Config) -> bool:
+    """Whether all that is kept of a parameter is of its own shape, on the devices of its shards.
+
+    Blocks of eight or four bits, factored moments and preconditioners are of sizes and layouts of
+    their own, as adapters, what replicas tell each other and what lies in a host's memory.
+    """
+    if config.finetune.lora_rank is not None or config.exchange.method != "synchronous":
+        return False
+    if config.offload.optimizer_state != "none" or config.offload.parameters != "none":
+        return False
+    for variable in jax.tree.leaves(shapes_of(config.train.model), is_leaf=is_variable):
+        shape, axes = variable.get_value().shape, logical_axes(variable)
+        kept = config.optimizer.keeps(shape, axes)
+        if any((one.shape, one.axes) != (shape, axes) for one in kept):
+            return False
+    return True
 
 
 def _abstract(config: Config, mesh: Mesh, device_count: int) -> jax.sharding.AbstractMesh:

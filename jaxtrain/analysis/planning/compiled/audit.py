@@ -59,6 +59,7 @@ def audit(
     - the arrays of several layers as one;
     - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
       see it), which sends twice as much; a gather as an all-reduce likewise;
+    - a reduce-scatter of shards that were padded to whole tiles, by up to 1/32;
     - a reduce-scatter along some axes and the all-reduce of its parts along others as one
       all-reduce along all of them.
 
@@ -74,7 +75,9 @@ def audit(
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
     left = [_Left(one, one.count) for one in found]
     exact = (functools.partial(match, exact=True) for match in (matching.same, matching.stacked))
-    for match in (*exact, matching.same, matching.stacked, matching.whole, matching.joined):
+    for match in (
+        *exact, matching.same, matching.stacked, matching.padded, matching.whole, matching.joined,
+    ):  # fmt: skip
         left = [rest for one in left for rest in match(one)]
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
@@ -159,6 +162,21 @@ class _Matching:
             if count and fits and other.count >= layers:
                 taken = min(count, other.count // layers)
                 self._take(one, other, taken, taken * layers, other.expected.cause)
+                count -= taken
+        return _rest(left, count)
+
+    def padded(self, left: _Left) -> list[_Left]:
+        """A reduce-scatter of rows that a TPU pads until each shard is whole tiles."""
+        one, count = left.found, left.count
+        if one.kind != "reduce-scatter":
+            return [left]
+        for other in self._nearest(one, one.kind):
+            payload = other.expected.bytes
+            fits = other.expected.axis == one.axis and payload < one.bytes <= payload * 33 / 32
+            if count and fits:
+                taken = min(count, other.count)
+                cause = f"{other.expected.cause} (padded to whole tiles)"
+                self._take(one, other, taken, taken, cause)
                 count -= taken
         return _rest(left, count)
 

@@ -1,0 +1,120 @@
+"""On TPUs fsdp splits tables and mlps by rows where its shards of embed are a part of a tile."""
+
+import dataclasses
+import math
+
+import pytest
+from conftest import needs_libtpu
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
+from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, planned_layout
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.parallel.dividing import in_tiles
+from jaxtrain.parallel.mesh import Mesh, abstract_mesh
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.program.layouts import shapes_of
+from jaxtrain.training.settings import load_config
+
+TABLE, UP, DOWN = ("vocab", "vocab_embed"), ("layers", "embed", "mlp"), ("layers", "mlp", "embed")
+BY_EMBED = {TABLE: P(None, "fsdp"), UP: P(None, "fsdp", None), DOWN: P(None, None, "fsdp")}
+BY_ROWS = {TABLE: P("fsdp", None), UP: P(None, None, "fsdp"), DOWN: P(None, "fsdp", None)}
+SYNTHETIC = ["TextData.source = 'synthetic'", "TextData.tokenizer = 'byte'"]
+
+
+def laid_out(name: str, zero: int = 3, *bindings: str, **sizes: int) -> Layout:
+    """The rule's layout of a shipped model's sizes."""
+    config = load_config(name, [*SYNTHETIC, *bindings])
+    mesh = abstract_mesh(Mesh(**{"fsdp": 1, **sizes}), math.prod(sizes.values()))
+    return in_tiles(Layout(mesh, zero), shapes_of(config.train.model))
+
+
+# 70B of arXiv 2307.09288: columns of 8192.
+WIDE = ("Llama.embed_dim=8192", "Llama.num_heads=64", "Llama.mlp_dim=28672")
+
+
+@pytest.mark.parametrize(
+    ("name", "bindings", "fsdp", "by_rows"),
+    [
+        ("gpt2_124m", (), 4, set()),  # 192 columns of embed
+        ("gpt2_124m", (), 8, {TABLE}),  # 96; 6288 rows of the table
+        ("gpt2_124m", ("GPT.vocab_size=50257",), 8, set()),  # odd
+        ("llama_8b", (), 32, set()),  # 128
+        ("llama_8b", (), 64, {TABLE}),  # 64; 2004 rows, padded to 2016
+        ("llama_8b", (), 512, set()),  # 8; 250.5 rows and 28, which would be padded to 32
+        ("llama_1b", (), 64, {TABLE, UP, DOWN}),  # 32; 128 rows of the mlp
+        ("llama_8b", WIDE, 256, {TABLE, UP, DOWN}),  # 32; 112 rows of the mlp
+    ],
+)  # fmt: skip
+def test_which_weights_are_split_by_rows(name, bindings, fsdp, by_rows):
+    layout = laid_out(name, 3, *bindings, fsdp=fsdp)
+    for axes in (TABLE, UP, DOWN):
+        wanted = BY_ROWS if axes in by_rows else BY_EMBED
+        assert (
+            layout.parameter(axes) == layout.moment(axes) == layout.gradient(axes) == wanted[axes]
+        )
+        assert layout.weight(axes) == P(*[None] * len(axes))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_stages_shard_the_rows_as_they_shard_embed(zero):
+    layout = laid_out("llama_1b", zero, fsdp=64)
+    whole, split = P(None, None), P("fsdp", None)
+    specs = layout.moment(TABLE), layout.gradient(TABLE), layout.parameter(TABLE)
+    assert specs == tuple(split if zero >= stage else whole for stage in (1, 2, 3))
+    assert layout.weight(TABLE) == whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "table"),
+    [
+        ({"tensor": 2}, P("tensor", "fsdp")),
+        ({"pipe": 2}, P(None, ("fsdp", "pipe"))),
+        ({"data": 2}, P(None, "fsdp")),
+    ],
+)
+def test_beside_other_axes_embed_is_split(sizes, table):
+    assert laid_out("llama_1b", fsdp=64, **sizes).parameter(TABLE) == table
+
+
+@pytest.mark.parametrize(
+    "bindings",
+    [
+        ["Optimizer.name = 'adam8bit'"],  # blocks of 256 numbers
+        ["Optimizer.name = 'adafactor'"],  # factored moments
+        ["Finetune.lora_rank = 4"],
+    ],
+)  # fmt: skip
+@needs_libtpu
+def test_what_has_other_sizes_keeps_embed_split(bindings):
+    bindings = [*SYNTHETIC, "Mesh.data=1", "Mesh.fsdp=8", *bindings]
+    layout = planned_layout(load_config("gpt2_124m", bindings), parse_target("v5e:2x4"))
+    assert layout.parameter(TABLE) == P(None, "fsdp")
+    assert not layout.by_rows
+
+
+def moved(config, layout) -> list[Collective]:
+    """What a step moves of 4 MiB and more."""
+    options = options_of(config, layout) | {"exec_time_optimization_effort": -1.0}
+    compiled = lower(config, layout, options).compile()
+    return [one for one in collectives(compiled.as_text(), layout.mesh) if one.bytes >= 2**22]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_tables_gradient_is_scattered():
+    """Of 50,304 rows and 32 columns a device, which the compiler would sum whole."""
+    config = load_config(
+        "llama_1b",
+        [
+            *SYNTHETIC, "Llama.num_layers=1", "Llama.vocab_size=50304", "Llama.num_heads=16",
+            "Llama.mlp_dim=2048", "TextData.sequence_length=128", "Train.accumulation=1",
+            "Train.global_batch_size=64", "Attention.kernel='reference'",
+        ],
+    )  # fmt: skip
+    layout = planned_layout(config, parse_target("v5p:4x4x4"))
+    of_table = [one for one in moved(config, layout) if math.prod(one.shape) > 40000 * 2048]
+    assert [one.kind for one in of_table] == ["reduce-scatter"]
+    plain = dataclasses.replace(layout, by_rows=frozenset())
+    of_table = [one for one in moved(config, plain) if math.prod(one.shape) > 40000 * 2048]
+    assert [one.kind for one in of_table] == ["all-reduce"]
