@@ -65,6 +65,8 @@ Train.save_every = 1000
 Mesh.fsdp = -1
 Precision.compute = 'float32'
 Optimizer.name = 'adam'
+Optimizer.weight_decay = 0.0
+Optimizer.clip_norm = None
 """
 SIGNALS = """
 Train.model = @MLP()
