@@ -7,6 +7,7 @@ from conftest import needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.parallel.compilation import xla_options
@@ -46,3 +47,15 @@ def test_our_options_keep_gathers_and_scatters(target, devices):
 def test_by_itself_the_compiler_sums_the_whole_for_both():
     whole = WIDTH, COLUMNS_OF_HALF_A_TILE * 64
     assert moved("v5p:4x4x4", 64, {}) == [("all-reduce", whole)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5p:4x4x4", "v6e:8x8"])
+def test_the_shipped_llama_8b_compiles_along_every_direction(target):
+    """At its own widths and length: of smaller ones libtpu's emitter says nothing."""
+    bindings = ["Llama.num_layers = 2", "TextData.source = 'synthetic'"]
+    made = plan(load_config("llama_8b", bindings), target)
+    # What a device puts in: whole gradients, and its parts of weights.
+    large = {(row.kind, row.axis) for row in made.rows if row.bytes > 2**28}
+    assert large == {("reduce-scatter", "fsdp")}
+    assert sum(row.bytes for row in made.rows if row.kind == "all-gather") > 2**23

@@ -73,14 +73,15 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
 
 # By `jax.Device.device_kind`. libtpu's collectives hold up the products around them on v5p and v6e,
 # whose SparseCores can do them beside the products, as TPU7x's do by default: published recipes
-# have these flags (MaxText's `xla_flags_library.py`), the first seven for what is moved, the others
+# have these flags (MaxText's `xla_flags_library.py`), the first six for what is moved, the others
 # for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last reductions.
+# Theirs for all-reduces is left out: with it libtpu 0.0.42 ends the process (offload_collective_
+# strategies.cc) on Llama 8B over v5p:4x4x4.
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
     # Along two and three directions of the torus libtpu otherwise reduces the whole and cuts it,
     # and along three it gathers by an all-reduce of zeros: twice the wire, and Llama 8B on
     # v5p:4x4x4 has not one gather or scatter left.
