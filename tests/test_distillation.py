@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.analysis.planning.timing import executed_flops
+from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.program.layouts import abstract_layout
@@ -193,3 +194,17 @@ def test_a_plan_counts_the_teachers_bytes_and_its_forward_pass(folders):
     scores = 3 * 2 * LENGTH * 48  # layers; queries by keys, and by values; of all heads
     flops = [executed_flops(one, layout) for one in (config, alone)]
     assert flops[0] - flops[1] == 2 * tokens * (weights + scores) / 2
+
+
+@pytest.mark.slow
+def test_verify_proves_a_mesh_with_a_teacher(folders, capsys):
+    model, teacher = folders
+    bindings = ["Train.objective = @Distillation()", f"Distillation.teacher = '{teacher}'",
+                "Distillation.teacher_zero = 3", "Sharding.zero = 1"]  # fmt: skip
+    words = [word for one in bindings for word in ("-b", one)]
+    assert main(["verify", f"hf:{model}", *words]) == 0
+    told = capsys.readouterr().out
+    assert "Train.objective" not in told  # it is proved with the objective itself
+    lines = [line for line in told.splitlines() if line.startswith(("mesh ", "accumulation "))]
+    assert len(lines) == 2
+    assert all(" proved " in line for line in lines), told
