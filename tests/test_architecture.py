@@ -97,7 +97,7 @@ def test_a_component_takes_its_own_settings(path):
 INTERFACES = {
     "models.model", "models.transformers.grouped_query_sizes", "models.transformers.stacks",
     "models.transformers.gemma_sizes", "models.transformers.mixture_sizes",
-    "models.recurrent.recurrent_sizes",
+    "models.recurrent.recurrent_sizes", "models.state_space.state_space_sizes",
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
                                             "grouped_query", "bidirectional", "labels",
                                             "gemma_settings", "mxfp4")),
@@ -132,7 +132,8 @@ def test_only_the_wrappers_know_gin_and_orbax(path):
     }
     roots = {library.split(".")[0] for library in libraries}
     assert ("gin" in roots) == (name_of(path) == "config.reader")
-    assert ("orbax" in roots) == (name_of(path) == "run.checkpoint.store")
+    wrappers = ("run.checkpoint.store", "run.checkpoint.from_files")
+    assert ("orbax" in roots) == (name_of(path) in wrappers)
     assert "torch" not in roots
     assert "pickle" not in roots
 
