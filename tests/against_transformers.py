@@ -104,8 +104,10 @@ class Pair:
                 total = total + (losses * torch.tensor(batch.loss_mask[row, here])).sum()
         return total / float(batch.loss_mask.sum())
 
-    def compare(self, batch: Batch, *, same: tuple[str, ...] = (), **changes: Any) -> None:
-        """Logits of a whole row, the mean loss, and every parameter's gradient.
+    def compare(
+        self, batch: Batch, *, same: tuple[str, ...] = (), **changes: Any
+    ) -> dict[str, jax.Array]:
+        """Logits of a whole row, the mean loss, and every parameter's gradient; gives our metrics.
 
         Args:
           batch: of packed rows.
@@ -139,6 +141,7 @@ class Pair:
             off = float(np.linalg.norm(np.asarray(variable.get_value()) - value))
             of = largest if name_of(path) in same else float(np.linalg.norm(value))
             assert off <= GRADIENTS * of, (path, off / of)
+        return metrics
 
     def train(self, batches: list[Batch]) -> None:
         """As many steps of Adam on both sides, from equal weights, on these batches in turn."""
@@ -166,6 +169,28 @@ class Pair:
                 theirs.append(float(mean.detach()))
         assert theirs[-1] < theirs[0] - 0.3, "losses that hardly fall would show no error"
         np.testing.assert_allclose(ours, theirs, atol=LEARNED, rtol=LEARNED)
+
+
+class Apart(Pair):
+    """Their files have a tensor for each matrix of each expert, their module one for all."""
+
+    def ours(self, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+        """As in `Pair`, of the module's tensors."""
+        apart = {}
+        for name, value in tensors.items():
+            start, _, last = name.rpartition(".experts.")
+            if last == "gate_up_proj":
+                gate, up = value.chunk(2, dim=1)
+                parts = {"gate_proj": gate, "up_proj": up}
+            elif last == "down_proj":
+                parts = {"down_proj": value}
+            else:
+                apart[name] = value
+                continue
+            for part, experts in parts.items():
+                for number, one in enumerate(experts):
+                    apart[f"{start}.experts.{number}.{part}.weight"] = one
+        return super().ours(apart)
 
 
 def draw(

@@ -24,7 +24,8 @@ def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTra
 
 
 def evaluate(program, batch):
-    """Initial parameters, loss and gradients of the first step, and the state after two steps.
+    """Initial parameters, loss and gradients of the first step, and the state after two steps: of
+    its arrays those that have no gradient.
 
     Parameters and gradients come with their layers in the model's order.
     """
@@ -43,6 +44,7 @@ def evaluate(program, batch):
     return {
         "initial": initial,
         "loss": float(metrics["loss"]),
+        "frozen": jax.tree.map(np.asarray, order(jax.device_get(state.frozen))),
         "gradients": gradients,
         "metrics": {name: float(value) for name, value in step_metrics.items()},
         "shardings": (before, after),
@@ -52,7 +54,8 @@ def evaluate(program, batch):
 
 def assert_equal(found, expected):
     """Initial parameters bit for bit, loss and gradients to rounding; one compilation."""
-    jax.tree.map(np.testing.assert_array_equal, found["initial"], expected["initial"])
+    for name in ("initial", "frozen"):
+        jax.tree.map(np.testing.assert_array_equal, found[name], expected[name])
     assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE),

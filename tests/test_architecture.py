@@ -96,11 +96,12 @@ def test_a_component_takes_its_own_settings(path):
 # What models implement, and what name maps are made of: no architecture itself.
 INTERFACES = {
     "models.model", "models.transformers.grouped_query_sizes", "models.transformers.stacks",
-    "models.transformers.gemma_sizes", "models.transformers.mixture_sizes",
-    "models.recurrent.recurrent_sizes", "models.state_space.state_space_sizes",
+    "models.transformers.decoder_sizes", "models.transformers.gemma_sizes",
+    "models.transformers.mixture_sizes", "models.recurrent.recurrent_sizes",
+    "models.state_space.state_space_sizes",
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
                                             "grouped_query", "bidirectional", "labels",
-                                            "gemma_settings", "mxfp4")),
+                                            "gemma_settings", "mxfp4", "deepseek")),
 }  # fmt: skip
 
 

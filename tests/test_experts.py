@@ -13,6 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.experts import Experts, router_statistics, slots_per_expert
+from jaxtrain.nn.routing import Routes
 
 B, T, D, F, E, k = 3, 10, 8, 12, 4, 2
 OUT = ("batch", "length", "embed")
@@ -141,7 +142,10 @@ def test_statistics_by_hand_and_padding_left_out():
     order = np.argsort(-logits, axis=-1)[..., :2]
     kept = np.array([[[1, 1], [1, 0], [0, 0]], [[1, 1], [0, 1], [0, 0]]], bool)
     segments = np.array([[1, 1, 2], [1, 1, 0]])
-    found = router_statistics(jnp.asarray(logits), jnp.asarray(order), kept, segments)
+    routed = Routes(jnp.asarray(order), jnp.zeros(order.shape), jax.nn.softmax(logits))
+    found, load = router_statistics(jnp.asarray(logits), routed, kept, segments)
+    counted = np.concatenate([order[0].ravel(), order[1, :2].ravel()])
+    assert load.tolist() == np.bincount(counted, minlength=4).tolist()
     balance = z = most = 0.0
     for row, tokens in ((0, 3), (1, 2)):
         scores = np.exp(logits[row, :tokens])

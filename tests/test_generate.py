@@ -12,6 +12,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.models.state_space.mamba import Mamba
+from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
@@ -35,6 +36,26 @@ SIZES = {
         context_length=24,
     ),
     "mamba": Mamba(vocab_size=32, num_layers=2, embed_dim=16, context_length=24),
+    "deepseek": DeepSeek(
+        vocab_size=32,
+        num_layers=3,
+        dense_layers=1,
+        embed_dim=16,
+        num_heads=2,
+        query_rank=6,
+        key_value_rank=4,
+        plain_dim=4,
+        rotary_dim=2,
+        value_dim=3,
+        mlp_dim=24,
+        expert_mlp_dim=8,
+        num_experts=4,
+        experts_per_token=2,
+        expert_groups=2,
+        groups_per_token=1,
+        context_length=24,
+        rope_original_context_length=8,
+    ),  # fmt: skip
     "lstm": LSTM(vocab_size=32, num_layers=2, embed_dim=16, context_length=24),
 }
 PROMPT = [3, 1, 4, 1, 5]

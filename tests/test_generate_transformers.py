@@ -48,7 +48,18 @@ CASES = {
         ["Mesh.fsdp=2", "Mesh.expert=4"],
     ),
 }  # fmt: skip
-LONG = ("gemma2", "gpt_oss")
+DEEPSEEK = {
+    **SIZES, "num_key_value_heads": 4, "vocab_size": 62, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}  # fmt: skip
+CASES["deepseek"] = (
+    "DeepseekV3ForCausal", "DeepseekV3", DEEPSEEK,
+    ["Mesh.data=2", "Mesh.tensor=2", "Mesh.expert=2"],
+)  # fmt: skip
+LONG = ("gemma2", "gpt_oss", "deepseek")
 PROMPTS = [[5, 17, 9, 30, 2, 44], [8, 1], [60, 11, 23, 40, 12, 7, 52, 33, 20]]
 NEW = 14
 

@@ -42,7 +42,8 @@ SMALL = {
 
 def small(cls: type) -> Any:
     known = {field.name for field in dataclasses.fields(cls)}
-    own = {"VGG": {"depth": 11}, "Mamba2": {"head_dim": 16}}
+    groups = {"dense_layers": 1, "expert_groups": 1, "groups_per_token": 1}
+    own = {"VGG": {"depth": 11}, "Mamba2": {"head_dim": 16}, "DeepSeek": groups}
     sizes = SMALL | own.get(cls.__name__, {})
     return cls(**{name: size for name, size in sizes.items() if name in known})
 
@@ -94,7 +95,12 @@ def test_the_facts_are_those_of_the_parameters(name):
     if facts is not None:
         assert sizes["heads"] == {facts.num_heads}
         assert sizes.get("kv_heads", sizes["heads"]) == {facts.num_kv_heads}
-        assert sizes["head_dim"] == {facts.key_dim} == {facts.value_dim}
+        of_kernels = {facts.key_dim, facts.value_dim}
+        if "latent" in sizes:  # which keys and values are made of by one weight, side by side
+            assert of_kernels < sizes["head_dim"]
+            assert of_kernels == {max(model.plain_dim + model.rotary_dim, model.value_dim)}
+        else:
+            assert sizes["head_dim"] == of_kernels == {facts.key_dim}
     assert sizes.get("experts", {None}) == {model.experts and model.experts.count}
 
 
@@ -133,7 +139,8 @@ def test_attention_looks_where_the_facts_say(name):
     """Which inputs a hidden state of a one-layer model depends on, by its gradient."""
     facts = MODELS[name].attention
     given = Mask(causal=facts is None or facts.causal)  # of the objective, windows aside
-    model = dataclasses.replace(MODELS[name], num_layers=1)
+    others = MODELS[name].num_layers - MODELS[name].layers  # which stand before the equal ones
+    model = dataclasses.replace(MODELS[name], num_layers=others + 1)
     T = model.context_length
     structure, params = nnx.split(model.build(jax.random.key(0)))
     tokens, first = jnp.arange(T)[None] % model.vocab_size, Execution().of_layer(0)

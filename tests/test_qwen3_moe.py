@@ -23,27 +23,7 @@ SHAPES = {
 def pair_of(sizes: Mixtral):
     pytest.importorskip("torch", reason="PyTorch is the peer of this test")
     transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
-
-    class Apart(Pair):
-        """Their files have a tensor for each matrix of each expert, their module one for all."""
-
-        def ours(self, tensors):
-            apart = {}
-            for name, value in tensors.items():
-                start, _, last = name.rpartition(".experts.")
-                if last == "gate_up_proj":
-                    gate, up = value.chunk(2, dim=1)
-                    parts = {"gate_proj": gate, "up_proj": up}
-                elif last == "down_proj":
-                    parts = {"down_proj": value}
-                else:
-                    apart[name] = value
-                    continue
-                for part, experts in parts.items():
-                    for number, one in enumerate(experts):
-                        apart[f"{start}.experts.{number}.{part}.weight"] = one
-            return super().ours(apart)
+    from against_transformers import Apart, draw  # noqa: PLC0415
 
     config = transformers.Qwen3MoeConfig(
         vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, intermediate_size=7,

@@ -15,6 +15,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.transformers.gemma import Gemma
 from jaxtrain.models.transformers.gemma2 import Gemma2
 from jaxtrain.models.transformers.gemma3 import Gemma3
@@ -32,6 +33,11 @@ from jaxtrain.run.checkpoint.leaves import flatten
 
 SMALL = {"vocab_size": 13, "num_layers": 3, "embed_dim": 12, "num_heads": 6, "context_length": 10}
 GROUPED = {**SMALL, "num_kv_heads": 2, "mlp_dim": 7}
+DEEPSEEK = {
+    **SMALL, "key_value_rank": 4, "plain_dim": 3, "rotary_dim": 2, "value_dim": 5, "mlp_dim": 7,
+    "expert_mlp_dim": 3, "num_experts": 6, "experts_per_token": 2, "expert_groups": 3,
+    "groups_per_token": 2, "dense_layers": 1,
+}  # fmt: skip
 MODELS = {
     "gpt2": GPT(**{**SMALL, "num_heads": 3}),
     "llama": Llama(
@@ -55,6 +61,15 @@ MODELS = {
     ),
     "gemma3_text": Gemma3(
         **GROUPED, head_dim=4, global_every=2, sliding_window=3, rope_scaling=8.0, query_width=6
+    ),
+    "deepseek_v3": DeepSeek(**DEEPSEEK, rope_scaling=8.0, rope_original_context_length=5),
+    "deepseek_v2": DeepSeek(
+        **{**DEEPSEEK, "dense_layers": 0},
+        query_rank=None,
+        rope_scaling=1.0,
+        router="softmax",
+        normalize_gates=False,
+        bias_speed=0.0,
     ),
     "phi3": Llama(**{**GROUPED, "num_heads": 3, "num_kv_heads": 1}, rope_fraction=0.5),
     "qwen3_moe": Mixtral(

@@ -65,11 +65,13 @@ class ExpertsFacts:
       count: experts of a layer.
       per_token: how many of them a token goes through.
       capacity_factor: as in `nn.experts.Experts`; None is dropless.
+      bias_speed: by how much biases of the router are moved after each step; None: it has none.
     """
 
     count: int
     per_token: int
     capacity_factor: float | None = None
+    bias_speed: float | None = None
 
 
 @runtime_checkable

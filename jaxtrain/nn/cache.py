@@ -23,12 +23,14 @@ class Cached:
       every_token: whether every token so far has its own (keys, values), or all together one (a
         state).
       dtype: its dtype; None is the one that is computed in.
+      leading: how many layers keep it that stand before the equal ones.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     every_token: bool
     dtype: str | None = None
+    leading: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +55,7 @@ def empty_cache(
 
     Args:
       cached: what each layer keeps.
-      layers: how many there are.
+      layers: how many equal ones there are.
       rows: texts that are written at one time.
       room: tokens that fit into a row.
       dtype: what is computed in.
@@ -68,7 +70,7 @@ def _zeros(one: Cached, layers: int, rows: int, room: int, dtype: jnp.dtype) -> 
         for axis, size in zip(one.axes, one.shape, strict=True)
     ]
     places, place_axes = ((room,), ("length",)) if one.every_token else ((), ())
-    zeros = jnp.zeros((layers, rows, *places, *shape), one.dtype or dtype)
+    zeros = jnp.zeros((one.leading + layers, rows, *places, *shape), one.dtype or dtype)
     return shard(zeros, ("layers", "inner_batch", *place_axes, *one.axes))
 
 

@@ -3,6 +3,8 @@
 Letters: B batch, T length, D embed, V vocab, L layers.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -55,6 +57,7 @@ class Decoder(nnx.Module):
         stream: tuple[str, ...] = RESIDUAL,
         embedding_scale: float = 1.0,
         logit_softcap: float | None = None,
+        leading: Sequence[Layer] = (),
     ) -> None:
         """Draws the layers; what stands before and after them is handed in.
 
@@ -69,14 +72,25 @@ class Decoder(nnx.Module):
           stream: logical axes of the activations between layers.
           embedding_scale: what embedded tokens are multiplied by.
           logit_softcap: the bound that logits are flattened towards; None: none.
+          leading: what layers compute that stand before those, one by one.
         """
         self.layer, self.norm, self.stream = layer, norm, stream
         self.embedding_scale, self.softcap = embedding_scale, logit_softcap
         self.token_embedding, self.position_embedding = token_embedding, position_embedding
         self.layers = nnx.data(stack(layer.weights, num_layers, key))
+        self.leading_layers = tuple(leading)
+        keys = jax.random.split(jax.random.fold_in(key, num_layers), len(leading) or 1)
+        drawn = [one.weights(own) for one, own in zip(leading, keys, strict=False)]
+        self.first_layers = nnx.data(drawn)
         self.output = output
         for name, weight in prefixed("norm", norm.weights(key) if norm else {}).items():
             setattr(self, name, weight)
+
+    @property
+    def leading(self) -> list[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
+        """The layers before the equal ones, with their parameters."""
+        pairs = zip(self.leading_layers, self.first_layers, strict=True)
+        return [functools.partial(layer, own) for layer, own in pairs]
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""

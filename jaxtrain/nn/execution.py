@@ -104,6 +104,18 @@ class Execution:
             return watched(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
 
+    def kept(self, layer_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """One layer outside of the loop; the backward pass keeps of it what it keeps in the loop.
+
+        Args:
+          layer_fn: takes the activations first.
+        """
+
+        def of_named(x: jax.Array, *rest: Any) -> Any:
+            return layer_fn(named(x, RESIDUAL), *rest)
+
+        return remat(of_named, self.remat, prevent_cse=True)
+
     def over_layers(
         self, layer_fn: Callable[..., Any], x: jax.Array, layers: Any, per_layer: Any = None
     ) -> tuple[jax.Array, Any]:

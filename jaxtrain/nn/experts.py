@@ -1,4 +1,4 @@
-"""A mixture of experts: routing, the all-to-all of tokens over the mesh axis `expert`, the experts.
+"""A mixture of experts: the all-to-all of tokens over the mesh axis `expert`, and the experts.
 
 Letters: B rows, T length, D embed, F mlp, E experts, k experts a token, N = B T k assignments on a
 device, C slots a row and expert, R devices along `expert`.
@@ -23,7 +23,8 @@ from jaxtrain.nn.mlp import Gated, swiglu
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.remat import elementwise, named
-from jaxtrain.nn.transformer import Auxiliary
+from jaxtrain.nn.routing import Router, Routes, Softmax
+from jaxtrain.nn.transformer import EXPERT_LOAD, Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, shard
 
@@ -44,9 +45,8 @@ Networks = dict[str, jax.Array]
 class Experts:
     """E gated networks, of which each token goes through the k that its router scores highest.
 
-    A part of a block. Mixtral's (arXiv 2401.04088): the outputs are weighted by the softmax over
-    the k highest logits, or by theirs in the softmax over all. Router logits and softmax are
-    float32 whatever the compute dtype.
+    A part of a block. Router logits, and what the router makes of them, are float32 whatever the
+    compute dtype.
 
     Attributes:
       embed_dim: width of the residual stream.
@@ -56,9 +56,9 @@ class Experts:
       residual_stddev: spread of the weights that make the result.
       balance_weight, router_z_weight: what these losses are multiplied by.
       num_layers: layers that the router's losses and metrics are means over.
-      normalized: whether the weights of a token's experts sum to 1: a softmax over the k.
+      router: which they are, and what their outputs are weighted by.
       gated: what becomes of gate and up.
-      biases: whether the router and the three projections of each expert have biases.
+      biases: whether the logits and the three projections of each expert have biases.
     """
 
     embed_dim: int
@@ -70,7 +70,7 @@ class Experts:
     balance_weight: float
     router_z_weight: float
     num_layers: int
-    normalized: bool = True
+    router: Router = Softmax()
     gated: Gated = swiglu
     biases: bool = False
 
@@ -96,6 +96,7 @@ class Experts:
                 "up_bias": param(key_up, (E, F), AXES["up_bias"], zero),
                 "down_bias": param(key_down, (E, D), AXES["down_bias"], zero),
             }
+        own |= self.router.weights(key_router, E)
         return {"experts": own}
 
     def matmul_parameters(self) -> int:
@@ -119,16 +120,12 @@ class Experts:
         Raises:
           UserError: while tracing, where rows are split and experts have a capacity.
         """
-        del execution  # grouped products have no form in 8 bits
         own, h_BTD = own["experts"], shard(h_BTD, TOKENS)
         logits_BTE = contract("BTD,DE->BTE", h_BTD.astype(jnp.float32), own["router"])
         if self.biases:
             logits_BTE = add_bias(logits_BTE, own["router_bias"])
-        top_BTk, experts_BTk = jax.lax.top_k(logits_BTE, self.experts_per_token)
-        gates_BTk = jax.nn.softmax(top_BTk, axis=-1)
-        if not self.normalized:
-            all_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
-            gates_BTk = jnp.exp(top_BTk - all_BT1)
+        routed = self.router(own, logits_BTE, self.experts_per_token)
+        experts_BTk, gates_BTk = routed.experts_BTk, routed.gates_BTk
         if self.capacity_factor is None:
             kept_BTk = jnp.ones_like(experts_BTk, dtype=bool)
             run, routes = functools.partial(_dropless, self.gated), (experts_BTk, gates_BTk)
@@ -143,8 +140,13 @@ class Experts:
             routes = (experts_BTk, gates_BTk, slots_BTk)
         networks = {name: gather(own[name]).astype(h_BTD.dtype) for name in AXES if name in own}
         y_BTD = _over_the_mesh(run, h_BTD, routes, networks, out)
-        statistics = router_statistics(logits_BTE, experts_BTk, kept_BTk, mask.segment_ids_BT)
-        return y_BTD, self._auxiliary(statistics)
+        statistics, load_E = router_statistics(logits_BTE, routed, kept_BTk, mask.segment_ids_BT)
+        auxiliary = self._auxiliary(statistics)
+        if self.router.biased:
+            # Of all layers, so that what every layer's are summed to is the load of each.
+            is_this_L1 = jnp.arange(self.num_layers)[:, None] == execution.layer
+            auxiliary[EXPERT_LOAD] = jnp.where(is_this_L1, load_E, 0.0)
+        return y_BTD, auxiliary
 
     def _auxiliary(self, statistics: dict[str, jax.Array]) -> Auxiliary:
         """One layer's part of the mean over layers of the router's sums over tokens."""
@@ -161,22 +163,24 @@ class Experts:
 
 def router_statistics(
     logits_BTE: jax.Array,
-    experts_BTk: jax.Array,
+    routed: Routes,
     kept_BTk: jax.Array,
     segment_ids_BT: jax.Array | None,
-) -> dict[str, jax.Array]:
-    """Sums over the tokens that are not padding, each a float32 scalar.
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Sums over the tokens that are not padding, each a float32 scalar, and each expert's load [E].
 
     A row's balance and its greatest load count once for each of its tokens, so that every sum
     over the number of tokens is a mean, and none depends on how rows are put together:
 
     - balance: E sum_e f_e P_e of the token's row (arXiv 2101.03961, equation 4, taken row by row as
       in arXiv 2412.19437, equation 17). f_e is the fraction of the row's tokens that chose expert
-      e, so the f_e sum to k and an even load gives k, as in Mixtral; P_e is its mean probability.
+      e, so the f_e sum to k and an even load gives k, as in Mixtral; P_e is its mean probability,
+      of sigmoids their share.
     - z: the squared logsumexp of the router's logits (ST-MoE, arXiv 2202.08906, equation 5).
     - dropped: the part of the token's k assignments that found no slot.
     - max_load: the load of the row's busiest expert over that of an even spread.
     """
+    experts_BTk = routed.experts_BTk
     E, k = logits_BTE.shape[-1], experts_BTk.shape[-1]
     counts_BT = jnp.ones_like(logits_BTE[..., 0])
     if segment_ids_BT is not None:
@@ -184,18 +188,20 @@ def router_statistics(
     own_B = counts_BT.sum(1)  # of this device, where it sees a part of each row alone
     tokens_B = sum_of_sequence(own_B)
     chosen_BTE = (experts_BTk[..., None] == jnp.arange(E)).sum(2) * counts_BT[..., None]
-    probability_BTE = jax.nn.softmax(logits_BTE, axis=-1) * counts_BT[..., None]
+    probability_BTE = routed.probability_BTE * counts_BT[..., None]
     at_least_one_B1 = jnp.maximum(tokens_B, 1.0)[:, None]
-    load_BE = sum_of_sequence(chosen_BTE.sum(1)) / at_least_one_B1
+    own_load_BE = chosen_BTE.sum(1)
+    load_BE = sum_of_sequence(own_load_BE) / at_least_one_B1
     probability_BE = sum_of_sequence(probability_BTE.sum(1)) / at_least_one_B1
     partition_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
     dropped_BT = (~kept_BTk).sum(-1) / k
-    return {
+    sums = {
         "balance": (E * (load_BE * probability_BE).sum(-1) * own_B).sum(),
         "z": (jnp.square(partition_BT) * counts_BT).sum(),
         "dropped": (dropped_BT * counts_BT).sum(),
         "max_load": (load_BE.max(-1) * E / k * own_B).sum(),
     }
+    return sums, own_load_BE.sum(0)
 
 
 def slots_per_expert(

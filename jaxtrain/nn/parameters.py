@@ -17,9 +17,10 @@ Initializer = Callable[..., jax.Array]
 #   position   a row for each place of a sequence
 #   norm       the scale or the bias of a norm, which computes in float32
 #   router     scores experts, in float32
+#   balance    is added to the scores of experts; their load moves it, and no gradient
 #   output     makes logits
 #   few_bits   the codes or the scales of a weight that is held in few bits, as they are
-Role = Literal["embedding", "position", "norm", "router", "output", "few_bits"]
+Role = Literal["embedding", "position", "norm", "router", "balance", "output", "few_bits"]
 
 # Parameters by name; a part of a model may keep its own under one name.
 Weights = dict[str, Any]

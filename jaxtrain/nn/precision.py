@@ -90,6 +90,20 @@ def is_of_matrix(axes: tuple[str, ...]) -> bool:
     return sum(axis not in stacked for axis in axes) >= 2
 
 
+def to_master(params, dtype: str):  # noqa: ANN001, ANN201 - any pytree of parameters, the same out
+    """The parameters in the master dtype; biases of routers stay float32.
+
+    They are moved by less than bfloat16 tells apart.
+    """
+
+    def one(variable):  # noqa: ANN001, ANN202
+        if role_of(variable) == "balance":
+            return variable
+        return variable.replace(variable.get_value().astype(dtype))
+
+    return jax.tree.map(one, params, is_leaf=is_variable)
+
+
 def to_compute(params, dtype: str):  # noqa: ANN001, ANN201
     """The parameters in the compute dtype, matrices only.
 

@@ -3,6 +3,7 @@
 Letters: B batch, T length, D embed, V vocab.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,8 +20,10 @@ from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import GradientSlice
 
 # Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
-# their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss.
+# their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss;
+# EXPERT_LOAD is no metric but an array [L, E], by which biases of routers are moved.
 Auxiliary = dict[str, jax.Array]
+EXPERT_LOAD = "expert_load"
 
 # What one layer keeps of the tokens so far: its part of `Cache.layers`.
 LayerCache = tuple[jax.Array, ...]
@@ -30,10 +33,16 @@ class Transformer(Protocol):
     """A language model in the parts that a loop, a pipeline and generation put together.
 
     Attributes:
-      layers: the parameters of all layers, from `jaxtrain.nn.parameters.stack`.
+      layers: the parameters of all equal layers, from `jaxtrain.nn.parameters.stack`.
     """
 
     layers: Any
+
+    @property
+    def leading(self) -> Sequence[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
+        """Layers that stand before those and differ from them, each a call as `run_layer` with its
+        own parameters; they give no sums. None in most models: ()."""
+        ...
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """The residual stream [B, T, D] that goes into the first layer."""
@@ -116,6 +125,29 @@ def vocabulary(model: TellsTokens) -> int:
     return (value.weight if isinstance(value, GradientSlice) else value).shape[0]
 
 
+def enter(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    mask: Mask,
+    execution: Execution,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, list[LayerCache]]:
+    """What goes into the first of the equal layers [B, T, D], and the extended caches of those
+    before it."""
+    x_BTD, caches = model.embed(tokens_BT, positions_BT), []
+    start = 0 if cache is None else cache.length
+    for number, layer in enumerate(model.leading):
+        own = None if cache is None else tuple(array[number] for array in cache.layers)
+
+        def run(x_BTD: jax.Array, own: LayerCache | None, layer: Any = layer) -> Any:
+            return layer(x_BTD, positions_BT, mask, execution, own, start)[:2]
+
+        x_BTD, own = execution.kept(run)(x_BTD, own)
+        caches += [] if own is None else [own]
+    return x_BTD, caches
+
+
 def hidden(
     model: Transformer,
     tokens_BT: jax.Array,
@@ -125,7 +157,7 @@ def hidden(
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache | None, Auxiliary]:
     """Finished hidden states [B, T, D], the extended cache, and the layers' auxiliary sums."""
-    x_BTD = model.embed(tokens_BT, positions_BT)
+    x_BTD, leading = enter(model, tokens_BT, positions_BT, mask, execution, cache)
     start = 0 if cache is None else cache.length
 
     def run_layer(layer: Any, x_BTD: jax.Array, own: Any) -> tuple[jax.Array, Any]:
@@ -137,7 +169,12 @@ def hidden(
 
     numbers = jnp.arange(jax.tree.leaves(model.layers)[0].shape[0])
     own = numbers, None if cache is None else cache.layers
+    if cache is not None and leading:
+        own = numbers, tuple(array[len(leading) :] for array in cache.layers)
     x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, own)
     if cache is not None:
+        if leading:
+            arrays = zip(*leading, caches, strict=True)
+            caches = tuple(jnp.concatenate([*(x[None] for x in a[:-1]), a[-1]]) for a in arrays)
         cache = Cache(caches, cache.length + tokens_BT.shape[1])
     return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)

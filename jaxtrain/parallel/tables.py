@@ -49,6 +49,8 @@ RULES: dict[str, AxisRule] = {
     "heads": _TENSOR,
     "kv_heads": _TENSOR,  # but see Layout.whole
     "head_dim": _WHOLE,
+    "latent": _WHOLE,  # what queries, or keys and values, are compressed into
+    "latent_in": AxisRule("fsdp", None, None),  # the same, where they are made of it
     "vocab": _TENSOR,
     "experts": AxisRule("expert", "expert", "expert"),
     "layers": AxisRule("pipe", "pipe", None),

@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import FORMAT
 from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.training.balancing import biases_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import told_apart
@@ -287,7 +288,8 @@ def restore_parameters(
     """
     said = _bindings(checkpoints.extra(step)["config"], "Finetune.")
     saved = load(_Tuned, None, said, search_path=Path())
-    source = dataclasses.replace(program, tuning=tuning_of(saved.finetune, program.build))
+    tuning = tuning_of(saved.finetune, program.build, biases_of(program.build))
+    source = dataclasses.replace(program, tuning=tuning)
 
     def wanted(state: TrainState) -> dict[str, nnx.State]:
         def reads(name: str, _: Any) -> bool:

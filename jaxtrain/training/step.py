@@ -18,9 +18,11 @@ from jaxtrain.models.model import Model
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
-from jaxtrain.nn.precision import Precision, to_compute
+from jaxtrain.nn.precision import Precision, to_compute, to_master
+from jaxtrain.nn.transformer import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices
 from jaxtrain.parallel.sharding import Layout, reshard, shardings
+from jaxtrain.training.balancing import rebalanced
 from jaxtrain.training.creation import created
 from jaxtrain.training.finetune.tuning import Tuning, Weights, named, told_apart
 from jaxtrain.training.guard import (
@@ -61,7 +63,7 @@ class TrainState:
       loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
       exchange: what an exchange over `data` other than the synchronous one remembers.
       guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
-      frozen: the parameters that stay as they are; empty where all are trained.
+      frozen: the parameters without a gradient, which stay as they are but for routers' biases.
     """
 
     step: jax.Array
@@ -99,6 +101,7 @@ class Program:
         a state and a batch: see `training/curvature.py`; None: nothing.
       seed: of what training draws in its steps, as dropout does.
       tuning: which parameters are trained.
+      bias_speed: by how much a step moves the biases of routers; see `balancing`.
     """
 
     build: Callable[[jax.Array], nnx.Module]
@@ -115,6 +118,7 @@ class Program:
     curvature: Callable[["Program", TrainState, Batch], Any] | None = None
     seed: int = 0
     tuning: Tuning = Tuning()
+    bias_speed: float | None = None
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Program:
         _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
         given = {} if params is None else named(params)
         missing = told_apart(drawn, lambda name, _: name not in given)[0]
-        missing = jax.tree.map(lambda x: x.astype(self.precision.params), missing)
+        missing = to_master(missing, self.precision.params)
         if self.stages is not None:
             missing = self.stages.to_stages(missing)
         params = missing if params is None else nnx.merge_state(missing, params)
@@ -311,6 +315,8 @@ class Program:
         # From here each device updates its own shard of everything (ZeRO 1 and up).
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
+        load = metrics.pop(EXPERT_LOAD, None)
+        frozen = rebalanced(state.frozen, load, self.bias_speed, self.layer_order)
         more: dict[str, Any] = {"value": metrics["loss"]}
         if curvature is not None:
             more["curvature"] = curvature[0], reshard(curvature[1], layout.moment, layout)
@@ -327,6 +333,7 @@ class Program:
             params=self.at_rest(params),
             opt_state=opt_state,
             statistics=selected(good, statistics, old.statistics),
+            frozen=selected(good, frozen, old.frozen),
         )
         return new, metrics
 
@@ -546,6 +553,7 @@ class Program:
         else:
             no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
             sums = self._through_stages(weights, weights[0], batch, no_gradient, False)[1]
+        sums.pop(EXPERT_LOAD, None)
         return {**sums, **self.objective.counts(batch)}
 
     def no_sums(self, state: TrainState, batch: Batch) -> Sums:

@@ -184,7 +184,9 @@ def computed(config: Config, devices: int) -> Config:
     stages = deal(shapes_of(model), ranks, config.pipeline.virtual_stages)
     if stages.valid.all():
         return config
-    padded = dataclasses.replace(model, **{model.settings["layers"]: len(stages.valid)})
+    setting = model.settings["layers"]
+    leading = vars(model)[setting] - model.layers  # which stand on the first stage
+    padded = dataclasses.replace(model, **{setting: leading + len(stages.valid)})
     return dataclasses.replace(config, train=dataclasses.replace(config.train, model=padded))
 
 

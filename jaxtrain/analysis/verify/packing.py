@@ -54,6 +54,11 @@ class Shifted:
         """The model that this one learns from, where it has one; nothing is added to it."""
         return getattr(self.model, TEACHER)
 
+    @property
+    def leading(self) -> Any:
+        """The model's."""
+        return self.model.leading
+
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """The shifted residual stream that goes into the first layer."""
         shift_BTD = shard(self.shift_BTD, ("batch", "residual_length", "embed"))

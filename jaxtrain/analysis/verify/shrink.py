@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -294,6 +294,9 @@ def _of_tokens(
         few = min(model.experts.count, MAX_EXPERTS)
         small["num_experts"] = math.ceil(few / most["expert"]) * most["expert"]
         small["experts_per_token"] = min(model.experts.per_token, small["num_experts"])
+        small |= _routes(fields, small)
+    if "key_value_rank" in fields:
+        small |= _latents(fields, layers)
     if isinstance(data, ClassedText):
         small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
     small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
@@ -369,6 +372,37 @@ def _heads(
         else:
             kv_heads *= 2
     return {"num_heads": kv_heads * group, "num_kv_heads": kv_heads}
+
+
+def _latents(fields: Mapping[str, Any], layers: int) -> dict[str, int | None]:
+    """Of a DeepSeek: a dense layer where there were some, latents narrower than the stream."""
+    dense = min(fields["dense_layers"], 1)
+    return {
+        "num_layers": layers + dense,
+        "dense_layers": dense,
+        "query_rank": None if fields["query_rank"] is None else UNIT,
+        "key_value_rank": UNIT,
+        "plain_dim": HEAD_DIM - HEAD_DIM // 2,
+        "rotary_dim": HEAD_DIM // 2,
+        "value_dim": HEAD_DIM,
+        "expert_mlp_dim": UNIT,
+    }
+
+
+def _routes(fields: Mapping[str, Any], small: Mapping[str, int]) -> dict[str, int]:
+    """Groups of at least two experts, some of which are a token's, where there were such."""
+    if fields.get("expert_groups", 1) == 1:
+        return {}
+    count = small["num_experts"]
+    most_groups = min(fields["expert_groups"], count // 2)
+    groups = max(n for n in range(1, most_groups + 1) if count % n == 0)
+    own = max(groups * fields["groups_per_token"] // fields["expert_groups"], 1)
+    most = own * count // groups
+    return {
+        "expert_groups": groups,
+        "groups_per_token": own,
+        "experts_per_token": min(small["experts_per_token"], most),
+    }
 
 
 def _chunk(own: Loss, length: int) -> int | None:

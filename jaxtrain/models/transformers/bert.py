@@ -175,6 +175,11 @@ class BERTModel(nnx.Module):
             x_BTD += gather(self.type_embedding)[0].astype(x_BTD.dtype)
             return self.norm(under("embedding_norm", vars(self)), shard(x_BTD, RESIDUAL))
 
+    @property
+    def leading(self) -> tuple[()]:
+        """All layers are equal."""
+        return ()
+
     def run_layer(self, *arguments: Any) -> Any:
         """One layer; arguments and results as in `Transformer.run_layer`."""
         return self.block(*arguments)

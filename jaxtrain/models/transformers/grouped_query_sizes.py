@@ -1,12 +1,7 @@
-"""What decoders with grouped queries and rotary positions share: settings, and what follows.
-
-Letters: V vocab, D embed, N of 6N.
-"""
+"""What decoders with grouped queries and rotary positions share: settings, and what follows."""
 
 import dataclasses
 from typing import Any, Literal, Protocol
-
-import jax
 
 from jaxtrain.config.errors import (
     UserError,
@@ -16,30 +11,21 @@ from jaxtrain.config.errors import (
     refuse_not_positive,
 )
 from jaxtrain.models.model import AttentionFacts
+from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
 from jaxtrain.nn.attention.grouped_query import GroupedQuery, Local
-from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.decoder import Decoder
-from jaxtrain.nn.norms import RMSNorm
-from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.rotary import Rotary, Rotations, Yarn
 
 RopeType = Literal["llama3", "yarn"]
 
 
-class GroupedQuerySizes(Protocol):
+class GroupedQuerySizes(DecoderSizes, Protocol):
     """The settings, each documented at `Llama`, and what a `TokenModel` says by them.
 
     A model that is this has the settings as fields, each with a default (a dataclass would take
     the property for a missing one), says which it has besides, and what its `block` is.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def embed_dim(self) -> int: ...
     @property
     def num_heads(self) -> int: ...
     @property
@@ -54,10 +40,6 @@ class GroupedQuerySizes(Protocol):
     def rope_scaling(self) -> float: ...
     @property
     def sliding_window(self) -> int | None: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
 
     # What most have not: a model that has it has the setting.
 
@@ -140,21 +122,6 @@ class GroupedQuerySizes(Protocol):
         """The bound that scores are flattened towards; None: none."""
         return None
 
-    @property
-    def logit_softcap(self) -> float | None:
-        """Likewise logits."""
-        return None
-
-    @property
-    def embedding_scale(self) -> float:
-        """What embedded tokens are multiplied by."""
-        return 1.0
-
-    @property
-    def block(self) -> Block:
-        """What every layer computes."""
-        ...
-
     def check(self) -> None:
         """Raises UserError for a size under 1, or heads, a window or rotations that do not fit."""
         name = type(self).__name__
@@ -217,11 +184,6 @@ class GroupedQuerySizes(Protocol):
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def layers(self) -> int:
-        """All blocks are one stack."""
-        return self.num_layers
-
-    @property
     def attention(self) -> AttentionFacts:
         """Grouped-query attention, of every layer."""
         return AttentionFacts(
@@ -239,11 +201,6 @@ class GroupedQuerySizes(Protocol):
     def cached(self) -> tuple[Cached, ...]:
         """Keys and values."""
         return self.attention.keys_and_values
-
-    @property
-    def residual_stddev(self) -> float:
-        """The spread of weights that make what is added to the residual stream."""
-        return residual_stddev(self.num_layers)
 
     @property
     def rotary(self) -> Rotations:
@@ -279,38 +236,3 @@ class GroupedQuerySizes(Protocol):
             sinks=self.sinks,
             out_bias=self.out_bias,
         )
-
-    @property
-    def norm(self) -> RMSNorm:
-        """The norm before each part of a block, and after the last."""
-        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
-
-    def build(self, key: jax.Array) -> Decoder:
-        """The module with freshly drawn parameters."""
-        key_tokens, key_output, key_layers = jax.random.split(key, 3)
-        shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
-        return Decoder(
-            self.block,
-            key_layers,
-            num_layers=self.num_layers,
-            token_embedding=param(key_tokens, shape, axes, normal(0.02), role="embedding"),
-            norm=self.norm,
-            output=None
-            if self.tie_embeddings
-            else param(key_output, shape, axes, normal(0.02), role="output"),
-            embedding_scale=self.embedding_scale,
-            logit_softcap=self.logit_softcap,
-        )
-
-    def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        return self.num_layers * self.block.matmul_parameters() + self.vocab_size * self.embed_dim
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token: 6 N and the attention scores (arXiv 2204.02311, appendix B)."""
-        scores = self.block.attention.score_flops_per_token(sequence_length)
-        return 6 * self.matmul_parameters() + self.num_layers * scores
-
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
-        return shape[0] * self.flops_per_token(shape[0])

@@ -10,6 +10,7 @@ from jaxtrain.models.model import ExpertsFacts, Inputs
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.experts import Experts
+from jaxtrain.nn.routing import Softmax
 
 
 class MixtureSizes(GroupedQuerySizes, Protocol):
@@ -84,7 +85,7 @@ class MixtureSizes(GroupedQuerySizes, Protocol):
             balance_weight=self.balance_weight,
             router_z_weight=self.router_z_weight,
             num_layers=self.num_layers,
-            normalized=self.normalize_gates,
+            router=Softmax(normalized=self.normalize_gates),
         )
 
     @property

@@ -36,6 +36,7 @@ class Name:
       sizes: of the letters that are in brackets on our side.
       turn: where several parameters take turns along a tensor's last dimension, this one's, from 0
         on, and how many there are; None: it is this parameter alone.
+      first: the number there of our first layer, where others stand before it.
     """
 
     theirs: str
@@ -44,6 +45,7 @@ class Name:
     rows: tuple[int, int] | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     turn: tuple[int, int] | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         assert "".join(sorted(self.named + "".join(self._groups))) == "".join(sorted(self._here))
@@ -82,6 +84,8 @@ class Name:
         sizes = shape[: len(self.named)]
         for place in itertools.product(*map(range, sizes)):
             numbers = dict(zip(self.named, place, strict=True))
+            if "L" in numbers:
+                numbers["L"] += self.first
             yield place, _NAMED.sub(functools.partial(_word, numbers), self.theirs)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

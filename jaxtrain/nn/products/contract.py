@@ -1,6 +1,6 @@
 """Products of activations and weights: gathered over fsdp, cast, and laid out as wanted.
 
-Letters: B batch, T length, D embed, N query and K kv heads, H head_dim, F mlp, V vocab.
+Letters: B batch, T length, D embed, N query and K kv heads, H head_dim, F mlp, V vocab, C latent.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ def _repeat_heads(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> j
 # What the letters of an equation mean; B is the inner batch beside one of _INNER.
 _MEANING = {
     "B": "batch", "T": "length", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads",
-    "H": "head_dim", "V": "vocab", "P": "qkv",
+    "H": "head_dim", "V": "vocab", "P": "qkv", "C": "latent",
 }  # fmt: skip
 _INNER = frozenset("FNK")
 

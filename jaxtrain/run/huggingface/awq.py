@@ -6,6 +6,7 @@ int32 has the codes of 8 neighbours of out, in its least bits that of number 0, 
 3, 5 and 7. Everything else is float16.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -121,6 +122,7 @@ def _names(
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
         if together[0].ours not in tuning.few_bits:
+            _refuse_latents(theirs, variables[together[0].ours], architecture)
             found += together
             continue
         for line in together:
@@ -129,9 +131,19 @@ def _names(
         stem = theirs.removesuffix("weight")
         for ours, part in _PARTS.items():
             found += [
-                Name(stem + part, f"{line.ours}/{ours}", line.form, line.rows) for line in together
+                dataclasses.replace(line, theirs=stem + part, ours=f"{line.ours}/{ours}")
+                for line in together
             ]
     return tuple(found)
+
+
+def _refuse_latents(theirs: str, variable: Any, architecture: str) -> None:
+    """Raises UserError for a linear layer that is held in floats."""
+    if "latent" in logical_axes(variable):
+        raise UserError(
+            f"--awq: {theirs} of {architecture} is held in floats, and AutoAWQ reads every linear "
+            "layer of a block as codes; export floats instead, without --awq"
+        )
 
 
 def _refuse_others(line: Name, inside: tuple[int, ...], architecture: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from flax import nnx
 from rich.console import Console
 
 from jaxtrain.config.buckets import BucketPath, Place, require
@@ -22,10 +23,13 @@ from jaxtrain.run.checkpoint.retention import refuse_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
+from jaxtrain.training.balancing import biases_of
+from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program
 
 # In a run's folder: the published model's config.json, tokenizer and the like, for its export.
 CARRIED_FOLDER = "huggingface"
@@ -69,7 +73,7 @@ def import_run(
     checkpoints = Checkpoints(workdir, config.checkpoint, report=say)
     try:
         extra = resume.describe_parameters(config, program)
-        checkpoints.save(0, {"params": params}, extra)
+        checkpoints.save(0, _told_apart(params, program), extra)
         checkpoints.wait()
     finally:
         checkpoints.close()
@@ -82,6 +86,13 @@ def import_run(
     write_atomically(carried / receipt.FILE, content)
     found.show(console)
     return found
+
+
+def _told_apart(params: nnx.State, program: Program) -> dict[str, nnx.State]:
+    """As a run's state has them that trains all that can be."""
+    untrained = biases_of(program.build)
+    trained, frozen = told_apart(params, lambda name, _: name not in untrained)
+    return {"params": trained, "frozen": frozen} if untrained else {"params": trained}
 
 
 def refuse_taken(named: str, workdir: Place) -> None:

@@ -214,18 +214,23 @@ def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | Non
             )
 
 
-def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> Tuning:
+def tuning_of(
+    settings: Finetune,
+    build: Callable[[jax.Array], nnx.Module],
+    untrained: frozenset[str] = frozenset(),
+) -> Tuning:
     """What is trained of a model.
 
     Args:
       settings: which parameters are.
       build: key -> the model.
+      untrained: names of parameters that nothing trains, as `balancing.biases`.
 
     Raises:
       UserError: a pattern matches none.
     """
     if settings.lora_rank is None and not settings.freeze and settings.few_bits == "none":
-        return Tuning()
+        return Tuning(untrained)
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
     own = dataclasses.replace(settings, fresh=())  # which no part of a model depends on
     found = list(refuse(own, lambda: shapes, exchange="synchronous"))
@@ -233,7 +238,7 @@ def tuning_of(settings: Finetune, build: Callable[[jax.Array], nnx.Module]) -> T
         raise UserError("\n".join(found))
     names, rank = named(shapes), settings.lora_rank
     if settings.freeze:
-        return Tuning(frozenset(matching(settings.freeze, names)))
+        return Tuning(untrained | frozenset(matching(settings.freeze, names)))
     all_names, few_bits, kind = frozenset(names), frozenset[str](), settings.few_bits
     if kind != "none":
         few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.transformer import enter
 from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective
@@ -57,8 +58,10 @@ class Parts:
         return nnx.merge_state(layers, outer)
 
     def embed(self, layers: Variables, outer: Variables, micro: Batch) -> jax.Array:
-        """What goes into the first layer [B, T, D]."""
-        return self._model(layers, outer).embed(micro.inputs, micro.positions)
+        """What goes into the first of the equal layers [B, T, D]."""
+        model, mask = self._model(layers, outer), self.objective.mask(micro)
+        assert micro.positions is not None, "a batch of text has positions"
+        return enter(model, micro.inputs, micro.positions, mask, self.execution)[0]
 
     def run_layers(
         self,

@@ -13,6 +13,7 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.settings import Config
@@ -121,7 +122,7 @@ class Outlook:
 
 @functools.lru_cache(maxsize=16)  # a search asks for thousands of layouts of one model
 def _trained(finetune: Finetune, model: Model) -> nnx.State:
-    tuning = tuning_of(finetune, model.build)
+    tuning = tuning_of(finetune, model.build, biases(model))
 
     def begin(shapes: nnx.State) -> nnx.State:
         return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]

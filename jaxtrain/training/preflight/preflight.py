@@ -15,7 +15,7 @@ from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels
 from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, curvature, guard, noise, settings, sharpness
+from jaxtrain.training import balancing, corruption, curvature, guard, noise, settings, sharpness
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
@@ -140,6 +140,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: settings.refuse_best(c.best, c.train),
     lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
+    lambda seen, c: balancing.refuse(seen.model, exchange=c.exchange.method, name=seen.name),
     lambda seen, c: offload.refuse(
         c.offload,
         seen.sizes,

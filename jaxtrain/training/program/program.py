@@ -17,6 +17,7 @@ from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
+from jaxtrain.training.balancing import biases, speed_of
 from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
@@ -137,7 +138,10 @@ def make_program(
         guard=config.guard,
         curvature=estimate_of(config.optimizer.rule),
         seed=config.train.seed,
-        tuning=config.train.task.tuned(tuning_of(config.finetune, config.train.model.build)),
+        tuning=config.train.task.tuned(
+            tuning_of(config.finetune, config.train.model.build, biases(config.train.model))
+        ),
+        bias_speed=speed_of(config.train.model),
     )
     exchanged = with_exchange(config.exchange, program)
     measured = with_noise(config.train.noise_scale_every, exchanged)

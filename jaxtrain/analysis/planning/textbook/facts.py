@@ -19,6 +19,7 @@ from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
+from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import tuning_of
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.reduction import summed_once
@@ -151,7 +152,7 @@ class Facts:
     @functools.cached_property
     def frozen(self) -> frozenset[str]:
         """Names of the parameters that are not trained."""
-        return tuning_of(self.config.finetune, self.model.build).frozen
+        return tuning_of(self.config.finetune, self.model.build, biases(self.model)).frozen
 
     @functools.cached_property
     def value_bytes(self) -> int:

@@ -54,6 +54,46 @@ def mixtral_active_parameters(
     return total - L * (E - k) * 3 * D * F
 
 
+def latent_attention_parameters(
+    *, D: int, N: int, Q: int | None, C: int, P: int, R: int, H: int
+) -> int:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1), the norms of its latents too.
+
+    Args:
+      D: embed_dim.
+      N: heads.
+      Q: width of the queries' latent; None: there is none.
+      C: width of the latent of keys and values.
+      P: width of the part of a key that positions do not turn.
+      R: of the part that they turn.
+      H: of a head's values.
+    """
+    queries = D * N * (P + R) if Q is None else Q * (D + 1 + N * (P + R))
+    return queries + D * (C + R) + C + C * N * (P + H) + N * H * D
+
+
+def deepseek_parameters(
+    *, V: int, L: int, D: int, F: int, f: int, E: int, shared: int, dense: int, attention: int,
+    biases: bool, tied: bool = False,
+) -> int:  # fmt: skip
+    """All of a DeepSeek's (arXiv 2405.04434, 2412.19437), without the prediction of more tokens.
+
+    Args:
+      V, L, D: as above.
+      F: mlp_dim of a dense layer.
+      f: mlp_dim of an expert.
+      E: experts that tokens are routed to; what a token uses with the k that it goes through, and
+        (L - dense) D (E - k) for the router's other rows.
+      shared: experts that every token goes through.
+      dense: layers without experts.
+      attention: parameters of a layer's attention.
+      biases: whether each expert has one.
+      tied: whether the embedding is the output matrix.
+    """
+    mlps = dense * 3 * D * F + (L - dense) * ((E + shared) * 3 * D * f + E * (D + biases))
+    return (1 if tied else 2) * V * D + L * (attention + 2 * D) + D + mlps
+
+
 def lstm_parameters(*, V: int, L: int, D: int) -> int:
     """All of an LSTM language model's, as wide as its embedding: two matrices of D times 4 D and a
     bias of 4 D a layer, the table and the output matrix (arXiv 1409.2329)."""

@@ -1,0 +1,284 @@
+"""DeepSeek: multi-head latent attention, shared and routed experts after a few dense layers.
+
+Sources: DeepSeek-V2 (arXiv 2405.04434) with router='softmax', DeepSeek-V3 (arXiv 2412.19437) with
+'sigmoid'.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from jaxtrain.config.errors import (
+    UserError,
+    nearest_divisor,
+    nearest_multiple,
+    refuse_below,
+    refuse_not_positive,
+)
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import AttentionFacts, ExpertsFacts, Inputs
+from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
+from jaxtrain.nn.attention.latent import Latent
+from jaxtrain.nn.block import Block
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.experts import Experts
+from jaxtrain.nn.mlp import SwiGLU
+from jaxtrain.nn.rotary import Linear, Rotations, Yarn
+from jaxtrain.nn.routing import Groups, Sigmoid, Softmax
+from jaxtrain.nn.shared_experts import SharedExperts
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeek(DecoderSizes):
+    """Sizes of a DeepSeek; the defaults are DeepSeek-V3, without its prediction of more tokens.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      num_layers: blocks, the dense ones too.
+      dense_layers: how many of them, the first, have one SwiGLU and no experts.
+      embed_dim: width of the residual stream.
+      num_heads: attention heads.
+      query_rank: width of the latent that queries are made of; None: they are made of the stream.
+      key_value_rank: width of the latent that keys and values are made of.
+      plain_dim: width of the part of a head's query and key that positions do not turn.
+      rotary_dim: width of the part that they turn; that of the keys all heads share.
+      value_dim: width of a head's values.
+      mlp_dim: width inside the SwiGLU of a dense layer.
+      expert_mlp_dim: width inside each expert.
+      shared_experts: experts that every token goes through.
+      num_experts: experts of a layer that tokens are routed to.
+      experts_per_token: how many of those a token goes through.
+      expert_groups: groups that the experts stand in.
+      groups_per_token: groups, the best for it, that a token's experts are chosen from.
+      router: 'softmax' chooses the highest probabilities (V2); 'sigmoid' the highest sigmoids plus
+        a bias that their load moves (V3).
+      normalize_gates: whether the weights of a token's experts sum to 1, before routed_scale.
+      routed_scale: what the weights are multiplied by.
+      bias_speed: by how much the router's biases are moved after each step (arXiv 2408.15664);
+        0 leaves them as they are. Of 'sigmoid' alone.
+      capacity_factor: as `Mixtral.capacity_factor`; None lets experts take all tokens that come.
+      balance_weight: what the loss of balance along each row is multiplied by, mean over layers.
+      context_length: the longest sequence, in tokens.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: by how much slow frequencies are slowed (YaRN, arXiv 2309.00071); 1 leaves all
+        as they are.
+      rope_low_frequency_factor, rope_high_frequency_factor: what makes fewer turns than low in
+        rope_original_context_length is slowed in full, what makes more than high not at all.
+      rope_original_context_length: the context that rope_scaling extends, in tokens.
+      rope_score_factor: m of what scores are multiplied by, (0.1 m ln(rope_scaling) + 1)^2.
+      norm_eps: epsilon of the RMS norms; that of the latents' is 1e-6.
+      tie_embeddings: the token embedding is the output matrix too.
+    """
+
+    vocab_size: int = 129280
+    num_layers: int = 61
+    dense_layers: int = 3
+    embed_dim: int = 7168
+    num_heads: int = 128
+    query_rank: int | None = 1536
+    key_value_rank: int = 512
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    mlp_dim: int = 18432
+    expert_mlp_dim: int = 2048
+    shared_experts: int = 1
+    num_experts: int = 256
+    experts_per_token: int = 8
+    expert_groups: int = 8
+    groups_per_token: int = 4
+    router: Literal["softmax", "sigmoid"] = "sigmoid"
+    normalize_gates: bool = True
+    routed_scale: float = 2.5
+    bias_speed: float = 0.001
+    capacity_factor: float | None = None
+    balance_weight: float = 0.0001
+    context_length: int = 163840
+    rope_theta: float = 10000.0
+    rope_scaling: float = 40.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 32.0
+    rope_original_context_length: int = 4096
+    rope_score_factor: float = 1.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+
+    inputs: ClassVar[Inputs] = "tokens"
+    objective = "next_token"
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
+        "experts": "num_experts", "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        refuse_below(
+            1, self, "vocab_size", "num_layers", "embed_dim", "num_heads", "query_rank",
+            "key_value_rank", "plain_dim", "value_dim", "mlp_dim", "expert_mlp_dim",
+            "shared_experts", "num_experts", "expert_groups", "context_length",
+            "rope_original_context_length",
+        )  # fmt: skip
+        refuse_not_positive(self, "rope_theta", "norm_eps", "routed_scale")
+        found = [*self._refuse_layers(), *self._refuse_routes(), *self._refuse_rope()]
+        if found:
+            raise UserError("\n".join(found))
+
+    def _refuse_layers(self) -> Iterator[str]:
+        if not 0 <= self.dense_layers < self.num_layers:
+            yield (
+                f"DeepSeek.dense_layers={self.dense_layers} with DeepSeek.num_layers="
+                f"{self.num_layers}; use 0 to {self.num_layers - 1}, or Llama where all are dense"
+            )
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            yield (
+                f"DeepSeek.rotary_dim={self.rotary_dim} is no even number above 0; the nearest is "
+                f"{nearest_multiple(self.rotary_dim, 2)}"
+            )
+
+    def _refuse_routes(self) -> Iterator[str]:
+        E, groups = self.num_experts, self.expert_groups
+        if E % groups:
+            yield (
+                f"DeepSeek.expert_groups={groups} does not divide DeepSeek.num_experts={E}; the "
+                f"nearest is {nearest_divisor(E, groups)}"
+            )
+        if not 1 <= self.groups_per_token <= groups:
+            yield (
+                f"DeepSeek.groups_per_token={self.groups_per_token} with DeepSeek.expert_groups="
+                f"{groups}; use 1 to {groups}"
+            )
+        most = self.groups_per_token * E // groups
+        if not 1 <= self.experts_per_token <= most:
+            yield (
+                f"DeepSeek.experts_per_token={self.experts_per_token}, but a token's groups "
+                f"(DeepSeek.groups_per_token={self.groups_per_token} of {groups}) have {most} "
+                f"experts; use 1 to {most}"
+            )
+        if self.router == "sigmoid" and 1 < groups > E // 2:
+            yield (
+                f"DeepSeek.expert_groups={groups} of DeepSeek.num_experts={E}: a group is as good "
+                f"as its two best experts (DeepSeek.router='sigmoid'); use at most {E // 2}, or 1"
+            )
+        if self.router == "softmax" and self.bias_speed:
+            yield (
+                f"DeepSeek.bias_speed={self.bias_speed} does nothing with DeepSeek.router="
+                "'softmax', which has no biases; use 0.0, or DeepSeek.router='sigmoid'"
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            yield (
+                f"DeepSeek.capacity_factor={self.capacity_factor}; use None (dropless) or a number "
+                "above 0, such as 1.25"
+            )
+        for name in ("balance_weight", "bias_speed"):
+            if not vars(self)[name] >= 0:
+                yield f"DeepSeek.{name}={vars(self)[name]}; use 0 (none) or more"
+
+    def _refuse_rope(self) -> Iterator[str]:
+        if self.rope_scaling < 1:
+            yield f"DeepSeek.rope_scaling={self.rope_scaling}; use 1.0 (none) or more"
+        if not 0 < self.rope_low_frequency_factor < self.rope_high_frequency_factor:
+            yield (
+                f"DeepSeek.rope_low_frequency_factor={self.rope_low_frequency_factor} is not below "
+                f"DeepSeek.rope_high_frequency_factor={self.rope_high_frequency_factor} and above "
+                "0; YaRN has 1.0 and 32.0"
+            )
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """As kernels see it: values are filled up to the width of keys, or keys to theirs."""
+        width, N = self.latent.width, self.num_heads
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=width, value_dim=width)
+
+    @property
+    def experts(self) -> ExpertsFacts:
+        """Of every layer but the dense ones."""
+        return ExpertsFacts(
+            count=self.num_experts,
+            per_token=self.experts_per_token,
+            capacity_factor=self.capacity_factor,
+            bias_speed=self.bias_speed if self.router == "sigmoid" else None,
+        )
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The latent of keys and values, and the key that all heads share."""
+        latent, shared = (
+            Cached(shape=(dim,), axes=("latent",), every_token=True, leading=self.dense_layers)
+            for dim in (self.key_value_rank, self.rotary_dim)
+        )
+        return latent, shared
+
+    @property
+    def rotary(self) -> Rotations:
+        """How positions turn a part of queries and keys."""
+        if self.rope_scaling == 1:
+            return Linear(theta=self.rope_theta, scaling=1.0)
+        return Yarn(
+            theta=self.rope_theta,
+            scaling=self.rope_scaling,
+            low_frequency_factor=self.rope_low_frequency_factor,
+            high_frequency_factor=self.rope_high_frequency_factor,
+            original_context_length=self.rope_original_context_length,
+        )
+
+    @property
+    def latent(self) -> Latent:
+        """The attention of all layers."""
+        return Latent(
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            query_rank=self.query_rank,
+            key_value_rank=self.key_value_rank,
+            plain_dim=self.plain_dim,
+            rotary_dim=self.rotary_dim,
+            value_dim=self.value_dim,
+            rotary=self.rotary,
+            query_scale=(0.1 * self.rope_score_factor * math.log(self.rope_scaling) + 1) ** 2,
+            residual_stddev=self.residual_stddev,
+        )
+
+    @property
+    def leading(self) -> tuple[Block, ...]:
+        """The dense layers."""
+        return (Block(attention=self.latent, mlp=self._dense(self.mlp_dim), norm=self.norm),) * (
+            self.dense_layers
+        )
+
+    @property
+    def block(self) -> Block:
+        """What every other layer computes."""
+        return Block(
+            attention=self.latent,
+            mlp=SharedExperts(
+                shared=self._dense(self.shared_experts * self.expert_mlp_dim), routed=self._routed
+            ),
+            norm=self.norm,
+        )
+
+    @property
+    def _routed(self) -> Experts:
+        groups = Groups(count=self.expert_groups, chosen=self.groups_per_token)
+        router = (Sigmoid if self.router == "sigmoid" else Softmax)(
+            normalized=self.normalize_gates,
+            scale=self.routed_scale,
+            groups=None if self.groups_per_token == self.expert_groups else groups,
+        )
+        return Experts(
+            embed_dim=self.embed_dim,
+            mlp_dim=self.expert_mlp_dim,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            capacity_factor=self.capacity_factor,
+            residual_stddev=self.residual_stddev,
+            balance_weight=self.balance_weight,
+            router_z_weight=0.0,
+            num_layers=self.layers,
+            router=router,
+        )
+
+    def _dense(self, mlp_dim: int) -> SwiGLU:
+        return SwiGLU(
+            embed_dim=self.embed_dim, mlp_dim=mlp_dim, residual_stddev=self.residual_stddev
+        )

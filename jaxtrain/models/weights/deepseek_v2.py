@@ -1,0 +1,56 @@
+"""DeepSeek-V2: a softmax over experts, of which a token's best groups may be chosen among."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.deepseek import DeepSeek
+from jaxtrain.models.weights import deepseek
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+
+_GREEDY, _LIMITED = "greedy", "group_limited_greedy"
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    asked.only("topk_method", [_GREEDY, _LIMITED], default=_GREEDY)
+    asked.only("scoring_func", ["softmax"], default="softmax")
+    asked.only("norm_topk_prob", [False], default=False)
+    groups = {"expert_groups": 1, "groups_per_token": 1}
+    if asked.content.get("topk_method") == _LIMITED:
+        groups = {
+            "expert_groups": asked.whole("n_group"),
+            "groups_per_token": asked.whole("topk_group"),
+        }
+    return {
+        **deepseek.read_sizes(asked),
+        **groups,
+        "router": "softmax",
+        "normalize_gates": False,
+        "bias_speed": 0.0,
+        "balance_weight": asked.number("aux_loss_alpha", 0.001),
+    }
+
+
+def _write(model: DeepSeek) -> Mapping[str, Any] | None:
+    if model.router != "softmax" or model.normalize_gates:
+        return None
+    return {
+        **deepseek.write_sizes(model),
+        "topk_method": _GREEDY if model.expert_groups == 1 else _LIMITED,
+        "n_group": model.expert_groups,
+        "topk_group": model.groups_per_token,
+        "scoring_func": "softmax",
+        "aux_loss_alpha": model.balance_weight,
+    }
+
+
+FAMILY = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    model=DeepSeek,
+    read=_read,
+    write=_write,
+    names=deepseek.names,
+    prefix=deepseek.PREFIX,
+    copies=deepseek.COPIES,
+)

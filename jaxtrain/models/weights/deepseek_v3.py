@@ -1,0 +1,52 @@
+"""DeepSeek-V3: sigmoids of experts and a bias that balances them; R1 is such a model too."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.deepseek import DeepSeek
+from jaxtrain.models.weights import deepseek
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    asked.only("topk_method", ["noaux_tc"], default="noaux_tc")
+    asked.only("scoring_func", ["sigmoid"], default="sigmoid")
+    asked.only("rope_interleave", [True], default=True)
+    return {
+        **deepseek.read_sizes(asked),
+        "router": "sigmoid",
+        "normalize_gates": asked.flag("norm_topk_prob", True),
+        "expert_groups": asked.whole("n_group", 8),
+        "groups_per_token": asked.whole("topk_group", 4),
+        "balance_weight": asked.number("aux_loss_alpha", 0.0001),
+    }
+
+
+def _write(model: DeepSeek) -> Mapping[str, Any] | None:
+    if model.router != "sigmoid":
+        return None
+    return {
+        **deepseek.write_sizes(model),
+        "topk_method": "noaux_tc",
+        "n_group": model.expert_groups,
+        "topk_group": model.groups_per_token,
+        "scoring_func": "sigmoid",
+        "rope_interleave": True,
+        "aux_loss_alpha": model.balance_weight,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    model=DeepSeek,
+    read=_read,
+    write=_write,
+    names=deepseek.names,
+    prefix=deepseek.PREFIX,
+    copies=deepseek.COPIES,
+    # The published models' module that predicts one token more, which transformers passes over too.
+    buffers=r"model\.layers\.61\..*",
+)

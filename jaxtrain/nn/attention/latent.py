@@ -1,0 +1,175 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a part of a block.
+
+Keys and values of all heads are made of one short vector a token, its latent, and generation keeps
+that alone. Positions turn a key of their own, which all heads share, and a part of each query.
+
+Letters: B batch, T length, S key length, D embed, C latent, N heads, H head_dim.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.attention.context import QUERIES
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import rotate
+from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.parameters import Weights, normal, param, prefixed, under
+from jaxtrain.nn.remat import named
+from jaxtrain.nn.rotary import Rotations
+from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.parallel.sharding import activation_spec
+
+# Of the norms of the latents, in the authors' code whatever the epsilon of the others is.
+_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are made of a latent of each token.
+
+    Attributes:
+      embed_dim: width of the residual stream.
+      num_heads: heads.
+      query_rank: width of the latent that queries are made of; None: they are made of the stream.
+      key_value_rank: width of the latent that keys and values are made of.
+      plain_dim: width of the part of a head's query and key that positions do not turn.
+      rotary_dim: width of the part that they turn; of the keys it is one for all heads.
+      value_dim: width of a head's values.
+      rotary: how positions turn it; its own scale is not used.
+      query_scale: what queries are multiplied by, beside the root of a head's width.
+      residual_stddev: spread of the weight that makes the result.
+    """
+
+    embed_dim: int
+    num_heads: int
+    query_rank: int | None
+    key_value_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    rotary: Rotations
+    query_scale: float
+    residual_stddev: float
+
+    num_keys: ClassVar[int] = 5
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def width(self) -> int:
+        """Of what a kernel is given: the wider of keys and values, filled up with zeros."""
+        return max(self.key_dim, self.value_dim)
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Down to the latents [D, C], up to heads [C, N, H], and back [N, H, D]."""
+        D, N, C, H = self.embed_dim, self.num_heads, self.key_value_rank, self.key_dim
+        heads, compressed = ("heads", "head_dim"), ("embed", "latent")
+        made = H - self.rotary_dim + self.value_dim
+        own = {
+            "key_value_down": param(keys[0], (D, C + self.rotary_dim), compressed, normal(0.02)),
+            "key_value_up": param(keys[1], (C, N, made), ("latent_in", *heads), normal(0.02)),
+            "out": param(
+                keys[2], (N, self.value_dim, D), (*heads, "embed"), normal(self.residual_stddev)
+            ),
+            **prefixed("key_value_norm", self._norm(C).weights(keys[0])),
+        }
+        if self.query_rank is None:
+            return own | {"query": param(keys[3], (D, N, H), ("embed", *heads), normal(0.02))}
+        up = (self.query_rank, N, H)
+        return own | {
+            "query_down": param(keys[3], (D, self.query_rank), compressed, normal(0.02)),
+            "query_up": param(keys[4], up, ("latent_in", *heads), normal(0.02)),
+            **prefixed("query_norm", self._norm(self.query_rank).weights(keys[3])),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All but norms."""
+        D, N, C, R = self.embed_dim, self.num_heads, self.key_value_rank, self.query_rank
+        queries = D * N * self.key_dim if R is None else R * (D + N * self.key_dim)
+        values = C * N * (self.plain_dim + self.value_dim) + N * self.value_dim * D
+        return queries + D * (C + self.rotary_dim) + values
+
+    def score_flops_per_token(self, sequence_length: int) -> float:
+        """3 T N times the widths of a key and of a value: of causal attention, forward and backward
+        (arXiv 2204.02311, appendix B, halved). Zeros that a kernel is given are none of them."""
+        return 3 * sequence_length * self.num_heads * (self.key_dim + self.value_dim)
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attention among the normed tokens; arguments and results as in `block.Attends`.
+
+        The cache holds latents [B, S, C] and turned keys [B, S, rotary_dim]; keys and values of the
+        heads are made of them anew.
+        """
+        radians = self.rotary.frequencies(self.rotary_dim)
+        plain, C = self.plain_dim, self.key_value_rank
+        q_BTNH = named(self._queries(own, h_BTD, execution), "query")
+        turned_BTNH = rotate(_in_halves(q_BTNH[..., plain:]), positions_BT, radians)
+        q_BTNH = jnp.concatenate([q_BTNH[..., :plain], turned_BTNH], axis=-1)
+        both_BTC = execution.contract("BTD,DC->BTC", h_BTD, own["key_value_down"])
+        latent_BSC = self._norm(C)(under("key_value_norm", own), both_BTC[..., :C])
+        shared_BT1H = _in_halves(both_BTC[:, :, None, C:])
+        shared_BSH = rotate(shared_BT1H, positions_BT, radians)[:, :, 0]
+        if cache is not None:
+            latent_BSC, shared_BSH = cache = extend_cache(latent_BSC, shared_BSH, cache, start)
+        made_BSNH = execution.contract("BTC,CNH->BTNH", latent_BSC, own["key_value_up"])
+        made_k_BSNH = named(made_BSNH[..., :plain], "key")
+        v_BSNH = named(made_BSNH[..., plain:], "value")
+        k_BSNH = jnp.concatenate([made_k_BSNH, _of_every_head(shared_BSH, self.num_heads)], axis=-1)
+        # Kernels divide by the root of the width that they are given.
+        scale = self.query_scale * math.sqrt(self.width / self.key_dim)
+        q_BTNH = q_BTNH if scale == 1 else q_BTNH * scale
+        q_BTNH, k_BSNH, v_BSNH = map(self._padded, (q_BTNH, k_BSNH, v_BSNH))
+        a_BTNH = execution.attention(q_BTNH, k_BSNH, v_BSNH, mask)[..., : self.value_dim]
+        return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
+
+    def _queries(self, own: Weights, h_BTD: jax.Array, execution: Execution) -> jax.Array:
+        if self.query_rank is None:
+            return execution.contract("BTD,DNH->BTNH", h_BTD, own["query"])
+        latent_BTC = execution.contract("BTD,DC->BTC", h_BTD, own["query_down"])
+        latent_BTC = self._norm(self.query_rank)(under("query_norm", own), latent_BTC)
+        return execution.contract("BTC,CNH->BTNH", latent_BTC, own["query_up"])
+
+    def _norm(self, rank: int) -> RMSNorm:
+        return RMSNorm(dim=rank, epsilon=_EPSILON)
+
+    def _padded(self, x_BTNH: jax.Array) -> jax.Array:
+        missing = self.width - x_BTNH.shape[-1]
+        return jnp.pad(x_BTNH, ((0, 0),) * 3 + ((0, missing),)) if missing else x_BTNH
+
+
+def _in_halves(x_BTNH: jax.Array) -> jax.Array:
+    """Neighbours, which published weights turn against each other, as halves, which `rotate` does.
+
+    Of queries and keys alike, so that their products stay what they are.
+    """
+    return jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
+
+
+def _of_every_head(x_BSH: jax.Array, num_heads: int) -> jax.Array:
+    """[B, S, N, H]: the same for each head, laid out as heads are."""
+    B, S, H = x_BSH.shape
+    spec = activation_spec(QUERIES)
+    if spec is None:
+        return jnp.broadcast_to(x_BSH[:, :, None], (B, S, num_heads, H))
+    # Made where it is used: its gradient is summed over the heads before it crosses the mesh.
+    return jax.lax.broadcast_in_dim(x_BSH, (B, S, num_heads, H), (0, 1, 3), out_sharding=spec)

@@ -1,0 +1,75 @@
+"""Biases of routers, which balance the load of experts without a loss: they have no gradient.
+
+They are held among the parameters that are not trained, so that no optimizer, no clipping and no
+norm of gradients sees them, and are moved by the load after each step.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.models.model import Model
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.routing import balanced
+from jaxtrain.training.finetune.tuning import TEACHER, named
+
+
+def speed_of(model: Model) -> float | None:
+    """By how much a step moves the biases of a model's routers; None: it has none."""
+    return None if model.experts is None else model.experts.bias_speed
+
+
+def biases(model: Model) -> frozenset[str]:
+    """The names of the biases of a model's routers."""
+    return frozenset() if speed_of(model) is None else biases_of(model.build)
+
+
+def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
+    """The same, of any module; no array is made."""
+    shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
+    return frozenset(name for name, one in named(shapes).items() if role_of(one) == "balance")
+
+
+def rebalanced(
+    frozen: nnx.State, load_LE: jax.Array | None, speed: float | None, order: list[int] | None
+) -> nnx.State:
+    """What is not trained, after a step: the biases moved, all else, a teacher too, as it was.
+
+    Args:
+      frozen: what is not trained.
+      load_LE: of the experts of each layer in the whole batch; None: no router has biases.
+      speed: as of `speed_of`.
+      order: the layer at each place of stacked arrays, -1 for padding; None: the model's.
+    """
+    if load_LE is None or not speed:
+        return frozen
+    if order is not None:
+        load_LE = load_LE[np.maximum(order, 0)]
+
+    found: dict[Any, Any] = {}
+    for path, variable in nnx.to_flat_state(frozen):
+        found[path] = variable
+        if role_of(variable) == "balance" and path[0] != TEACHER:
+            bias_LE = variable.get_value()
+            load = jax.sharding.reshard(load_LE, jax.typeof(bias_LE).sharding.spec)
+            found[path] = variable.replace(balanced(bias_LE, load.astype(jnp.float32), speed))
+    return nnx.from_flat_state(found)
+
+
+def refuse(model: Model, *, exchange: str, name: str) -> Iterator[str]:
+    """A sentence where replicas would not agree on the biases.
+
+    Args:
+      model: the model's settings.
+      exchange: the method by which replicas agree.
+      name: the model's, for the message.
+    """
+    if speed_of(model) is not None and exchange != "synchronous":
+        yield (
+            f"{name}.router has biases that the load of all replicas moves together, but with "
+            f"Exchange.method={exchange!r} each knows its own; use Exchange.method='synchronous'"
+        )

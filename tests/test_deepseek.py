@@ -1,0 +1,286 @@
+"""DeepSeek-V2 and V3 equal transformers' and one device on every mesh; biases follow the load."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_layout, make_program, text_batch
+from flax import nnx
+from parity import assert_equal, evaluate
+
+from jaxtrain.analysis.planning.textbook import sizes as formulas
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.deepseek import DeepSeek
+from jaxtrain.models.weights.family import model_of
+from jaxtrain.training.balancing import biases, rebalanced, refuse, speed_of
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.pipeline.schedules import Pipeline
+
+YARN = {"rope_scaling": 4.0, "rope_original_context_length": 6, "rope_score_factor": 0.707}
+V2 = {"router": "softmax", "bias_speed": 0.0, "normalize_gates": False}
+SHAPES = {
+    "v3": DeepSeek(
+        vocab_size=64, num_layers=3, dense_layers=1, embed_dim=32, num_heads=4, query_rank=12,
+        key_value_rank=16, plain_dim=8, rotary_dim=4, value_dim=6, mlp_dim=24, expert_mlp_dim=16,
+        num_experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2,
+        context_length=32, balance_weight=0.0, rope_scaling=1.0,
+    ),
+    # Values wider than keys, queries of the stream, experts from the first layer on; even widths,
+    # without which theirs does not run.
+    "v2": DeepSeek(
+        vocab_size=61, num_layers=2, dense_layers=0, embed_dim=18, num_heads=3, query_rank=None,
+        key_value_rank=6, plain_dim=4, rotary_dim=2, value_dim=7, mlp_dim=20, expert_mlp_dim=9,
+        shared_experts=2, num_experts=6, experts_per_token=2, expert_groups=3, groups_per_token=2,
+        context_length=24, balance_weight=0.0, routed_scale=1.7, norm_eps=1e-3, **V2, **YARN,
+    ),
+    "no_groups": DeepSeek(
+        vocab_size=23, num_layers=3, dense_layers=2, embed_dim=8, num_heads=1, query_rank=3,
+        key_value_rank=2, plain_dim=1, rotary_dim=2, value_dim=3, mlp_dim=5, expert_mlp_dim=3,
+        num_experts=5, experts_per_token=4, expert_groups=1, groups_per_token=1,
+        context_length=24, balance_weight=0.0, normalize_gates=False, tie_embeddings=True, **YARN,
+    ),
+}  # fmt: skip
+
+
+def pair_of(sizes: DeepSeek):
+    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+    import torch  # noqa: PLC0415
+    from against_transformers import Apart, draw  # noqa: PLC0415
+
+    class Biased(Apart):
+        """With the buffers that are parameters of ours; they have no gradient.
+
+        Attributes:
+          loads: tokens that went to each expert of each layer when the loss was computed.
+        """
+
+        def loss(self, batch):
+            gates = [m for n, m in self.theirs.named_modules() if n.endswith("mlp.gate")]
+            self.loads = np.zeros((len(gates), self.sizes.num_experts))
+
+            def count(layer, chosen):
+                self.loads[layer] += np.bincount(chosen.ravel(), minlength=self.loads.shape[1])
+
+            hooks = [
+                gate.register_forward_hook(lambda _, __, out, i=i: count(i, out[2].numpy()))
+                for i, gate in enumerate(gates)
+            ]
+            found = super().loss(batch)
+            for hook in hooks:
+                hook.remove()
+            return found
+
+        def ours(self, tensors):
+            of_values = any(isinstance(value, torch.nn.Parameter) for value in tensors.values())
+            added = {
+                name: value if of_values else torch.zeros_like(value)
+                for name, value in self.theirs.named_buffers()
+                if name.endswith("e_score_correction_bias")
+            }
+            return super().ours({**tensors, **added})
+
+    rope = {"rope_type": "default", "rope_theta": sizes.rope_theta}
+    if sizes.rope_scaling != 1:
+        rope = {
+            "rope_type": "yarn", "rope_theta": sizes.rope_theta, "factor": sizes.rope_scaling,
+            "original_max_position_embeddings": sizes.rope_original_context_length,
+            "mscale": sizes.rope_score_factor, "mscale_all_dim": sizes.rope_score_factor,
+        }  # fmt: skip
+    settings = {
+        "vocab_size": sizes.vocab_size, "hidden_size": sizes.embed_dim,
+        "intermediate_size": sizes.mlp_dim, "moe_intermediate_size": sizes.expert_mlp_dim,
+        "num_hidden_layers": sizes.num_layers, "first_k_dense_replace": sizes.dense_layers,
+        "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_heads,
+        "n_shared_experts": sizes.shared_experts, "n_routed_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token, "n_group": sizes.expert_groups,
+        "topk_group": sizes.groups_per_token, "routed_scaling_factor": sizes.routed_scale,
+        "norm_topk_prob": sizes.normalize_gates, "q_lora_rank": sizes.query_rank,
+        "kv_lora_rank": sizes.key_value_rank, "qk_nope_head_dim": sizes.plain_dim,
+        "qk_rope_head_dim": sizes.rotary_dim, "v_head_dim": sizes.value_dim,
+        "max_position_embeddings": sizes.context_length, "rms_norm_eps": sizes.norm_eps,
+        "tie_word_embeddings": sizes.tie_embeddings, "rope_parameters": rope,
+        "attn_implementation": "eager", "experts_implementation": "eager",
+        "pad_token_id": None,  # its row of the embedding would have no gradient there
+    }  # fmt: skip
+    if sizes.router == "softmax":
+        config = transformers.DeepseekV2Config(**settings, topk_method="group_limited_greedy")
+        return Biased(sizes, draw(transformers.DeepseekV2ForCausalLM(config)), "deepseek_v2")
+    theirs = draw(transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**settings)))
+    with torch.no_grad():
+        for name, value in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.normal_(0.0, 0.2)
+    return Biased(sizes, theirs, "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "name", ["v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v2", "no_groups"))]
+)
+def test_logits_and_every_gradient_equal_transformers(name):
+    """And as many tokens went to each expert."""
+    sizes, pair = SHAPES[name], pair_of(SHAPES[name])
+    batch = text_batch(rows=3, length=13, vocab_size=sizes.vocab_size)
+    metrics = pair.compare(batch)
+    if sizes.router == "sigmoid":
+        load = np.asarray(metrics["expert_load"]) * (batch.segment_ids != 0).sum()
+        np.testing.assert_allclose(load, pair.loads, atol=1e-3)
+        assert pair.loads.std() > 0
+
+
+@pytest.mark.slow
+def test_thirty_steps_have_the_losses_of_transformers():
+    sizes = SHAPES["v3"]
+    text = text_batch(rows=4, length=16, vocab_size=sizes.vocab_size)
+    places = np.broadcast_to(np.arange(16, dtype=np.int32), text.inputs.shape)
+    ones = np.ones_like(text.inputs)
+    pair_of(sizes).train([dataclasses.replace(text, segment_ids=ones, positions=places)])
+
+
+def parameters(sizes: DeepSeek) -> int:
+    shapes = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def closed(sizes: DeepSeek) -> int:
+    attention = formulas.latent_attention_parameters(
+        D=sizes.embed_dim, N=sizes.num_heads, Q=sizes.query_rank, C=sizes.key_value_rank,
+        P=sizes.plain_dim, R=sizes.rotary_dim, H=sizes.value_dim,
+    )  # fmt: skip
+    return formulas.deepseek_parameters(
+        V=sizes.vocab_size, L=sizes.num_layers, D=sizes.embed_dim, F=sizes.mlp_dim,
+        f=sizes.expert_mlp_dim, E=sizes.num_experts, shared=sizes.shared_experts,
+        dense=sizes.dense_layers, attention=attention, biases=sizes.router == "sigmoid",
+        tied=sizes.tie_embeddings,
+    )  # fmt: skip
+
+
+def test_parameters_are_the_published_ones():
+    """Of DeepSeek-V2-Lite 15,706,484,224; of V3 671,026,404,352 and a bias for each expert."""
+    lite = DeepSeek(
+        vocab_size=102400, num_layers=27, dense_layers=1, embed_dim=2048, num_heads=16,
+        query_rank=None, mlp_dim=10944, expert_mlp_dim=1408, shared_experts=2, num_experts=64,
+        experts_per_token=6, expert_groups=1, groups_per_token=1, **V2,
+    )  # fmt: skip
+    assert parameters(lite) == closed(lite) == 15_706_484_224
+    assert parameters(DeepSeek()) == closed(DeepSeek()) == 671_026_404_352 + 58 * 256
+    for sizes in SHAPES.values():
+        assert parameters(sizes) == closed(sizes)
+
+
+def test_the_settings_that_v3_is_published_with_are_the_defaults():
+    """Of deepseek-ai/DeepSeek-V3, without the float8 of its files, which is refused."""
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                         "type": "yarn"},
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
+        "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    }  # fmt: skip
+    assert model_of(published, where="config.json")[1] == DeepSeek()
+    with pytest.raises(UserError, match="quantization_config"):
+        model_of({**published, "quantization_config": {"quant_method": "fp8"}}, where="it")
+
+
+def test_flops_are_those_of_what_a_token_goes_through():
+    """Active parameters as published: 37 billion, with the embedding that is only looked up."""
+    sizes = DeepSeek()
+    active = sizes.matmul_parameters() + sizes.vocab_size * sizes.embed_dim
+    assert round(active / 1e9, 1) == 37.6
+    T = 4096
+    scores = 61 * 128 * (192 + 128) * T / 2  # multiply-adds forward, of causal attention
+    assert sizes.flops_per_token(T) == 6 * sizes.matmul_parameters() + 6 * scores
+    kept = sum(np.prod(one.shape) for one in sizes.cached)
+    assert kept == 512 + 64
+
+
+def program_of(sizes, layout, **changes):
+    tuning = tuning_of(Finetune(), sizes.build, biases(sizes))
+    return make_program(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
+
+
+AXES = ("layers", "classes")
+BATCH = text_batch(rows=16, length=16, vocab_size=64)
+SMALL = dataclasses.replace(SHAPES["v3"], balance_weight=0.01)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    found = evaluate(program_of(SMALL, make_layout()), BATCH)
+    [bias] = named(found["frozen"]).values()
+    moved = np.abs(np.round(bias.get_value() / SMALL.bias_speed))
+    assert set(moved.ravel()) <= {0, 1, 2}, "two steps"
+    assert moved.max() == 2
+    return found
+
+
+MESHES = {"data_tensor_expert": ({"data": 2, "tensor": 2, "expert": 2}, {})}
+DEAR = {
+    "fsdp_context": ({"fsdp": 2, "context": 2, "zero": 3}, {"accumulation": 2}),
+    "pipe_fsdp": ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        *(pytest.param(*case, id=name) for name, case in MESHES.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in DEAR.items()),
+    ],
+)
+def test_every_mesh_computes_the_same_and_moves_the_biases_alike(layout, changes, one_device):
+    program = program_of(SMALL, make_layout(**layout), **changes)
+    assert_equal(evaluate(program, BATCH), one_device)
+
+
+def test_biases_move_against_the_load_error_and_nothing_else_does():
+    program = program_of(SMALL, make_layout(fsdp=1))
+    shapes = program.shapes()
+    assert list(named(shapes.frozen)) == ["layers/experts/bias"]
+    assert not any(name.endswith("bias") for name in named(shapes.params))
+    rng = np.random.default_rng(0)
+    bias, load = rng.normal(size=(2, 4)).astype(np.float32), np.array([[3, 3, 3, 3], [8, 0, 4, 4]])
+    other = nnx.Param(jnp.ones((2, 4)), axes=("layers", "vector"), role="norm")
+    own = nnx.Param(jnp.asarray(bias), axes=AXES, role="balance")
+    frozen = nnx.State({"b": own, "n": other, "teacher": {"b": own.replace(own.get_value() + 1)}})
+    with program.layout.active():
+        found = rebalanced(frozen, jnp.asarray(load, jnp.float32), 0.5, None)
+    np.testing.assert_array_equal(found["n"].get_value(), other.get_value())
+    np.testing.assert_array_equal(found["teacher"]["b"].get_value(), bias + 1)
+    moved = np.asarray(found["b"].get_value()) - bias
+    np.testing.assert_allclose(moved, [[0, 0, 0, 0], [-0.5, 0.5, 0, 0]], atol=1e-6)
+    assert rebalanced(frozen, None, 0.5, None) is frozen
+
+
+def test_replicas_that_agree_otherwise_are_refused():
+    [said] = refuse(SMALL, exchange="power_sgd", name="DeepSeek")
+    assert "use Exchange.method='synchronous'" in said
+    v2 = dataclasses.replace(SMALL, router="softmax", bias_speed=0.0)
+    assert not list(refuse(v2, exchange="power_sgd", name="DeepSeek"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dense_layers": 3}, r"DeepSeek.dense_layers=3 with DeepSeek.num_layers=3; use 0 to 2"),
+        ({"expert_groups": 3}, r"DeepSeek.expert_groups=3 does not divide DeepSeek.num_experts=8"),
+        ({"experts_per_token": 5}, r"have 4 experts; use 1 to 4"),
+        ({"expert_groups": 8}, r"as its two best experts .*; use at most 4, or 1"),
+        ({"router": "softmax"}, r"DeepSeek.bias_speed=0.001 does nothing with DeepSeek.router="),
+        ({"rotary_dim": 3}, r"DeepSeek.rotary_dim=3 is no even number above 0; the nearest is"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        dataclasses.replace(SMALL, **changes)
