@@ -154,6 +154,7 @@ SEARCHES = {
     },
     "gemma2": {"beams": 3, "length_penalty": 0.5},
     "gpt_oss": {"beams": 2, "length_penalty": 2.0},
+    "deepseek": {"beams": 3, "length_penalty": 0.8},
 }  # fmt: skip
 
 
