@@ -11,8 +11,9 @@ train: $(VENV)/installed
 	$(BIN)/jaxtrain train
 
 # The test suite. Its tests start Python some hundred times: compiled modules are kept between them.
+# What `smoke` trains other tests train too.
 test: $(VENV)/installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
 
 # The long proofs.
 test-slow: $(VENV)/installed-dev

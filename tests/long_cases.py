@@ -41,6 +41,7 @@ LONG_CASES = {
         "test_the_modes_of_test_traffic[zero2]",
     },
     "test_reduction": {
+        "test_gradients_of_many_microbatches_are_one_devices[zero 1, chunks, remat]",
         "test_gradients_of_many_microbatches_are_one_devices[ring, experts, chunks, remat]",
         "test_gradients_of_many_microbatches_are_one_devices[experts]",
     },
@@ -79,6 +80,7 @@ LONG_CASES = {
         "test_loss_and_gradients_equal_one_device[fsdp_context]",
     },
     "test_resume": {
+        "test_every_layout_goes_on_from_every_other[one-uneven]",
         "test_every_layout_trains_alike[data]",
         "test_every_layout_trains_alike[uneven]",
         "test_every_layout_trains_alike[tensor]",
@@ -144,6 +146,7 @@ LONG_CASES = {
         "test_gradients_of_the_rest_are_those_of_a_model_that_trains_whole[zero bubble, residuals]",
     },
     "test_lora": {
+        "test_gradients_are_the_formulas_on_every_mesh[zero 2, microbatches]",
         "test_gradients_are_the_formulas_on_every_mesh[zero bubble, residuals]",
     },
     "test_qlora": {
@@ -151,5 +154,11 @@ LONG_CASES = {
     },
     "test_sweep": {
         "test_a_sweep_trains_each_once_and_shows_them",
+    },
+    "test_chaos": {
+        "test_random_faults_leave_no_trace_in_the_result[17-1]",
+    },
+    "test_t5": {
+        "test_logits_and_every_gradient_equal_transformers[odd]",
     },
 }
