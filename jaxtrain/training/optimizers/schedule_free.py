@@ -117,6 +117,7 @@ def _average_iterates(rate: optax.Schedule, b1: float) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
+@functools.partial(jax.jit, static_argnums=2)  # b1 need not come from the host at evaluations
 def _average(y: jax.Array, z: jax.Array, b1: float) -> jax.Array:
     return (y - (1 - b1) * z) / b1
 
