@@ -52,6 +52,7 @@ def step_seconds(where: str, folder: Path, layers: int, rounds: int) -> tuple[fl
             "TextData.synthetic_vocab_size = 256", "TextData.sequence_length = 16",
             "Train.global_batch_size = 1", f"Train.steps = {rounds + 2}", "Train.eval_batches = 1",
             "Train.eval_every = 0", "Train.save_every = 0", "Mesh.fsdp = 1",
+            "Mesh.tensor = 1", "Mesh.data = 1",
         ],
     )  # fmt: skip
     trainer = Trainer(config, folder / where, devices=jax.devices()[:1])
