@@ -217,6 +217,24 @@ def slots_per_expert(
     return min(slots, length)
 
 
+def refuse_settings(model: Any, *weights: str) -> Iterator[str]:
+    """A sentence for a capacity, and for each of these weights, that cannot be.
+
+    Args:
+      model: the settings, whose `capacity_factor` it is.
+      weights: names of those that may be 0, and not less.
+    """
+    name, factor = type(model).__name__, model.capacity_factor
+    if factor is not None and not factor > 0:
+        yield (
+            f"{name}.capacity_factor={factor}; use None (dropless) or a number above 0, such as "
+            "1.25"
+        )
+    for weight in weights:
+        if not getattr(model, weight) >= 0:
+            yield f"{name}.{weight}={getattr(model, weight)}; use 0 (none) or more"
+
+
 def refuse(capacity_factor: float | None, *, context: int, model: str = "Model") -> Iterator[str]:
     """A sentence where experts with this capacity cannot run.
 

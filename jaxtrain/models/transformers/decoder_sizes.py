@@ -1,13 +1,14 @@
-"""What the sizes of decoders with RMS norms have in common: the module, its products, its FLOPs.
+"""What the sizes of decoders with RMS norms share: what they learn, the module, its FLOPs.
 
 Letters: V vocab, D embed, N of 6N.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 
+from jaxtrain.models.model import ExpertsFacts, Inputs
 from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.norms import RMSNorm
@@ -20,6 +21,13 @@ class DecoderSizes(Protocol):
     A model that is this has the settings as fields, each with a default (a dataclass would take
     the property for a missing one), and says what its `block` is.
     """
+
+    inputs: ClassVar[Inputs] = "tokens"
+
+    @property
+    def objective(self) -> str:
+        """They learn to tell the next token."""
+        return "next_token"
 
     @property
     def vocab_size(self) -> int: ...
@@ -38,6 +46,11 @@ class DecoderSizes(Protocol):
         ...
 
     # What most have not: a model that has it says so.
+
+    @property
+    def experts(self) -> ExpertsFacts | None:
+        """Those that tokens are routed to."""
+        return None
 
     @property
     def leading(self) -> Sequence[Block]:

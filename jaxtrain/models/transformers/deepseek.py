@@ -17,12 +17,12 @@ from jaxtrain.config.errors import (
     refuse_not_positive,
 )
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import AttentionFacts, ExpertsFacts, Inputs
+from jaxtrain.models.model import AttentionFacts, ExpertsFacts
 from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
 from jaxtrain.nn.attention.latent import Latent
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.experts import Experts
+from jaxtrain.nn.experts import Experts, refuse_settings
 from jaxtrain.nn.mlp import SwiGLU
 from jaxtrain.nn.rotary import Linear, Rotations, Yarn
 from jaxtrain.nn.routing import Groups, Sigmoid, Softmax
@@ -105,8 +105,6 @@ class DeepSeek(DecoderSizes):
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
@@ -166,14 +164,7 @@ class DeepSeek(DecoderSizes):
                 f"DeepSeek.bias_speed={self.bias_speed} does nothing with DeepSeek.router="
                 "'softmax', which has no biases; use 0.0, or DeepSeek.router='sigmoid'"
             )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            yield (
-                f"DeepSeek.capacity_factor={self.capacity_factor}; use None (dropless) or a number "
-                "above 0, such as 1.25"
-            )
-        for name in ("balance_weight", "bias_speed"):
-            if not vars(self)[name] >= 0:
-                yield f"DeepSeek.{name}={vars(self)[name]}; use 0 (none) or more"
+        yield from refuse_settings(self, "balance_weight", "bias_speed")
 
     def _refuse_rope(self) -> Iterator[str]:
         if self.rope_scaling < 1:

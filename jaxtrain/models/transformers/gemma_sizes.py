@@ -4,10 +4,9 @@ Source: Gemma Team 2024 (arXiv 2403.08295, section 2).
 """
 
 import math
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.model import Inputs
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.mlp import SwiGLU, gelu
@@ -16,24 +15,6 @@ from jaxtrain.nn.norms import RMSNorm
 
 class GemmaSizes(GroupedQuerySizes, Protocol):
     """Beside `GroupedQuerySizes`; a model of it adds its fields, and what it has besides."""
-
-    inputs: ClassVar[Inputs] = "tokens"
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
-        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
-        "vocab_embed": "embed_dim",
-    }  # fmt: skip
-
-    @property
-    def objective(self) -> str:
-        """They learn to tell the next token."""
-        return "next_token"
-
-    @property
-    def experts(self) -> None:
-        """There are none."""
-        return
 
     @property
     def query_width(self) -> int | None:

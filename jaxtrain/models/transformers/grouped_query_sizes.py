@@ -1,7 +1,7 @@
 """What decoders with grouped queries and rotary positions share: settings, and what follows."""
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from jaxtrain.config.errors import (
     UserError,
@@ -25,6 +25,13 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
     A model that is this has the settings as fields, each with a default (a dataclass would take
     the property for a missing one), says which it has besides, and what its `block` is.
     """
+
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
+        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
+        "vocab_embed": "embed_dim",
+    }  # fmt: skip
 
     @property
     def num_heads(self) -> int: ...

@@ -4,10 +4,8 @@ Sources: Touvron et al. 2023 (arXiv 2302.13971), Grattafiori et al. 2024 (arXiv 
 """
 
 import dataclasses
-from typing import ClassVar
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.mlp import SwiGLU
@@ -66,16 +64,6 @@ class Llama(GroupedQuerySizes):
     qk_norm: bool = False
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    experts = None
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
-        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "layers": "num_layers",
-        "vocab_embed": "embed_dim",
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
         self.check()

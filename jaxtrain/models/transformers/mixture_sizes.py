@@ -6,28 +6,19 @@ Source: Jiang et al. 2024 (arXiv 2401.04088).
 from typing import ClassVar, Protocol
 
 from jaxtrain.config.errors import UserError, refuse_below
-from jaxtrain.models.model import ExpertsFacts, Inputs
+from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.nn.block import Block
-from jaxtrain.nn.experts import Experts
+from jaxtrain.nn.experts import Experts, refuse_settings
 from jaxtrain.nn.routing import Softmax
 
 
 class MixtureSizes(GroupedQuerySizes, Protocol):
     """Beside `GroupedQuerySizes`; the settings are documented at `Mixtral`."""
 
-    inputs: ClassVar[Inputs] = "tokens"
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
-        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "experts": "num_experts",
-        "layers": "num_layers", "vocab_embed": "embed_dim",
+        **GroupedQuerySizes.settings, "experts": "num_experts",
     }  # fmt: skip
-
-    @property
-    def objective(self) -> str:
-        """They learn to tell the next token."""
-        return "next_token"
 
     @property
     def num_experts(self) -> int: ...
@@ -54,14 +45,8 @@ class MixtureSizes(GroupedQuerySizes, Protocol):
                 f"{name}.experts_per_token={self.experts_per_token} with {name}.num_experts="
                 f"{self.num_experts}; use 1 to {self.num_experts}"
             )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise UserError(
-                f"{name}.capacity_factor={self.capacity_factor}; use None (dropless) or a number "
-                "above 0, such as 1.25"
-            )
-        for setting in ("balance_weight", "router_z_weight"):
-            if not getattr(self, setting) >= 0:
-                raise UserError(f"{name}.{setting}={getattr(self, setting)}; use 0 (none) or more")
+        for sentence in refuse_settings(self, "balance_weight", "router_z_weight"):
+            raise UserError(sentence)
 
     @property
     def experts(self) -> ExpertsFacts:
