@@ -108,13 +108,15 @@ def unreadable(path: Path) -> None:
         pytest.skip("root may read everything")
 
 
-def text_batch(*, rows: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
-    """Random tokens, two documents a row, about a third of the targets masked, unevenly by row."""
+def text_batch(
+    *, rows: int, length: int, vocab_size: int, seed: int = 0, documents: int = 2
+) -> Batch:
+    """Random tokens, two documents a row or one, a third of the targets masked, unevenly by row."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab_size, (rows, length + 1)).astype(np.int32)
     cut = rng.integers(1, length, (rows, 1))
     place = np.arange(length)[None, :]
-    second = place >= cut
+    second = (place >= cut) & (documents == 2)
     keep = rng.random((rows, length)) < np.linspace(0.3, 1.0, rows)[:, None]
     return Batch(
         inputs=tokens[:, :-1],

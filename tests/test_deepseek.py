@@ -2,13 +2,13 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
+from tiny_models import count_parameters
 
 from jaxtrain.analysis.planning.textbook import sizes as formulas
 from jaxtrain.config.errors import UserError
@@ -134,15 +134,7 @@ def test_logits_and_every_gradient_equal_transformers(name):
 @pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = SHAPES["v3"]
-    text = text_batch(rows=4, length=16, vocab_size=sizes.vocab_size)
-    places = np.broadcast_to(np.arange(16, dtype=np.int32), text.inputs.shape)
-    ones = np.ones_like(text.inputs)
-    pair_of(sizes).train([dataclasses.replace(text, segment_ids=ones, positions=places)])
-
-
-def parameters(sizes: DeepSeek) -> int:
-    shapes = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    pair_of(sizes).train([text_batch(rows=4, length=16, vocab_size=sizes.vocab_size, documents=1)])
 
 
 def closed(sizes: DeepSeek) -> int:
@@ -165,10 +157,10 @@ def test_parameters_are_the_published_ones():
         query_rank=None, mlp_dim=10944, expert_mlp_dim=1408, shared_experts=2, num_experts=64,
         experts_per_token=6, expert_groups=1, groups_per_token=1, **V2,
     )  # fmt: skip
-    assert parameters(lite) == closed(lite) == 15_706_484_224
-    assert parameters(DeepSeek()) == closed(DeepSeek()) == 671_026_404_352 + 58 * 256
+    assert count_parameters(lite) == closed(lite) == 15_706_484_224
+    assert count_parameters(DeepSeek()) == closed(DeepSeek()) == 671_026_404_352 + 58 * 256
     for sizes in SHAPES.values():
-        assert parameters(sizes) == closed(sizes)
+        assert count_parameters(sizes) == closed(sizes)
 
 
 def test_the_settings_that_v3_is_published_with_are_the_defaults():

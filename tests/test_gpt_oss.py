@@ -3,11 +3,11 @@
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
+from tiny_models import count_parameters
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
@@ -71,10 +71,7 @@ def test_logits_and_every_gradient_equal_transformers(name):
 
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = SMALL
-    text = text_batch(rows=4, length=16, vocab_size=sizes.vocab_size)
-    places = np.broadcast_to(np.arange(16, dtype=np.int32), text.inputs.shape)
-    ones = np.ones_like(text.inputs)
-    pair_of(sizes).train([dataclasses.replace(text, segment_ids=ones, positions=places)])
+    pair_of(sizes).train([text_batch(rows=4, length=16, vocab_size=sizes.vocab_size, documents=1)])
 
 
 @pytest.mark.parametrize(
@@ -87,8 +84,7 @@ def test_thirty_steps_have_the_losses_of_transformers():
 )
 def test_parameters_are_the_published_ones(sizes, billions):
     """All, and those that a token uses but for its embedding (arXiv 2508.10925, table 1)."""
-    shapes = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
-    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    total = count_parameters(sizes)
     assert round(total / 1e9, 2) == billions[0]
     assert sizes.matmul_parameters() / 1e9 == pytest.approx(billions[1], abs=0.01)
 

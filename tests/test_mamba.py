@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import text_batch
-from flax import nnx
+from tiny_models import count_parameters
 
 from jaxtrain import load_config
 from jaxtrain.config.errors import UserError
@@ -37,13 +37,6 @@ def pair_of(sizes: Mamba):
     return Pair(sizes, draw(transformers.MambaForCausalLM(config)), "mamba")
 
 
-def row_of(sizes: Mamba, *, rows: int = 4, length: int = 16):
-    """One document a row."""
-    text = text_batch(rows=rows, length=length, vocab_size=sizes.vocab_size)
-    places = np.broadcast_to(np.arange(length, dtype=np.int32), text.inputs.shape)
-    return dataclasses.replace(text, segment_ids=np.ones_like(text.inputs), positions=places)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]
@@ -52,14 +45,13 @@ def test_logits_and_every_gradient_equal_transformers(name):
 
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = dataclasses.replace(SHAPES["small"], num_layers=1)
-    pair_of(sizes).train([row_of(sizes, length=8)])
+    pair_of(sizes).train([text_batch(rows=4, length=8, vocab_size=sizes.vocab_size, documents=1)])
 
 
 def test_parameters_are_the_published_ones():
     """Those of state-spaces/mamba-130m-hf: 129,135,360."""
     sizes = Mamba()
-    shapes = nnx.state(nnx.eval_shape(lambda: sizes.build(jax.random.key(0))), nnx.Param)
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 129_135_360
+    assert count_parameters(sizes) == 129_135_360
 
 
 # -- the scan --------------------------------------------------------------------------------------

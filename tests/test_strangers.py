@@ -482,6 +482,7 @@ def test_a_token_that_comes_late_is_waited_for(pair, tmp_path):
     pair.peers.append(pair.member(1, token=RunToken({}, file)))
     pair._meeting.join()
     pair.peers.sort(key=lambda peers: peers.process_id)
+    assert [peers.process_id for peers in pair.peers] == [0, 1]
     pair.end()
 
 

@@ -52,6 +52,11 @@ def parameters(sizes: Any) -> dict[str, Any]:
     return {name_of(path): variable for path, variable in leaves}
 
 
+def count_parameters(sizes: Any) -> int:
+    """Numbers of all parameters; no array is made."""
+    return sum(variable.get_value().size for variable in parameters(sizes).values())
+
+
 def places(B: int, T: int) -> np.ndarray:
     return np.tile(np.arange(T, dtype=np.int32), (B, 1))
 
