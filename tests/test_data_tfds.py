@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecordError, BadRecords
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.source import TextData
+from jaxtrain.run.metrics_file import lines_of
 
 FIXTURES = Path(__file__).parent / "fixtures_tfds"
 
@@ -29,6 +31,8 @@ for name in names:
     builder(data_dir=data_dir, file_format="array_record").download_and_prepare()
 """
 
+NAMES = ("tiny_text", "tiny_images", "cifar10")
+
 TEXTS = {
     split: [f"{split} record {n}: grün und schön\n" * (n + 1) for n in range(count)]
     for split, count in (("train", 12), ("validation", 3))
@@ -39,7 +43,7 @@ TEXTS = {
 def data_dir(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("tfds"))
     subprocess.run(
-        [sys.executable, "-c", PREPARE, str(FIXTURES), folder, "tiny_text", "tiny_images"],
+        [sys.executable, "-c", PREPARE, str(FIXTURES), folder, *NAMES],
         check=True,
         capture_output=True,
     )
@@ -101,6 +105,30 @@ def test_images_without_a_held_out_split_are_split_by_class(data_dir):
     assert len(opened.train) == 8
     assert opened.digest != images(data_dir, heldout_fraction=0.4).open(seed=0).digest
     assert opened.digest == images(data_dir, heldout_fraction=0.2).open(seed=1).digest
+
+
+def test_cifar10_goes_from_its_files_to_a_confusion_matrix(data_dir, tmp_path, capsys):
+    """The shipped config, on images of the form of CIFAR-10's; a second start trains nothing."""
+    command = ["train", "lenet_cifar10", "--workdir", str(tmp_path)]
+    for binding in (
+        f"ImageData.data_dir = '{data_dir}'", "Train.steps = 20", "Train.eval_every = 0",
+        "Train.global_batch_size = 64", "Schedule.warmup_steps = 5",
+    ):  # fmt: skip
+        command += ["-b", binding]
+    assert main(command) == 0
+    assert "train_images 320, heldout_images 80" in capsys.readouterr().out
+    trained = lines_of(tmp_path)[-1]
+    assert trained["eval_accuracy"] > 0.9  # of ten colours
+    truth = np.sum(trained["eval_confusion"], axis=1)
+    assert truth.tolist() == [8] * 10
+    assert np.trace(trained["eval_confusion"]) == 80 * trained["eval_accuracy"]
+    with Image.open(tmp_path / "confusion.png") as picture:
+        assert min(picture.size) > 300
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert f"Loaded model parameters from disk: {tmp_path} is trained to step 20 already" in out
+    assert "step 1/20" not in out
+    assert lines_of(tmp_path)[-1]["eval_confusion"] == trained["eval_confusion"]
 
 
 # -- damage ----------------------------------------------------------------------------------------

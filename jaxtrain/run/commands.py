@@ -116,7 +116,8 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
     first, steps = trainer.steps_done, trainer.config.train.steps
     if first >= steps:
         console.print(
-            f"{trainer.workdir} is trained to step {first} already; raise Train.steps to go on"
+            f"Loaded model parameters from disk: {trainer.workdir} is trained to step {first} "
+            "already; raise Train.steps to go on"
         )
         return trainer.train(profile=profile) or trainer.evaluate()
     if first:

@@ -1,0 +1,1 @@
+"""A TFDS builder of the form of CIFAR-10."""
