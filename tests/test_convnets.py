@@ -1,17 +1,21 @@
 """LeNet, AlexNet, VGG and their poolings equal PyTorch's, and one device on every mesh."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_torch import NORM, Twin, assert_same_step, draw_norms, in_our_layout, step_on
+from conftest import make_layout
+from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.alexnet import AlexNet
 from jaxtrain.models.convolutional.lenet import LeNet
 from jaxtrain.models.convolutional.vgg import VGG
-from jaxtrain.nn.convnet import Convolution
+from jaxtrain.nn.convnet import Convolution, Norm
 from jaxtrain.nn.convolution import average_pool, max_pool, pool_to
+from jaxtrain.parallel.sharding import is_variable, logical_axes, shard
 
 
 def images(side: int, channels: int, classes: int, *, rows: int = 8, wide: int = 0) -> Batch:
@@ -28,7 +32,7 @@ def torch_convnet(torch, sizes, side):
     """The network of a plan, as torchvision writes them, from torch.nn alone."""
     nn = torch.nn
     activation = {"relu": nn.ReLU, "tanh": nn.Tanh}[getattr(sizes, "activation", "relu")]
-    norm = getattr(sizes, "batch_norm", False)
+    norm = torch_norm(torch, getattr(sizes, "norm", None), groups=4)
 
     class Network(nn.Module):
         def __init__(self):
@@ -38,7 +42,7 @@ def torch_convnet(torch, sizes, side):
                 if isinstance(part, Convolution):
                     arguments = (part.channels_in, part.channels, part.size)
                     self.convolutions.append(nn.Conv2d(*arguments, part.stride, part.padding))
-                    self.norms.append(nn.BatchNorm2d(part.channels) if norm else nn.Identity())
+                    self.norms.append(norm(part.channels))
                     last = part.channels
             widths = (side * side * last, *sizes.widths)
             self.dense = nn.ModuleList(nn.Linear(*p) for p in zip(widths, widths[1:], strict=False))
@@ -62,6 +66,18 @@ def torch_convnet(torch, sizes, side):
     network = Network()
     draw_norms(network)
     return network
+
+
+def torch_norm(torch, kind, groups):
+    """What makes PyTorch's norm of so many channels."""
+    nn = torch.nn
+    return {
+        None: lambda channels: nn.Identity(),
+        "batch": nn.BatchNorm2d,
+        "group": lambda channels: nn.GroupNorm(groups, channels),
+        "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+        "layer": lambda channels: nn.GroupNorm(1, channels),
+    }[kind]
 
 
 def twin(torch, sizes, side):
@@ -94,11 +110,73 @@ NETWORKS = {
     "alexnet": (AlexNet(num_classes=10, **SMALL), 6, (63, 0)),
     "alexnet_odd": (AlexNet(num_classes=3, channels=1, **SMALL | {"width": 5}), 6, (71, 8)),
     "vgg11": (VGG(depth=11, num_classes=10, **SMALL), 7, (32, 0)),
-    "vgg13_bn": (VGG(depth=13, num_classes=5, channels=1, batch_norm=True, **SMALL), 7, (33, 3)),
+    "vgg11_group": (VGG(depth=11, num_classes=3, norm="group", norm_groups=4, **SMALL), 7, (32, 0)),
+    "vgg13_bn": (VGG(depth=13, num_classes=5, channels=1, norm="batch", **SMALL), 7, (33, 3)),
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("kind", ["group", "instance", "layer"])
+def test_norms_of_each_image_and_their_gradients_equal_torch(kind):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x = rng.normal(20, 3, (4, 5, 7, 24)).astype(np.float32)  # a mean far from 0
+    weights = rng.normal(size=x.shape).astype(np.float32)
+    scale, bias = rng.normal(1, 0.3, (2, 24)).astype(np.float32)
+    theirs = torch_norm(torch, kind, groups=3)(24)
+    theirs.load_state_dict({"weight": torch.tensor(scale), "bias": torch.tensor(bias)})
+    given = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+    expected = theirs(given)
+    (expected * torch.tensor(weights.transpose(0, 3, 1, 2))).sum().backward()
+
+    def total(params, x):
+        y = nnx.merge(graphdef, params)(shard(x, ("batch", "height", "width", "fan_out")))
+        return (y * weights).sum(), y
+
+    for layout in (make_layout(fsdp=1), make_layout(data=2, tensor=4)):  # 6 channels a device
+        with layout.active():
+            norm = Norm(kind, groups=3).of(jax.random.key(0), 24, "fan_out")
+            norm.scale.set_value(jnp.asarray(scale))
+            norm.bias.set_value(jnp.asarray(bias))
+            graphdef, params = nnx.split(norm, nnx.Param)
+            places = [
+                layout.named(layout.parameter(logical_axes(one)))
+                for one in jax.tree.leaves(params, is_leaf=is_variable)
+            ]
+            params = jax.device_put(params, jax.tree.unflatten(jax.tree.structure(params), places))
+            run = jax.jit(jax.grad(total, (0, 1), has_aux=True))
+            (of_params, of_x), found = run(params, x)
+        np.testing.assert_allclose(
+            found, expected.detach().numpy().transpose(0, 2, 3, 1), atol=1e-4, rtol=1e-4
+        )
+        for ours, wanted in (
+            (of_params["scale"].get_value(), theirs.weight.grad.numpy()),
+            (of_params["bias"].get_value(), theirs.bias.grad.numpy()),
+            (of_x, given.grad.numpy().transpose(0, 2, 3, 1)),
+        ):
+            off = np.linalg.norm(np.asarray(ours) - wanted)
+            assert off <= 1e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"norm": "group"}, "VGG.norm_groups=None (None is 32) does not divide all"),
+        ({"norm": "group", "norm_groups": 5}, "channels [12, 24, 48, 96]; use 4"),
+        ({"norm": "batch", "norm_groups": 4}, "VGG.norm_groups=4 does nothing with norm='batch'"),
+    ],
+    ids=str,
+)
+def test_groups_that_do_not_divide_or_do_nothing_are_refused(wrong, message):
+    with pytest.raises(UserError) as refused:
+        VGG(width=12, **wrong)
+    assert message in str(refused.value)
+    assert VGG(norm="group").norm_groups is None  # 32 divide all of the published channels
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "vgg11_group" else n for n in NETWORKS],
+)
 def test_outputs_and_every_gradient_equal_torch(name):
     torch = pytest.importorskip("torch")
     sizes, side, (pixels, wide) = NETWORKS[name]
@@ -154,7 +232,7 @@ def test_means_of_pixels_equal_torch():
 
 ON_MESHES = {
     "alexnet": (AlexNet(num_classes=10, width=8, head_width=16), 63),
-    "vgg": (VGG(depth=11, num_classes=10, channels=1, batch_norm=True, width=8, head_width=16), 32),
+    "vgg": (VGG(depth=11, num_classes=10, channels=1, norm="batch", width=8, head_width=16), 32),
 }
 
 
@@ -196,7 +274,7 @@ def one_device(name):
         (VGG(depth=13), 224, 11.308, 133.048),
         (VGG(depth=16), 224, 15.470, 138.358),
         (VGG(depth=19), 224, 19.632, 143.667),
-        (VGG(depth=16, batch_norm=True), 224, 15.470, 138.366),
+        (VGG(depth=16, norm="batch"), 224, 15.470, 138.366),
         # 61,706 parameters, the number of every course's LeNet-5.
         (LeNet(), 28, 0.000416520, 0.061706),
     ],

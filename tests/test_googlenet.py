@@ -28,7 +28,7 @@ def torch_googlenet(torch, sizes):
         def __init__(self, p):
             super().__init__()
             self.conv = nn.Conv2d(p.channels_in, p.channels, p.size, p.stride, p.padding)
-            self.norm = nn.BatchNorm2d(p.channels, eps=1e-3) if sizes.batch_norm else None
+            self.norm = nn.BatchNorm2d(p.channels, eps=1e-3) if sizes.norm else None
 
         def forward(self, x):
             x = self.conv(x)
@@ -124,7 +124,7 @@ OFF = {"dropout": 0.0, "auxiliary_dropout": 0.0}
         # Images of which no number comes within rounding of the edge of a relu or of a maximum,
         # where two gradients are right: of others PyTorch's float32 and float64 differ by 4e-2.
         pytest.param(
-            GoogLeNet(num_classes=10, width=12, channels=1, batch_norm=True, **OFF),
+            GoogLeNet(num_classes=10, width=12, channels=1, norm="batch", **OFF),
             48,
             1,
             marks=pytest.mark.slow,
@@ -143,7 +143,7 @@ def test_all_heads_and_every_gradient_equal_torch(sizes, side, seed):
         return own + 0.3 * (first + second)
 
     before_norms = ()
-    if sizes.batch_norm:  # a bias before a batch norm moves nothing
+    if sizes.norm:  # a bias before a batch norm moves nothing
         names = [name for name, _ in pair.network.named_parameters() if ".conv." in name]
         before_norms = tuple(pair.ours(name) for name in names if name.endswith("bias"))
     theirs = torch.tensor(batch.inputs.transpose(0, 3, 1, 2))

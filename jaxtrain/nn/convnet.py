@@ -5,8 +5,9 @@ Letters: B batch, H height, W width, C channels in or classes, D channels out.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Literal
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
 
 import jax
 from flax import nnx
@@ -14,9 +15,11 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.batch_norm import BatchNorm, Running
 from jaxtrain.nn.convolution import average_pool, convolution, max_pool, pool_to, pooled_side
-from jaxtrain.nn.dense import HE, Dense, fan_in, fan_out, multiply_adds
+from jaxtrain.nn.dense import Dense, fan_in, fan_out, multiply_adds
 from jaxtrain.nn.dropout import dropout
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.group_norm import GroupNorm
+from jaxtrain.nn.initializers import HE
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Initializer, constant, normal, param
 from jaxtrain.parallel.gathering import gather
@@ -25,16 +28,70 @@ from jaxtrain.parallel.sharding import shard
 IMAGES = ("batch", "height", "width", "channels_in")
 
 
+NormKind = Literal["batch", "group", "instance", "layer"]
+GROUPS = 32  # of the paper of group norms (arXiv 1803.08494)
+
+
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A batch norm after each convolution: its settings, as in `BatchNorm`."""
+    """A norm after each convolution.
 
+    Attributes:
+      kind: over the batch (`BatchNorm`), or over groups of channels of each image (`GroupNorm`):
+        of so many groups, of a channel each, or of all channels.
+      groups: where the kind is 'group'.
+      momentum, epsilon: as in `BatchNorm`.
+    """
+
+    kind: NormKind = "batch"
+    groups: int = GROUPS
     momentum: float = 0.1
     epsilon: float = 1e-5
 
-    def of(self, key: jax.Array, channels: int, axis: str) -> BatchNorm:
-        """The batch norm of so many channels."""
-        return BatchNorm(key, channels, axis, momentum=self.momentum, epsilon=self.epsilon)
+    def of(self, key: jax.Array, channels: int, axis: str) -> BatchNorm | GroupNorm:
+        """The norm of so many channels."""
+        if self.kind == "batch":
+            return BatchNorm(key, channels, axis, momentum=self.momentum, epsilon=self.epsilon)
+        groups = {"group": self.groups, "instance": channels, "layer": 1}[self.kind]
+        return GroupNorm(key, channels, axis, groups=groups, epsilon=self.epsilon)
+
+
+class Normed(Protocol):
+    """Settings of a norm, each documented at the models that have them."""
+
+    @property
+    def norm(self) -> NormKind | None: ...
+    @property
+    def norm_groups(self) -> int | None: ...
+
+
+def chosen_norm(model: Normed, epsilon: float = 1e-5) -> Norm | None:
+    """The norm that a model's settings ask for; None: none."""
+    if model.norm is None:
+        return None
+    return Norm(model.norm, model.norm_groups or GROUPS, epsilon=epsilon)
+
+
+def refuse_norm(model: Normed, convolutions: Iterable["Convolution"]) -> None:
+    """Raises UserError for groups that nothing reads, or that do not divide some channels."""
+    written = f"{type(model).__name__}.norm_groups={model.norm_groups}"
+    if model.norm != "group":
+        if model.norm_groups is not None:
+            raise UserError(
+                f"{written} does nothing with norm={model.norm!r}; use norm='group', or None"
+            )
+        return
+    groups = model.norm_groups or GROUPS
+    widths = {convolution.channels for convolution in convolutions}
+    if groups < 1 or any(width % groups for width in widths):
+        common = math.gcd(*widths)
+        nearest = min(
+            (n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - groups)
+        )
+        raise UserError(
+            f"{written} (None is {GROUPS}) does not divide all of the convolutions' channels "
+            f"{sorted(widths)}; use {nearest}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +137,11 @@ class Pooling:
 Plan = Sequence[Convolution | Pooling]
 
 
+def convolutions_of(plan: Plan) -> list[Convolution]:
+    """The convolutions of a plan, without its poolings."""
+    return [part for part in plan if isinstance(part, Convolution)]
+
+
 def refuse_side(model: object, plan: Plan, side: int) -> None:
     """Raises UserError for images of which nothing is left before the plan's end."""
 
@@ -107,7 +169,7 @@ def plan_multiply_adds(plan: Plan, height: int, width: int) -> int:
 
 
 class Convolved(nnx.Module):
-    """A convolution with bias, and a batch norm where one is asked for.
+    """A convolution with bias, and a norm where one is asked for.
 
     The channels that come out are split over `tensor` where they are a multiple of 8; those that
     go in are gathered.
@@ -129,7 +191,9 @@ class Convolved(nnx.Module):
         kernel = gather(self.weight)
         x_BHWC = shard(x_BHWC, IMAGES).astype(kernel.dtype)
         x_BHWC = add_bias(convolution(x_BHWC, kernel, self.stride, self.padding), self.bias)
-        return x_BHWC if self.norm is None else running.normed(x_BHWC, self.norm)
+        if isinstance(self.norm, BatchNorm):
+            return running.normed(x_BHWC, self.norm)
+        return x_BHWC if self.norm is None else self.norm(x_BHWC)
 
 
 class ConvNet(nnx.Module):
@@ -159,7 +223,7 @@ class ConvNet(nnx.Module):
           norm: of every convolution.
           init: how convolutions and hidden layers are drawn.
         """
-        convolutions = [part for part in plan if isinstance(part, Convolution)]
+        convolutions = convolutions_of(plan)
         flat = side * side * convolutions[-1].channels
         pairs = list(itertools.pairwise((flat, *widths)))
         keys = iter(jax.random.split(key, len(convolutions) + len(pairs)))
@@ -196,6 +260,6 @@ class ConvNet(nnx.Module):
 
 def flops(plan: Plan, side: int, widths: Sequence[int], shape: tuple[int, ...]) -> float:
     """Training FLOPs of one image (H, W, C) in a `ConvNet`: 3 x 2 x its multiply-adds."""
-    channels = [part for part in plan if isinstance(part, Convolution)][-1].channels
+    channels = convolutions_of(plan)[-1].channels
     dense = multiply_adds((side * side * channels, *widths))
     return 6.0 * (plan_multiply_adds(plan, *shape[:2]) + dense)

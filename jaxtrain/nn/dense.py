@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.initializers import GLOROT
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Initializer, Role, constant, param
 from jaxtrain.parallel.sharding import shard
@@ -27,18 +28,8 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
 }
 
-# What keeps the variance of activations from layer to layer: He et al. 2015 (arXiv 1502.01852)
-# where half of them become 0 or near it, Glorot and Bengio 2010 elsewhere.
-HE = jax.nn.initializers.variance_scaling(2.0, "fan_in", "normal")
-GLOROT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
-
 # A dimension that is no multiple of this stays whole on every device: 3 channels, 10 classes.
 SHARED = 8
-
-
-def before(activation: Activation) -> Initializer:
-    """How the weights of a layer are drawn whose results go through this function."""
-    return GLOROT if activation in ("sigmoid", "tanh") else HE
 
 
 def fan_in(size: int) -> str:

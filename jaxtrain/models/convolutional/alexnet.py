@@ -15,6 +15,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
 from jaxtrain.nn.dropout import refuse_rate
+from jaxtrain.nn.initializers import InitializerName, drawn
 
 SIDE = 6  # pixels that are left of 224
 
@@ -30,6 +31,7 @@ class AlexNet:
       width: channels of the first convolution; the others have 3, 6, 4 and 4 times as many.
       head_width: of the two layers before the classes.
       dropout: share of what goes into each of those that training leaves out.
+      initializer: how all weights but the last layer's are drawn; None: 'he_normal'.
     """
 
     num_classes: int = 1000
@@ -37,6 +39,7 @@ class AlexNet:
     width: int = 64
     head_width: int = 4096
     dropout: float = 0.5
+    initializer: InitializerName | None = None
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
@@ -70,8 +73,10 @@ class AlexNet:
 
     def build(self, key: jax.Array) -> ConvNet:
         """The module with freshly drawn parameters."""
-        rates = (self.dropout, self.dropout, 0)
-        return ConvNet(self.plan, key, side=SIDE, widths=self.widths, rates=rates)
+        return ConvNet(
+            self.plan, key, side=SIDE, widths=self.widths, rates=(self.dropout, self.dropout, 0),
+            init=drawn(self.initializer, "relu"),
+        )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one image; UserError where it is too small."""

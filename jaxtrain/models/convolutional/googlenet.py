@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.batch_norm import Running
@@ -20,15 +20,19 @@ from jaxtrain.nn.convnet import (
     IMAGES,
     Convolution,
     Convolved,
-    Norm,
+    NormKind,
     Pooling,
+    chosen_norm,
+    convolutions_of,
     plan_multiply_adds,
+    refuse_norm,
     refuse_side,
 )
 from jaxtrain.nn.convolution import pool_to
-from jaxtrain.nn.dense import HE, Dense, multiply_adds
+from jaxtrain.nn.dense import Dense, multiply_adds
 from jaxtrain.nn.dropout import dropout, refuse_rate
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.initializers import InitializerName, drawn
 from jaxtrain.nn.parameters import normal
 from jaxtrain.parallel.sharding import shard
 
@@ -53,18 +57,23 @@ class GoogLeNet:
     Attributes:
       num_classes: classes to tell apart.
       channels: channels of the images: 3 for RGB, 1 for grey.
-      batch_norm: normalise after each convolution.
+      norm: after each convolution: over the batch, or over each image by itself, its channels in
+        groups, one by one ('instance') or all together ('layer'); None: none.
+      norm_groups: of norm='group'; None is 32.
       width: channels of the first convolution; all others change with it.
       dropout: share of what goes into the last layer that training leaves out.
       auxiliary_dropout: the same of the heads on the way.
+      initializer: how all weights but the last layers' are drawn; None: 'he_normal'.
     """
 
     num_classes: int = 1000
     channels: int = 3
-    batch_norm: bool = False
+    norm: NormKind | None = None
+    norm_groups: int | None = None
     width: int = 64
     dropout: float = 0.4
     auxiliary_dropout: float = 0.7
+    initializer: InitializerName | None = None
 
     inputs: ClassVar[Inputs] = "images"
     objective = "auxiliary_classification"
@@ -79,6 +88,8 @@ class GoogLeNet:
         refuse_below(1, self, "num_classes", "channels", "width")
         refuse_rate(self, "dropout", self.dropout)
         refuse_rate(self, "auxiliary_dropout", self.auxiliary_dropout)
+        inside = [one for module in self.modules if module is not None for one in module]
+        refuse_norm(self, (*convolutions_of(self.stem), *inside, self.on_the_way(1)))
 
     def scaled(self, count: int) -> int:
         """Channels where the paper has `count`."""
@@ -109,15 +120,19 @@ class GoogLeNet:
             channels = one + out3 + out5 + pooled
         return tuple(found)
 
+    def on_the_way(self, channels: int) -> Convolution:
+        """The convolution of a head on the way, which reads so many channels."""
+        return Convolution(channels, self.scaled(HEAD_CHANNELS), 1, padding=0)
+
     @property
     def head_width(self) -> int:
         """Of the hidden layer of a head on the way."""
         return self.scaled(HEAD_WIDTH)
 
-    @property
-    def norm(self) -> Norm | None:
-        """Of every convolution."""
-        return Norm(epsilon=1e-3) if self.batch_norm else None
+    def convolved(self, plan: Convolution, key: jax.Array) -> Convolved:
+        """A convolution, drawn and normed as the settings say."""
+        init = drawn(self.initializer, "relu")
+        return Convolved(plan, key, chosen_norm(self, epsilon=1e-3), init)
 
     def build(self, key: jax.Array) -> "GoogLeNetModel":
         """The module with freshly drawn parameters."""
@@ -137,10 +152,15 @@ class GoogLeNet:
                 continue
             total += sum(one.multiply_adds(height, width) for one in module)
             if i in HEADS_AFTER:
-                before, hidden = channels_of(module), self.scaled(HEAD_CHANNELS)
-                flat = HEAD_SIDE**2 * hidden
-                total += HEAD_SIDE**2 * before * hidden
+                one = self.on_the_way(channels_of(module))
+                total += one.multiply_adds(HEAD_SIDE, HEAD_SIDE)
+                flat = HEAD_SIDE**2 * one.channels
                 total += multiply_adds((flat, self.head_width, self.num_classes))
+        if self.norm == "instance" and height * width == 1:
+            raise UserError(
+                f"GoogLeNet.norm='instance' on images of {shape[0]} x {shape[1]} pixels leaves one "
+                "pixel a channel, which is its own mean; use larger images, or norm='group'"
+            )
         return 6.0 * (total + channels_of(self.modules[-1]) * self.num_classes)
 
 
@@ -153,9 +173,9 @@ def channels_of(module: tuple[Convolution, ...] | None) -> int:
 class Module(nnx.Module):
     """Convolutions of three sizes and a pooling, side by side; their channels are joined."""
 
-    def __init__(self, plan: tuple[Convolution, ...], key: jax.Array, norm: Norm | None) -> None:
+    def __init__(self, sizes: GoogLeNet, plan: tuple[Convolution, ...], key: jax.Array) -> None:
         keys = jax.random.split(key, len(plan))
-        self.all = nnx.List([Convolved(p, k, norm) for p, k in zip(plan, keys, strict=True)])
+        self.all = nnx.List([sizes.convolved(p, k) for p, k in zip(plan, keys, strict=True)])
 
     def __call__(self, x: jax.Array, running: Running) -> jax.Array:
         """Activations [B, H, W, C] to activations of the same pixels, whole along C."""
@@ -172,10 +192,10 @@ class Head(nnx.Module):
     """Classes told on the way: means over parts, a convolution and two layers."""
 
     def __init__(self, sizes: GoogLeNet, channels: int, key: jax.Array) -> None:
-        hidden, (first, second, third) = sizes.scaled(HEAD_CHANNELS), jax.random.split(key, 3)
-        plan = Convolution(channels, hidden, 1, padding=0)
-        self.convolution = Convolved(plan, first, sizes.norm)
-        self.dense = Dense(second, HEAD_SIDE**2 * hidden, sizes.head_width, HE)
+        plan, (first, second, third) = sizes.on_the_way(channels), jax.random.split(key, 3)
+        self.convolution = sizes.convolved(plan, first)
+        flat, init = HEAD_SIDE**2 * plan.channels, drawn(sizes.initializer, "relu")
+        self.dense = Dense(second, flat, sizes.head_width, init)
         self.out = Dense(third, sizes.head_width, sizes.num_classes, normal(0.01))
         self.rate = sizes.auxiliary_dropout
 
@@ -194,14 +214,12 @@ class GoogLeNetModel(nnx.Module):
 
     def __init__(self, sizes: GoogLeNet, key: jax.Array) -> None:
         key_stem, key_modules, key_heads, key_head = jax.random.split(key, 4)
-        stem = [part for part in sizes.stem if isinstance(part, Convolution)]
+        stem = convolutions_of(sizes.stem)
         keys = jax.random.split(key_stem, len(stem))
-        self.stem = nnx.List([Convolved(p, k, sizes.norm) for p, k in zip(stem, keys, strict=True)])
+        self.stem = nnx.List([sizes.convolved(p, k) for p, k in zip(stem, keys, strict=True)])
         plans = [plan for plan in sizes.modules if plan is not None]
         keys = jax.random.split(key_modules, len(plans))
-        self.modules = nnx.List(
-            [Module(p, k, sizes.norm) for p, k in zip(plans, keys, strict=True)]
-        )
+        self.modules = nnx.List([Module(sizes, p, k) for p, k in zip(plans, keys, strict=True)])
         keys = zip(HEADS_AFTER, jax.random.split(key_heads), strict=True)
         self.heads = nnx.List([Head(sizes, channels_of(sizes.modules[i]), k) for i, k in keys])
         init = normal(0.01)

@@ -13,7 +13,8 @@ from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
-from jaxtrain.nn.dense import ACTIVATIONS, Activation, before
+from jaxtrain.nn.dense import ACTIVATIONS, Activation
+from jaxtrain.nn.initializers import InitializerName, drawn
 
 SIDE = 5  # pixels that are left of 28 with padding 2, and of 32 without
 
@@ -35,6 +36,8 @@ class LeNet:
         over parts are taken, so that 5 x 5 pixels are left.
       activation: after every convolution and hidden layer.
       pooling: of 2x2 pixels.
+      initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
+        activation is 'sigmoid' or 'tanh', else 'he_normal'.
     """
 
     num_classes: int = 10
@@ -44,6 +47,7 @@ class LeNet:
     padding: int = 2
     activation: Activation = "tanh"
     pooling: Literal["average", "max"] = "average"
+    initializer: InitializerName | None = None
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
@@ -77,7 +81,7 @@ class LeNet:
         """The module with freshly drawn parameters."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(0, 0, 0),
-            activation=ACTIVATIONS[self.activation], init=before(self.activation),
+            activation=ACTIVATIONS[self.activation], init=drawn(self.initializer, self.activation),
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:

@@ -12,8 +12,20 @@ import jax
 from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
-from jaxtrain.nn.convnet import ConvNet, Convolution, Norm, Plan, Pooling, flops, refuse_side
+from jaxtrain.nn.convnet import (
+    ConvNet,
+    Convolution,
+    NormKind,
+    Plan,
+    Pooling,
+    chosen_norm,
+    convolutions_of,
+    flops,
+    refuse_norm,
+    refuse_side,
+)
 from jaxtrain.nn.dropout import refuse_rate
+from jaxtrain.nn.initializers import InitializerName, drawn
 
 SIDE = 7  # pixels that are left of 224
 
@@ -31,19 +43,24 @@ class VGG:
       depth: layers with weights.
       num_classes: classes to tell apart.
       channels: channels of the images: 3 for RGB, 1 for grey.
-      batch_norm: normalise after each convolution.
+      norm: after each convolution: over the batch, or over each image by itself, its channels in
+        groups, one by one ('instance') or all together ('layer'); None: none.
+      norm_groups: of norm='group'; None is 32.
       width: channels of the first stage; the others have 2, 4, 8 and 8 times as many.
       head_width: of the two layers before the classes.
       dropout: share of what goes into the last two layers that training leaves out.
+      initializer: how all weights but the last layer's are drawn; None: 'he_normal'.
     """
 
     depth: Literal[11, 13, 16, 19] = 16
     num_classes: int = 1000
     channels: int = 3
-    batch_norm: bool = False
+    norm: NormKind | None = None
+    norm_groups: int | None = None
     width: int = 64
     head_width: int = 4096
     dropout: float = 0.5
+    initializer: InitializerName | None = None
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
@@ -57,6 +74,7 @@ class VGG:
     def __post_init__(self) -> None:
         refuse_below(1, self, "num_classes", "channels", "width", "head_width")
         refuse_rate(self, "dropout", self.dropout)
+        refuse_norm(self, convolutions_of(self.plan))
 
     @property
     def plan(self) -> Plan:
@@ -76,8 +94,10 @@ class VGG:
 
     def build(self, key: jax.Array) -> ConvNet:
         """The module with freshly drawn parameters."""
-        norm, rates = Norm() if self.batch_norm else None, (0, self.dropout, self.dropout)
-        return ConvNet(self.plan, key, side=SIDE, widths=self.widths, rates=rates, norm=norm)
+        return ConvNet(
+            self.plan, key, side=SIDE, widths=self.widths, rates=(0, self.dropout, self.dropout),
+            norm=chosen_norm(self), init=drawn(self.initializer, "relu"),
+        )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one image; UserError where it is too small."""

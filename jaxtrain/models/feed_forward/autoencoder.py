@@ -16,14 +16,13 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.dense import (
     ACTIVATIONS,
-    GLOROT,
     Activation,
     Dense,
-    before,
     multiply_adds,
     refuse_widths,
 )
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.initializers import GLOROT, InitializerName, drawn
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard
 
@@ -38,11 +37,14 @@ class Autoencoder:
         the other way round: (784, 64, 3) is 784-64-3-64-784.
       activation: between layers; none at the code.
       reaches: 'sigmoid' for vectors of numbers from 0 to 1, such as pixels; 'linear' for any.
+      initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
+        activation is 'sigmoid' or 'tanh', else 'he_normal'.
     """
 
     widths: tuple[int, ...] = (784, 64, 3)
     activation: Activation = "relu"
     reaches: Literal["sigmoid", "linear"] = "sigmoid"
+    initializer: InitializerName | None = None
 
     inputs: ClassVar[Inputs] = "vectors"
     objective = "reconstruction"
@@ -81,7 +83,7 @@ class AutoencoderModel(nnx.Module):
     def __init__(self, sizes: Autoencoder, key: jax.Array) -> None:
         pairs = list(itertools.pairwise(sizes.widths))
         key_there, key_back, key_head = jax.random.split(key, 3)
-        init = before(sizes.activation)
+        init = drawn(sizes.initializer, sizes.activation)
 
         def layers(key: jax.Array, pairs: list[tuple[int, int]]) -> list[Dense]:
             drawn = zip(jax.random.split(key, len(pairs)), pairs, strict=True)

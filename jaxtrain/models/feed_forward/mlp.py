@@ -15,15 +15,14 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.dense import (
     ACTIVATIONS,
-    GLOROT,
     Activation,
     Dense,
-    before,
     multiply_adds,
     refuse_widths,
 )
 from jaxtrain.nn.dropout import dropout, refuse_rate
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.initializers import GLOROT, InitializerName, drawn
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard
 
@@ -39,12 +38,15 @@ class MLP:
         regression.
       activation: between layers.
       dropout: share of each hidden layer that training leaves out.
+      initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
+        activation is 'sigmoid' or 'tanh', else 'he_normal'.
       objective: 'classification' of labels, or 'regression' of numbers.
     """
 
     widths: tuple[int, ...] = (784, 128, 10)
     activation: Activation = "relu"
     dropout: float = 0.0
+    initializer: InitializerName | None = None
     objective: Literal["classification", "regression"] = "classification"
 
     inputs: ClassVar[Inputs] = "vectors"
@@ -85,7 +87,7 @@ class MLPModel(nnx.Module):
     def __init__(self, sizes: MLP, key: jax.Array) -> None:
         pairs = list(itertools.pairwise(sizes.widths))
         *keys, key_head = jax.random.split(key, len(pairs))
-        init = before(sizes.activation)
+        init = drawn(sizes.initializer, sizes.activation)
         hidden = zip(keys, pairs[:-1], strict=True)
         self.layers = nnx.List([Dense(k, *pair, init) for k, pair in hidden])
         self.head = Dense(key_head, *pairs[-1], GLOROT, role="output")
