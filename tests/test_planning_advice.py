@@ -4,10 +4,12 @@ import functools
 
 import pytest
 
-from jaxtrain.analysis.planning.advice import fixes_for
+from jaxtrain.analysis.planning.advice import fixes_for, remarks
+from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.variants import bindings_of, changed, refusal
+from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 NONE = ("Train.accumulation=5", "Remat.policy='none'")
@@ -82,3 +84,25 @@ def test_where_one_change_is_not_enough_several_are_combined():
     assert not any(fix.fits for fix in rest)
     assert all(fix.sentence.endswith("(not enough alone)") for fix in rest)
     assert [fix.saved for fix in rest] == sorted((fix.saved for fix in rest), reverse=True)
+
+
+def test_what_has_no_closed_form_is_one_remark_and_what_should_have_one_is_flagged():
+    mesh, target = ["Mesh.fsdp = 2", "Mesh.tensor = 2"], parse_target("v5e:2x2")
+
+    def said(name: str) -> list[str]:
+        config = load_config(name, mesh)
+        rows = [
+            Row("all-gather", axis, 2, 2**20, "unexpected: x", "", None, False)
+            for axis in ("tensor", "tensor", "fsdp")
+        ]
+        told = remarks(config, target, abstract_layout(config, 4), rows, ())
+        return [line for line in told if "collectives over" in line or "flagged" in line]
+
+    together, of_fsdp = said("resnet_mnist5k")
+    assert together.startswith("4 collectives over tensor, 2.0 MiB a step, are of layers of")
+    assert of_fsdp.startswith("flagged: all-gather over fsdp, 1.0 MiB a step")
+    assert [line.split(",")[0] for line in said("gpt_quickstart")] == [
+        "flagged: all-gather over tensor",
+        "flagged: all-gather over tensor",
+        "flagged: all-gather over fsdp",
+    ]

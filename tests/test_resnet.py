@@ -211,8 +211,14 @@ def one_device():
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 8}, {"fsdp": 8, "zero": 3}, {"data": 2, "fsdp": 4, "zero": 2}],
-    ids=["data8", "fsdp8", "hsdp_zero2"],
+    [
+        {"data": 8},
+        {"fsdp": 8, "zero": 3},
+        {"data": 2, "fsdp": 4, "zero": 2},
+        {"fsdp": 2, "tensor": 4, "zero": 3},
+        {"data": 2, "tensor": 4, "zero": 1},
+    ],
+    ids=["data8", "fsdp8", "hsdp_zero2", "fsdp_tensor", "data_tensor"],
 )
 def test_losses_gradients_and_statistics_are_of_the_global_batch(one_device, layout):
     assert_same(step_on(make_layout(**layout)), one_device)

@@ -58,7 +58,8 @@ RULES: dict[str, AxisRule] = {
     "height": _WHOLE,
     "width": _WHOLE,
     "channels_in": _WHOLE,
-    "channels": AxisRule("fsdp", None, None),
+    # Of a residual network, each of whose convolutions has as many outputs as fsdp divides.
+    "channels": AxisRule(("tensor", "fsdp"), "tensor", "tensor"),
     "classes": _WHOLE,
     # Of a layer of any width: activations come out split, and are gathered for the next layer.
     "fan_in": AxisRule("fsdp", None, None),

@@ -25,7 +25,8 @@ from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 
-IMAGES = ("batch", "height", "width", "channels_in")
+PIXELS = ("batch", "height", "width")
+IMAGES = (*PIXELS, "channels_in")
 KERNEL = ("height", "width", "channels_in", "channels")
 # He initialisation (arXiv 1502.01852) with the fan of the outputs, as torchvision draws it.
 HE_NORMAL = jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -93,6 +94,7 @@ class ResNet:
         "channels": "width",
         "channels_in": "width",
         "classes": "num_classes",
+        "fan_out": "width",
     }
 
     def __post_init__(self) -> None:
@@ -189,6 +191,8 @@ class ResNet:
 class NormedConvolution(BatchNorm):
     """A convolution without bias, then batch normalisation (arXiv 1502.03167).
 
+    The channels that come out are split over `tensor`; those that go in are gathered.
+
     `__call__` maps activations [B, H, W, C_in] and this norm's running statistics to activations
     [B, H/stride, W/stride, C] and new running statistics.
     """
@@ -197,7 +201,7 @@ class NormedConvolution(BatchNorm):
         self, sizes: ResNet, plan: Convolution, key: jax.Array, *, scale: float = 1.0
     ) -> None:
         C, momentum, epsilon = plan.channels, sizes.norm_momentum, sizes.norm_eps
-        super().__init__(key, C, "vector", momentum=momentum, epsilon=epsilon, scale=scale)
+        super().__init__(key, C, "fan_out", momentum=momentum, epsilon=epsilon, scale=scale)
         self.kernel = param(key, (plan.size, plan.size, plan.channels_in, C), KERNEL, HE_NORMAL)
         self.stride = plan.stride
 
@@ -205,7 +209,8 @@ class NormedConvolution(BatchNorm):
         self, x_BHWC: jax.Array, statistics: Any, *, train: bool
     ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
         kernel = gather(self.kernel)
-        x_BHWC = convolution(x_BHWC.astype(kernel.dtype), kernel, self.stride)
+        x_BHWC = shard(x_BHWC, IMAGES).astype(kernel.dtype)
+        x_BHWC = convolution(x_BHWC, kernel, self.stride)
         return self.normed(x_BHWC, statistics, train=train)
 
 
@@ -236,6 +241,7 @@ class Block(nnx.Module):
             )
         if self.shortcut is not None:
             x_BHWC, new["shortcut"] = self.shortcut(x_BHWC, statistics["shortcut"], train=train)
+        x_BHWC = shard(x_BHWC, (*PIXELS, "channels"))
         return jax.nn.relu(h_BHWC + x_BHWC), new
 
 
@@ -258,7 +264,7 @@ class ResNetModel(nnx.Module):
     ) -> tuple[jax.Array, nnx.State]:
         """Logits [B, C]; as in `Predictor`. Images are cast to the dtype of the kernels."""
         del execution  # layers of a CNN differ in shape: there is no loop over them
-        x_BHWC = shard(images_BHWC, IMAGES)
+        x_BHWC = images_BHWC
         new: dict[str, Any] = {"blocks": {}}
         with jax.named_scope("stem"):
             x_BHWC, new["stem"] = self.stem(x_BHWC, statistics["stem"], train=train)
@@ -270,5 +276,6 @@ class ResNetModel(nnx.Module):
                 x_BHWC, new["blocks"][i] = block(x_BHWC, statistics["blocks"][i], train=train)
         with jax.named_scope("head"):
             x_BC = x_BHWC.astype(jnp.float32).mean((1, 2)).astype(x_BHWC.dtype)
-            logits_BC = add_bias(contract("BD,DC->BC", x_BC, self.head), self.head_bias)
+            logits_BC = contract("BD,DC->BC", x_BC, self.head, ("batch", "classes"))
+            logits_BC = add_bias(logits_BC, self.head_bias)
         return logits_BC, nnx.State(new)
