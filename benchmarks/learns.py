@@ -22,15 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from rich.console import Console
 
 from benchmarks import side_by_side
+from benchmarks.rows import Table
 from jaxtrain import load_config
-from jaxtrain.config.errors import did_you_mean
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.metrics_file import lines_of
 
-BEGIN, END = "<!-- benchmarks.learns -->", "<!-- end of benchmarks.learns -->"
 HEAD = ("row", "model", "parameters", "mesh", "published", "ours", "minutes")
 LEVELS, FIRST = 90, ord("!")  # of a signal's numbers, as characters that are a byte each
 
@@ -119,6 +117,7 @@ ROWS = {
     "lenet_mnist5k": Row("LeNet-5 on 5,000 images of MNIST", "lenet_mnist5k"),
     "resnet_digits": Row("ResNet-20 on digits", "resnet_digits"),
 }  # fmt: skip
+TABLE = Table("benchmarks.learns", HEAD, tuple(ROWS))
 
 
 def write_mnist1d(folder: Path) -> None:
@@ -143,30 +142,6 @@ def as_texts(x: np.ndarray) -> list[str]:
     share = (x - x.min()) / (x.max() - x.min())
     levels = np.minimum((share * LEVELS).astype(int), LEVELS - 1)
     return ["".join(chr(FIRST + level) for level in row) for row in levels.tolist()]
-
-
-def rows_told(page: str) -> dict[str, str]:
-    """The lines of a page's table, by the names of their rows."""
-    table = page.partition(BEGIN)[2].partition(END)[0].splitlines()
-    lines = [line for line in table if line.startswith("| `")]
-    return {line.split("`")[1]: line for line in lines}
-
-
-def with_row(page: str, name: str, cells: Sequence[str]) -> str:
-    """The page with a row's line in its table, in the order of ROWS.
-
-    Raises:
-      ValueError: the page has no such table.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}")
-    lines = rows_told(page) | {name: f"| {' | '.join([f'`{name}`', *cells])} |"}
-    ordered = [lines[one] for one in ROWS if one in lines]
-    head = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    table = "\n".join([*head, *ordered])
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def cells_of(row: Row, parameters: int, line: Mapping[str, Any]) -> list[str]:
@@ -210,23 +185,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains the rows that are named, or those that the page does not have."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--folder", type=Path, default=Path("runs/learns"))
-    parser.add_argument("--page", type=Path, default=side_by_side.ROOT / "docs/models.md")
+    TABLE.arguments(parser, folder="runs/learns", page=side_by_side.ROOT / "docs/models.md")
     asked = parser.parse_args(arguments)
-    for name in asked.rows:
-        if name not in ROWS:
-            parser.error(f"{name!r} is no row{did_you_mean(name, ROWS)}; there are {list(ROWS)}")
-    told = rows_told(asked.page.read_text())
+    names = TABLE.asked(parser, asked)
     asked.folder.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    for name in asked.rows or [name for name in ROWS if name not in told]:
+
+    def cells(name: str) -> list[str]:
         if name.startswith("mnist1d") and not (asked.folder / "mnist1d.jsonl").exists():
             write_mnist1d(asked.folder)
-        cells = train(name, ROWS[name], asked.folder)
-        page = with_row(asked.page.read_text(), name, cells)
-        write_atomically(asked.page, page.encode())
-        console.print(rows_told(page)[name], soft_wrap=True, markup=False, highlight=False)
+        return train(name, ROWS[name], asked.folder)
+
+    TABLE.write(asked.page, names, cells)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from jaxtrain import load_config
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.training.preflight.preflight import check
 
-PAGE = f"before\n\n{learns.BEGIN}\n{learns.END}\n\nafter\n"
+PAGE = f"before\n\n{learns.TABLE.begin}\n{learns.TABLE.end}\n\nafter\n"
 LINE = {"eval_accuracy": 0.6789, "goodput_seconds": {"step": 45.0, "compile": 15.0}}
 
 
@@ -22,16 +22,16 @@ def test_rows_are_written_in_their_order_and_again_in_place():
     first, second = list(learns.ROWS)[:2]
     cells = learns.cells_of(learns.ROWS[second], 15210, LINE)
     assert cells[1:] == ["15,210", "fsdp=2", "68 %", "67.9 %", "1.0"]
-    page = learns.with_row(learns.with_row(PAGE, second, cells), first, ["x"] * 6)
-    assert list(learns.rows_told(page)) == [first, second]
-    again = learns.with_row(page, first, ["y"] * 6)
+    page = learns.TABLE.with_row(learns.TABLE.with_row(PAGE, second, cells), first, ["x"] * 6)
+    assert list(learns.TABLE.told(page)) == [first, second]
+    again = learns.TABLE.with_row(page, first, ["y"] * 6)
     assert again == page.replace(" x |", " y |")
     assert again.startswith("before\n\n")
     assert again.endswith("\n\nafter\n")
     table = [line.count("|") for line in again.splitlines() if line.startswith("|")]
-    assert table == [len(learns.HEAD) + 1] * 4
+    assert table == [len(learns.TABLE.head) + 1] * 4
     with pytest.raises(ValueError, match="has no lines"):
-        learns.with_row("no table", first, cells)
+        learns.TABLE.with_row("no table", first, cells)
 
 
 def test_a_signal_is_a_text_of_a_byte_a_number(tmp_path):
