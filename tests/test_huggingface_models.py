@@ -8,12 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from rich.console import Console
 
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import raw, write
 from jaxtrain.run.huggingface import importing, parameters, receipt
+from jaxtrain.run.start import first_parameters
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merged
 from jaxtrain.training.program import layouts
@@ -181,6 +183,7 @@ def random_model(kind: str, settings: dict) -> torch.nn.Module:
     made = {
         "GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "Roberta": "RobertaForMaskedLM",
         "BertSentences": "BertForSequenceClassification", "ViT": "ViTForImageClassification",
+        "ResNet": "ResNetForImageClassification",
     }.get(kind, f"{kind}ForCausalLM")  # fmt: skip
     config = {"Gemma3": "Gemma3TextConfig", "BertSentences": "BertConfig"}
     settings = getattr(transformers, config.get(kind, f"{kind}Config"))(**settings)
@@ -189,10 +192,13 @@ def random_model(kind: str, settings: dict) -> torch.nn.Module:
         for name, value in made.named_parameters():
             is_scale = "norm" in name.lower() or "ln_" in name
             middle = 1.0 if is_scale and name.endswith("weight") else 0.0
-            value.normal_(middle, 2.0 if "classifier" in name else 0.2)
-        for name, value in made.named_buffers():
-            if name.endswith("correction_bias"):  # published as the parameters are
+            spread = value[0].numel() ** -0.5 if value.ndim == 4 and kind == "ResNet" else 0.2
+            value.normal_(middle, 2.0 if "classifier" in name else spread)
+        for name, value in made.named_buffers():  # published as the parameters are
+            if name.endswith(("correction_bias", "running_mean")):
                 value.normal_(0.0, 0.2)
+            if name.endswith("running_var"):
+                value.uniform_(0.5, 2.0)
     return made.eval()
 
 
@@ -265,26 +271,40 @@ VIT = {
     "image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_labels": 5,
     "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
+# 18 layers, as it is published but for its width.
+RESNET = {
+    "layer_type": "basic", "depths": [2, 2, 2, 2], "embedding_size": 8,
+    "hidden_sizes": [8, 16, 32, 64], "num_labels": 5,
+}  # fmt: skip
 IMAGES = {
-    "grey": ({**VIT, "num_channels": 1}, ["Mesh.fsdp=4", "Mesh.tensor=2"]),
-    "odd": ({**VIT, "image_size": 15, "patch_size": 5, "hidden_size": 36, "num_labels": 3},
+    "grey": ("ViT", {**VIT, "num_channels": 1}, ["Mesh.fsdp=4", "Mesh.tensor=2"]),
+    "odd": ("ViT", {**VIT, "image_size": 15, "patch_size": 5, "hidden_size": 36, "num_labels": 3},
             ["Mesh.data=8"]),
-    "one-layer": ({**VIT, "num_hidden_layers": 1, "patch_size": 8}, ["Mesh.fsdp=8"]),
+    "one-layer": ("ViT", {**VIT, "num_hidden_layers": 1, "patch_size": 8}, ["Mesh.fsdp=8"]),
+    "resnet": ("ResNet", RESNET, ["Mesh.fsdp=4", "Mesh.data=2"]),
+    "resnet-bottleneck": ("ResNet", {**RESNET, "layer_type": "bottleneck", "depths": [3, 4, 6, 3],
+                                     "embedding_size": 4, "hidden_sizes": [16, 32, 64, 128],
+                                     "num_labels": 4}, ["Mesh.fsdp=2", "Mesh.data=4"]),
+    "resnet-odd": ("ResNet", {**RESNET, "depths": [3, 4, 6, 3], "embedding_size": 6,
+                              "hidden_sizes": [6, 12, 24, 48], "num_labels": 3,
+                              "num_channels": 1}, ["Mesh.data=8"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c == "odd" else pytest.mark.slow) for c in IMAGES]
+    "case",
+    [pytest.param(c, marks=() if c in ("odd", "resnet") else pytest.mark.slow) for c in IMAGES],
 )
 def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_path):
-    settings, mesh = IMAGES[case]
-    there = random_model("ViT", settings)
+    kind, settings, mesh = IMAGES[case]
+    there = random_model(kind, settings)
     source, workdir, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
     there.config.id2label = {n: f"a{n}" for n in range(settings["num_labels"])}
     there.config.label2id = {f"a{n}": n for n in range(settings["num_labels"])}
     there.save_pretrained(source)
-    (source / "preprocessor_config.json").write_text('{"image_mean": [0.25], "image_std": [0.125]}')
-    side, channels = settings["image_size"], settings.get("num_channels", 3)
+    said = '{"image_mean": [0.25], "image_std": [0.125], "size": {"shortest_edge": 40}}'
+    (source / "preprocessor_config.json").write_text(said)
+    side, channels = settings.get("image_size", 40), settings.get("num_channels", 3)
     images = np.random.default_rng(1).standard_normal((3, side, side, channels), np.float32)
 
     def told(model: torch.nn.Module) -> np.ndarray:
@@ -295,6 +315,7 @@ def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_
     assert np.abs(expected).max() > 1.0
     config = load_config(f"hf:{source}", mesh)
     assert config.train.data.mean == (0.25,)
+    assert config.train.data.image_size == side
     found = importing.import_run(config, workdir, console=Console(quiet=True), say=print)
     assert found.passed
     assert found.logits is not None
@@ -307,8 +328,14 @@ def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_
     assert said["id2label"]["1"] == "a1"
     program, model = trainer.program.plain, trainer.config.train.model
     back = parameters.read_parameters(Folder(out), program, model)
-    same = jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), trainer.state.params, back)
-    assert all(jax.tree.leaves(same))
+    weights = nnx.merge_state(trainer.state.params, trainer.state.statistics)
+    for taken in (back, first_parameters(str(workdir), trainer.config, program)):
+        same = jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), weights, taken)
+        assert all(jax.tree.leaves(same))
+    came, went = Folder(source).tensors(), Folder(out).tensors()
+    assert {n: x.shape for n, x in came.items()} == {n: x.shape for n, x in went.items()}
+    for name in (n for n in came if came[n].dtype == "F32"):
+        assert np.array_equal(raw(came[name].open()), raw(went[name].open())), name
 
 
 # -- how it is read --------------------------------------------------------------------------------

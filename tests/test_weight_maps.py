@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.transformers.bert import BERT
@@ -29,6 +30,7 @@ from jaxtrain.models.weights.family import families, family_for, model_of
 from jaxtrain.models.weights.folder import Folder, match
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import write
+from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.checkpoint.leaves import flatten
 
 SMALL = {"vocab_size": 13, "num_layers": 3, "embed_dim": 12, "num_heads": 6, "context_length": 10}
@@ -128,6 +130,7 @@ MODELS = {
         mlp_dim=7,
         norm_eps=1e-12,
     ),
+    "resnet": ResNet(depth=50, num_classes=3, channels=2, width=3),
     "t5": T5(
         **SMALL,
         head_dim=5,
@@ -143,7 +146,8 @@ MODELS = {
 
 
 def shapes_of(model):
-    shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
+    module = nnx.eval_shape(lambda: model.build(jax.random.key(0)))
+    shapes = nnx.state(module, (nnx.Param, Statistic))
     names, leaves, _ = flatten(shapes)
     return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
 
@@ -197,8 +201,9 @@ def test_sizes_that_are_known_nowhere_else_are_refused():
     class Own:
         pass
 
-    with pytest.raises(UserError, match=r"Train.model=@Own\(\) .* is no architecture"):
-        family_for(Own(), None)
+    for model in (Own(), ResNet(depth=20), ResNet(norm_eps=1e-3)):
+        with pytest.raises(UserError, match=r"Train.model=@\w+\(\) .* is no architecture"):
+            family_for(model, None)
 
 
 # -- what a config.json asks for -------------------------------------------------------------------
@@ -232,6 +237,20 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "rope_type = 'dynamic'; here it is 'default', 'llama3' or 'yarn'",
         "Llama.head_dim=7 is no even number above 0; the nearest is 8",
+    ]
+    assert refused(
+        "resnet",
+        hidden_act="gelu",
+        depths=[3, 4, 6],
+        embedding_size=4,
+        downsample_in_first_stage=True,
+        downsample_in_bottleneck=True,
+    ) == [
+        "hidden_act = 'gelu'; here it is 'relu'",
+        "downsample_in_first_stage = True; here it is False",
+        "downsample_in_bottleneck = True; here it is False",
+        "depths = [3, 4, 6]; here it is [3, 4, 6, 3] or [3, 4, 23, 3] or [3, 8, 36, 3]",
+        "hidden_sizes = [12, 24, 48, 96]; here it is [16, 32, 64, 128]",
     ]
 
 

@@ -278,7 +278,8 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
 def restore_parameters(
     checkpoints: Checkpoints, step: int, program: Program, unread: Collection[str] = ()
 ) -> nnx.State:
-    """The parameters of `step` alone, in the layout of the program's `whole`; nothing else is read.
+    """The parameters and running statistics of `step`, in the layout of the program's `whole`;
+    nothing else is read.
 
     Args:
       checkpoints: another run's, or this one's.
@@ -295,12 +296,13 @@ def restore_parameters(
         def reads(name: str, _: Any) -> bool:
             return not any(name == one or name.startswith(f"{one}/") for one in unread)
 
-        params, frozen = (told_apart(part, reads)[0] for part in state.weights)
-        return {"params": params, "frozen": frozen}
+        parts = {"params": state.params, "frozen": state.frozen, "statistics": state.statistics}
+        return {name: told_apart(part, reads)[0] for name, part in parts.items()}
 
     found = _restore(checkpoints, step, source, wanted)
     with program.layout.active():
-        return jax.jit(source.tuning.merged)((found["params"], found["frozen"]))
+        params = jax.jit(source.tuning.merged)((found["params"], found["frozen"]))
+    return nnx.merge_state(params, found["statistics"])
 
 
 def _restore(

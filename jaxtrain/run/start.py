@@ -13,19 +13,20 @@ from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.huggingface.parameters import read_parameters
+from jaxtrain.run.huggingface.parameters import read_parameters, weight_shapes
 from jaxtrain.training.finetune.finetune import Finetune, matching
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.finetune.tuning import named as by_name
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, parameter_shapes
+from jaxtrain.training.step import Program
 
 
 def first_parameters(
     source: str, config: Config, program: Program, *, named: str = "Train.start_from"
 ) -> nnx.State:
-    """The parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF file.
+    """The parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF file, and
+    running statistics, where there are such.
 
     Args:
       source: the folder or the file.
@@ -99,5 +100,5 @@ def _of_model(config: Config, program: Program) -> Program:
 
 
 def _fresh(config: Config, program: Program) -> list[str]:
-    """Names of the parameters that are drawn."""
-    return matching(config.finetune.fresh, list(by_name(parameter_shapes(program.build))))
+    """Names of the parameters that are drawn, and of statistics that begin anew."""
+    return matching(config.finetune.fresh, list(by_name(weight_shapes(program.build))))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 import numpy as np
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -230,11 +231,12 @@ class Trainer:
         Raises:
           UserError: the model is known nowhere else, or the folder cannot be made.
         """
+        state = self.program.consensus(self.state)
         return export_run(
             str(path),
             self.config,
             dataclasses.replace(self.program.plain.whole, build=self.config.train.model.build),
-            merged(self.program.plain, self.program.consensus(self.state)),
+            nnx.merge_state(merged(self.program.plain, state), state.statistics),
             self.workdir,
             dtype=dtype,
             console=self.console,

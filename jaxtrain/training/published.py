@@ -7,7 +7,7 @@ are random tokens, until a source and a tokenizer are bound.
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.models.model import (
@@ -18,11 +18,13 @@ from jaxtrain.models.model import (
     reads_pairs,
     token_model,
 )
+from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.folder import PREPROCESSOR, TOKENIZER
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
 SCHEME = "hf:"
+_USUAL_SIDE = 224  # of ImageNet's, where nothing is said
 
 
 def config_text(name: str) -> str:
@@ -59,18 +61,33 @@ def _lines(source: Published) -> Iterator[str]:
 
 def _images(source: Published, model: ImageModel) -> Iterator[str]:
     """Random pixels, less the means and over the deviations of the folder's own images."""
+    content = json.loads(source.carried().get(PREPROCESSOR, b"{}"))
     yield "Train.data = @ImageData()"
     yield "ImageData.source = 'synthetic'"
-    yield f"ImageData.image_size = {model.least_pixels}"
+    yield f"ImageData.image_size = {_side(content, model)}"
     yield f"ImageData.channels = {model.channels}"
     yield f"ImageData.num_classes = {model.num_classes}"
-    said = source.carried().get(PREPROCESSOR)
-    if said is not None:
-        content = json.loads(said)
-        for name, key in (("mean", "image_mean"), ("std", "image_std")):
-            values = content.get(key)
-            if isinstance(values, list) and len(values) in (1, model.channels):
-                yield f"ImageData.{name} = {tuple(map(float, values))!r}"
+    for name, key in (("mean", "image_mean"), ("std", "image_std")):
+        values = content.get(key)
+        if isinstance(values, list) and len(values) in (1, model.channels):
+            yield f"ImageData.{name} = {tuple(map(float, values))!r}"
+    if content.get("crop_pct") == 0.875:  # the middle of a larger image, as evaluation has it then
+        yield "ImageData.crop = 'resized'"
+
+
+def _side(content: Mapping[str, Any], model: ImageModel) -> int:
+    """Pixels of a side of the images that it was trained on; a ViT reads no others.
+
+    Args:
+      content: of preprocessor_config.json, which says a number or a table of several.
+      model: the sizes.
+    """
+    if isinstance(model, ViT):
+        return model.image_size
+    said = content.get("crop_size") or content.get("size") or _USUAL_SIDE
+    if isinstance(said, dict):
+        said = said.get("height") or said.get("shortest_edge") or _USUAL_SIDE
+    return max(said if isinstance(said, int) else _USUAL_SIDE, model.least_pixels)
 
 
 def _labelled(source: Published, published: Model) -> Iterator[str]:

@@ -254,8 +254,9 @@ class Train:
         nothing. 0 stops at the first.
       noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured, about
         how many rows a batch may have before more are wasted: a microbatch more is gone through.
-      start_from: what a run takes its first parameters from, and nothing else: another run's
-        folder, its newest checkpoint, or a Hugging Face folder. None draws them from the seed.
+      start_from: what a run takes its first parameters and running statistics from, and nothing
+        else: another run's folder, its newest checkpoint, or a Hugging Face folder. None draws
+        them from the seed.
       gpu_memory_fraction: the part of each GPU's memory that JAX takes at the start, such as 0.94;
         None leaves it to XLA_PYTHON_CLIENT_MEM_FRACTION, else 0.75. TPUs and CPUs have no such
         part.

@@ -25,14 +25,7 @@ from jaxtrain.parallel.sharding import Layout, reshard, shardings
 from jaxtrain.training.balancing import rebalanced
 from jaxtrain.training.creation import created
 from jaxtrain.training.finetune.tuning import Tuning, Weights, named, told_apart
-from jaxtrain.training.guard import (
-    FIRST_LOSS_SCALE,
-    Guard,
-    History,
-    Verdict,
-    judge,
-    selected,
-)
+from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, selected
 from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
@@ -127,8 +120,8 @@ class Program:
 
         Args:
           key: of what is drawn.
-          params: the parameters to start from, as `whole`'s state holds them; those that are
-            missing are drawn. None draws all.
+          params: the parameters to start from, and running statistics, as `whole`'s state holds
+            them; those that are missing are drawn. None draws all.
         """
         _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
         given = {} if params is None else named(params)
@@ -136,7 +129,8 @@ class Program:
         missing = to_master(missing, self.precision.params)
         if self.stages is not None:
             missing = self.stages.to_stages(missing)
-        params = missing if params is None else nnx.merge_state(missing, params)
+        found = nnx.merge_state(statistics, missing, *([] if params is None else [params]))
+        statistics, params = told_apart(found, lambda _, x: isinstance(x, Statistic))
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
         params, frozen = self.tuning.begin(params, self._adapters(drawn, key))

@@ -31,10 +31,11 @@ KERNEL = ("height", "width", "channels_in", "channels")
 # He initialisation (arXiv 1502.01852) with the fan of the outputs, as torchvision draws it.
 HE_NORMAL = jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
-_BLOCKS_PER_STAGE = {
+# Of the ImageNet form.
+BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3),
 }  # fmt: skip
-_BOTTLENECKS = (50, 101, 152)
+BOTTLENECKS = (50, 101, 152)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ResNet:
     @property
     def for_imagenet(self) -> bool:
         """Whether this is the form for large images: strided stem, pooling, four stages."""
-        return self.depth in _BLOCKS_PER_STAGE
+        return self.depth in BLOCKS_PER_STAGE
 
     @property
     def least_pixels(self) -> int:
@@ -131,7 +132,7 @@ class ResNet:
 
     def blocks(self) -> list[BlockPlan]:
         """All residual blocks, in order."""
-        counts = _BLOCKS_PER_STAGE.get(self.depth, ((self.depth - 2) // 6,) * 3)
+        counts = BLOCKS_PER_STAGE.get(self.depth, ((self.depth - 2) // 6,) * 3)
         plans, channels_in = [], self.first_width
         for stage, count in enumerate(counts):
             width = self.first_width * 2**stage
@@ -142,7 +143,7 @@ class ResNet:
         return plans
 
     def _block(self, channels_in: int, width: int, stride: int) -> BlockPlan:
-        if self.depth in _BOTTLENECKS:
+        if self.depth in BOTTLENECKS:
             channels = 4 * width
             convolutions = (
                 Convolution(1, 1, channels_in, width),

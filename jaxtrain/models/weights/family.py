@@ -28,6 +28,8 @@ class Family:
         output matrix may lack it.
       copies: tensors that may lie in a file a second time, where they are tied -> the first.
       buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
+      counts: names of tensors that hold a whole number which is nothing here; written as 0, before
+        all others.
       dequantised: ways of config.json's quantization_config whose weights are read as the floats
         that they stand for.
     """
@@ -41,6 +43,7 @@ class Family:
     prefix: str
     copies: Mapping[str, str]
     buffers: str = r"(?!)"
+    counts: Callable[[Any], tuple[str, ...]] = lambda _: ()
     dequantised: tuple[str, ...] = ()
 
 

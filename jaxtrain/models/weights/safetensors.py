@@ -23,8 +23,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-# What is written besides: the codes of weights in few bits.
-_WRITTEN = {**DTYPES, "I32": np.dtype(np.int32)}
+# What is written besides: the codes of weights in few bits, and counts.
+_WRITTEN = {**DTYPES, "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -128,7 +128,7 @@ def write(
     Args:
       file: where to; none with this name is there.
       shapes: of each tensor, by name, in the order in which they come.
-      dtype: of all of them, or of each by name; one of DTYPES, or I32.
+      dtype: of all of them, or of each by name; one of DTYPES, or I32, I64.
       tensors: themselves, of any dtype of the kind; taken one at a time.
 
     Raises:

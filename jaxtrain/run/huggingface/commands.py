@@ -3,6 +3,7 @@
 import argparse
 
 from jaxtrain.config.buckets import place
+from jaxtrain.models.model import reads_images
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands import open_run, sayer
 from jaxtrain.run.huggingface.awq import export_awq
@@ -24,9 +25,14 @@ def import_hf(arguments: argparse.Namespace) -> int:
     say_notes(console, config.notes)
     workdir = place(arguments.workdir)
     found = import_run(config, workdir, console=console, say=sayer(console))
+    of_images = reads_images(config.train.model)
+    first = (
+        f"predict --workdir {workdir} IMAGE"
+        if of_images
+        else f"generate --workdir {workdir} --prompt TEXT"
+    )
     console.print(
-        f"To go on: jaxtrain generate --workdir {workdir} --prompt TEXT, or eval, or train "
-        f"{workdir}/config.gin --workdir {workdir}",
+        f"To go on: jaxtrain {first}, or eval, or train {workdir}/config.gin --workdir {workdir}",
         soft_wrap=True,
         markup=False,
         highlight=False,

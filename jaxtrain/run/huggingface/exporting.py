@@ -1,5 +1,6 @@
 """A run becomes a published model: safetensors, config.json, and what was carried along."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +50,7 @@ def export_run(
       out: the folder, which is not there yet or empty.
       config: the run's configuration.
       program: whose layout and order of layers the parameters have.
-      params: what is exported.
+      params: what is exported, running statistics with it.
       workdir: the run's folder, with what an import has carried along; None: there is none.
       dtype: of the files.
       console: where the receipt goes.
@@ -66,15 +67,18 @@ def export_run(
     family, said = family_for(model, content.get("model_type"))
     names = family.names(model)
     with new_folder(out) as (folder, beside):
-        shapes = their_shapes(names, shapes_of(program))
+        shapes, counts = their_shapes(names, shapes_of(program)), family.counts(model)
+        dtypes = dict.fromkeys(counts, "I64") | dict.fromkeys(shapes, _WRITTEN[dtype])
         made = their_tensors(names, params, program.layer_order)
-        write_weights(beside, shapes, dict.fromkeys(shapes, _WRITTEN[dtype]), made, file_bytes)
+        zeros = ((name, np.zeros((), np.int64)) for name in counts)
+        every = dict.fromkeys(counts, ()) | shapes
+        write_weights(beside, every, dtypes, itertools.chain(zeros, made), file_bytes)
         for name, copied in carried.items():
             write_atomically(beside / name, copied)
         whole = settings(content, family, said, config, dtype)
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = their_tensors(names, params, program.layer_order)
-        stored = Folder(beside).tensors()
+        stored = {name: x for name, x in Folder(beside).tensors().items() if name in shapes}
         found = receipt.compare(
             beside, family.architecture, stored, made, program, model, params, called=folder
         )

@@ -17,6 +17,7 @@ from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.weights.folder import TOKENIZER, match
 from jaxtrain.models.weights.published import Published, published
+from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.retention import refuse_others
@@ -91,8 +92,10 @@ def import_run(
 def _told_apart(params: nnx.State, program: Program) -> dict[str, nnx.State]:
     """As a run's state has them that trains all that can be."""
     untrained = biases_of(program.build)
+    statistics, params = told_apart(params, lambda _, x: isinstance(x, Statistic))
     trained, frozen = told_apart(params, lambda name, _: name not in untrained)
-    return {"params": trained, "frozen": frozen} if untrained else {"params": trained}
+    parts = {"params": trained, "frozen": frozen, "statistics": statistics}
+    return {name: part for name, part in parts.items() if part}
 
 
 def refuse_taken(named: str, workdir: Place) -> None:

@@ -1,5 +1,7 @@
 """A published model's tensors as parameters on a mesh, and a state's parameters as such tensors.
 
+Running statistics, which batch norms have beside their parameters, are among both.
+
 Each device's part of a parameter is read from the files by itself, some layers at a time: this
 machine holds 256 MiB of it, or one layer's part where that is more, and of the files the pages of
 one tensor.
@@ -7,7 +9,7 @@ one tensor.
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,23 +22,31 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.weights.folder import StoredTensor, match
 from jaxtrain.models.weights.names import Name, joined
 from jaxtrain.models.weights.published import Published
+from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.training.finetune.tuning import told_apart
-from jaxtrain.training.step import Program, parameter_shapes
+from jaxtrain.training.step import Program
 
 MOST_AT_ONCE = 1 << 28  # bytes
 
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by name, its layers in the model's order and number."""
-    names, leaves, _ = flatten(parameter_shapes(program.build))
+    """The shape of each parameter and running statistic by name, its layers in the model's order
+    and number."""
+    names, leaves, _ = flatten(weight_shapes(program.build))
     return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+
+
+def weight_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
+    """The parameters and running statistics that a model would have; no array is made."""
+    return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), (nnx.Param, Statistic))
 
 
 def read_parameters(
     folder: Published, program: Program, model: Model, unread: Collection[str] = ()
 ) -> nnx.State:
-    """The parameters of a folder, all of them, in the program's layout, dtype and order of layers.
+    """The parameters and running statistics of a folder, all of them, in the program's layout,
+    dtypes and order of layers.
 
     Args:
       folder: of the published model.
@@ -56,8 +66,9 @@ def read_parameters(
     shapes = shapes_of(program)
     stored = match(family, model, shapes, folder.tensors(), where=str(folder.path), unread=unread)
     of = {name.ours: name for name in family.names(model)}
-    params = program.whole.abstract_state().params
-    wanted = told_apart(params, lambda name, _: name not in unread)[0]
+    state = program.whole.abstract_state()
+    weights = nnx.merge_state(state.params, state.statistics)
+    wanted = told_apart(weights, lambda name, _: name not in unread)[0]
     names, leaves, treedef = flatten(wanted)
     arrays = []
     for ours, leaf in zip(names, leaves, strict=True):
@@ -135,7 +146,7 @@ def their_tensors(
 
     Args:
       names: the family's map.
-      params: a tree of parameters, all on devices of this process.
+      params: a tree of parameters and statistics, all on devices of this process.
       order: the layer at each place of stacked arrays, -1 for none; None: the model's.
     """
     found = dict(zip(*flatten(params)[:2], strict=True))

@@ -25,7 +25,9 @@ from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.folder import StoredTensor
 from jaxtrain.models.weights.safetensors import raw
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.logits import logits
+from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.step import Program, TrainState
 
 FILE = "parity.json"
@@ -64,7 +66,7 @@ class Receipt:
     Attributes:
       folder: the published model.
       architecture: what it calls itself.
-      parameters: how many there are.
+      parameters: how many numbers its tensors have, running statistics among them.
       digests: sha256 of each of its tensors as it lies in its file.
       differing: names of the tensors that are not what our parameters are there.
       logits: of both models; None where they were not compared.
@@ -198,11 +200,17 @@ def _drawn(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
 def logits_of(
     program: Program, model: Model, params: nnx.State, inputs: np.ndarray | Batch
 ) -> np.ndarray:
-    """Our logits [B, T, V] of tokens or of a batch, computed in float32."""
+    """Our logits [B, T, V] of tokens or of a batch, or [B, C] of images, computed in float32.
+
+    `params` holds running statistics too, where the model has such.
+    """
     precision = dataclasses.replace(program.precision, compute="float32")
     program = dataclasses.replace(program, precision=precision, execution=Execution())
-    nothing, zero = program.shapes().statistics, jnp.zeros(())
-    state = TrainState(step=zero, params=params, opt_state=(), statistics=nothing, loss_scale=zero)
+    statistics, params = told_apart(params, lambda _, x: isinstance(x, Statistic))
+    zero = jnp.zeros(())
+    state = TrainState(
+        step=zero, params=params, opt_state=(), statistics=statistics, loss_scale=zero
+    )
     return logits(program, model, state, inputs)
 
 
