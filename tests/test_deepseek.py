@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +12,14 @@ from parity import assert_equal, evaluate
 from tiny_models import count_parameters
 
 from jaxtrain.analysis.planning.textbook import sizes as formulas
+from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights.family import model_of
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.block import HIDDEN
+from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.execution import Execution
 from jaxtrain.training.balancing import biases, rebalanced, refuse, speed_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import named
@@ -276,3 +282,62 @@ def test_replicas_that_agree_otherwise_are_refused():
 def test_sizes_that_do_not_fit_are_refused(changes, said):
     with pytest.raises(UserError, match=said):
         dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}], ids=["one_device", "tensor"])
+def test_queries_taken_to_the_latents_attend_as_heads_with_keys_and_values_of_their_own(layout):
+    """Token by token with a cache, where they are taken, and all at once, where they are not."""
+    T = 4
+    program = make_program(SMALL, make_layout(**layout))
+    execution, latent = program.execution, dataclasses.replace(SMALL.latent, query_scale=1.3)
+    own = latent.weights(jax.random.split(jax.random.key(0), latent.num_keys))
+    own = jax.tree.map(lambda x: 10 * x, own)
+    h_BTD = jax.random.normal(jax.random.key(1), (2, T, SMALL.embed_dim))
+    places_BT = jnp.broadcast_to(jnp.arange(T), (2, T))
+
+    def attend(h_BTD, places_BT, **cached):
+        mask = Mask(query_start=cached.get("start"))
+        return latent(own, h_BTD, places_BT, mask, execution, out=HIDDEN, **cached)
+
+    def token_by_token():
+        cache = empty_cache(SMALL.cached, layers=0, rows=2, room=T, dtype=jnp.float32).layers
+        cache, found = tuple(array[0] for array in cache), []
+        for place in range(T):
+            now = slice(place, place + 1)
+            y_BTD, cache = attend(h_BTD[:, now], places_BT[:, now], cache=cache, start=place)
+            found.append(y_BTD)
+        return jnp.concatenate(found, axis=1)
+
+    with program.layout.active():
+        expected = jax.jit(lambda: attend(h_BTD, places_BT)[0])()
+        found = jax.jit(token_by_token)()
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_token_that_is_written_makes_no_keys_and_values_of_the_tokens_before_it():
+    """Of V3 at 4,096 places: the products as arXiv 2405.04434 has them, 87 times fewer."""
+    latent, S = DeepSeek().latent, 4096
+    D, N, R, C, P, Q = 7168, 128, 64, 512, 128, 1536
+
+    def products(T):
+        def run(own, h_BTD, cache):
+            mask, places_BT = Mask(query_start=S - T), jnp.zeros((1, T), int)
+            return latent(
+                own, h_BTD, places_BT, mask, Execution(), out=HIDDEN, cache=cache, start=S - T
+            )
+
+        shapes = jax.eval_shape(
+            lambda: (
+                latent.weights(jax.random.split(jax.random.key(0), latent.num_keys)),
+                jnp.zeros((1, T, D)),
+                (jnp.zeros((1, S, C)), jnp.zeros((1, S, R))),
+            )
+        )
+        return count_flops(jax.make_jaxpr(run)(*shapes)).matmul / 2
+
+    around = D * Q + Q * N * (P + R) + D * (C + R) + N * P * D
+    made = C * N * 2 * P
+    assert products(1) == around + made + N * S * 2 * (C + R)
+    # A prompt is read with keys and values, which are made once for all of its tokens.
+    assert products(S) == S * around + S * made + N * S * S * 2 * (P + R)

@@ -20,9 +20,11 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import rotate
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, prefixed, under
+from jaxtrain.nn.products.contract import copies_of_kv_heads
 from jaxtrain.nn.remat import named
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import activation_spec
 
 # Of the norms of the latents, in the authors' code whatever the epsilon of the others is.
@@ -118,7 +120,7 @@ class Latent:
         """Attention among the normed tokens; arguments and results as in `block.Attends`.
 
         The cache holds latents [B, S, C] and turned keys [B, S, rotary_dim]; keys and values of the
-        heads are made of them anew.
+        heads are made of them anew, or queries taken to them, whichever has fewer products.
         """
         radians = self.rotary.frequencies(self.rotary_dim)
         plain, C = self.plain_dim, self.key_value_rank
@@ -131,6 +133,51 @@ class Latent:
         shared_BSH = rotate(shared_BT1H, positions_BT, radians)[:, :, 0]
         if cache is not None:
             latent_BSC, shared_BSH = cache = extend_cache(latent_BSC, shared_BSH, cache, start)
+        absorbs = cache is not None and self._absorbs(q_BTNH.shape[1], latent_BSC.shape[1])
+        attend = self._among_latents if absorbs else self._among_heads
+        a_BTNH = attend(own, q_BTNH, latent_BSC, shared_BSH, mask, execution)
+        return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
+
+    def _absorbs(self, T: int, S: int) -> bool:
+        """Whether T queries are taken to S latents with fewer multiply-adds a head than keys and
+        values are made of these: with few queries they are."""
+        made = self.key_value_rank * (self.plain_dim + self.value_dim)
+        to_heads = S * made + 2 * T * S * self.width
+        return T * made + 2 * T * S * (self.key_value_rank + self.rotary_dim) < to_heads
+
+    def _among_latents(
+        self,
+        own: Weights,
+        q_BTNH: jax.Array,
+        latent_BSC: jax.Array,
+        shared_BSH: jax.Array,
+        mask: Mask,
+        execution: Execution,
+    ) -> jax.Array:
+        """q (W_k c) = (q W_k) c, and the sum of W_v c is W_v times the sum of c: every head attends
+        to the latents themselves (arXiv 2405.04434, section 2.1.2), as keys and as values."""
+        up_CNH = gather(own["key_value_up"]).astype(q_BTNH.dtype)
+        plain, C = self.plain_dim, self.key_value_rank
+        of_latents_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH[..., :plain], up_CNH[..., :plain])
+        q_BTNC = jnp.concatenate([of_latents_BTNC, q_BTNH[..., plain:]], axis=-1)
+        q_BTNC *= self.query_scale * math.sqrt(q_BTNC.shape[-1] / self.key_dim)
+        # The turned keys among the values too, whose sum is left: one array serves as both.
+        both_BSC = jnp.concatenate([latent_BSC, shared_BSH], axis=-1)
+        both_BSKC = _of_every_head(both_BSC, copies_of_kv_heads(1))
+        a_BTNC = execution.attention(q_BTNC, both_BSKC, both_BSKC, mask)[..., :C]
+        return jnp.einsum("BTNC,CNH->BTNH", a_BTNC, up_CNH[..., plain:])
+
+    def _among_heads(
+        self,
+        own: Weights,
+        q_BTNH: jax.Array,
+        latent_BSC: jax.Array,
+        shared_BSH: jax.Array,
+        mask: Mask,
+        execution: Execution,
+    ) -> jax.Array:
+        """Every head attends to keys and values of its own, made of the latents."""
+        plain = self.plain_dim
         made_BSNH = execution.contract("BTC,CNH->BTNH", latent_BSC, own["key_value_up"])
         made_k_BSNH = named(made_BSNH[..., :plain], "key")
         v_BSNH = named(made_BSNH[..., plain:], "value")
@@ -139,8 +186,7 @@ class Latent:
         scale = self.query_scale * math.sqrt(self.width / self.key_dim)
         q_BTNH = q_BTNH if scale == 1 else q_BTNH * scale
         q_BTNH, k_BSNH, v_BSNH = map(self._padded, (q_BTNH, k_BSNH, v_BSNH))
-        a_BTNH = execution.attention(q_BTNH, k_BSNH, v_BSNH, mask)[..., : self.value_dim]
-        return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
+        return execution.attention(q_BTNH, k_BSNH, v_BSNH, mask)[..., : self.value_dim]
 
     def _queries(self, own: Weights, h_BTD: jax.Array, execution: Execution) -> jax.Array:
         if self.query_rank is None:
