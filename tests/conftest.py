@@ -147,7 +147,7 @@ def make_program(model, layout: Layout, **changes) -> Program:
     schedule = make_schedule(Schedule(name="constant"), 1e-2, 100)
     program = Program(
         build=model.build,
-        objective=objective_named(model.objective),
+        objective=objective_named(model.objective).of(model),
         optimizer=make_optimizer(Optimizer(learning_rate=1e-2), schedule),
         schedule=schedule,
         layout=layout,

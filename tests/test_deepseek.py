@@ -32,7 +32,7 @@ SHAPES = {
         vocab_size=64, num_layers=3, dense_layers=1, embed_dim=32, num_heads=4, query_rank=12,
         key_value_rank=16, plain_dim=8, rotary_dim=4, value_dim=6, mlp_dim=24, expert_mlp_dim=16,
         num_experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2,
-        context_length=32, balance_weight=0.0, rope_scaling=1.0,
+        context_length=32, balance_weight=0.0, rope_scaling=1.0, predicted_tokens=3,
     ),
     # Values wider than keys, queries of the stream, experts from the first layer on; even widths,
     # without which theirs does not run.
@@ -56,6 +56,7 @@ def pair_of(sizes: DeepSeek):
     transformers = pytest.importorskip("transformers", reason="transformers is the peer")
     import torch  # noqa: PLC0415
     from against_transformers import Apart, draw  # noqa: PLC0415
+    from prediction_in_torch import Module, loss_of_modules  # noqa: PLC0415
 
     class Biased(Apart):
         """With the buffers that are parameters of ours; they have no gradient.
@@ -75,7 +76,11 @@ def pair_of(sizes: DeepSeek):
                 gate.register_forward_hook(lambda _, __, out, i=i: count(i, out[2].numpy()))
                 for i, gate in enumerate(gates)
             ]
-            found = super().loss(batch)
+            found, modules = super().loss(batch), self.sizes.predicted_tokens - 1
+            if modules:
+                for hook in hooks[:-modules]:  # the modules' loss runs the model once more
+                    hook.remove()
+                found += self.sizes.prediction_weight * loss_of_modules(self.theirs, batch)
             for hook in hooks:
                 hook.remove()
             return found
@@ -115,7 +120,11 @@ def pair_of(sizes: DeepSeek):
     if sizes.router == "softmax":
         config = transformers.DeepseekV2Config(**settings, topk_method="group_limited_greedy")
         return Biased(sizes, draw(transformers.DeepseekV2ForCausalLM(config)), "deepseek_v2")
-    theirs = draw(transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**settings)))
+    config = transformers.DeepseekV3Config(**settings)
+    theirs = transformers.DeepseekV3ForCausalLM(config)
+    for number in range(1, sizes.predicted_tokens):
+        theirs.model.layers.append(Module(config, sizes.num_layers - 1 + number))
+    draw(theirs)
     with torch.no_grad():
         for name, value in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -127,7 +136,7 @@ def pair_of(sizes: DeepSeek):
     "name", ["v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v2", "no_groups"))]
 )
 def test_logits_and_every_gradient_equal_transformers(name):
-    """And as many tokens went to each expert."""
+    """Those of the modules that tell further tokens too; and as many went to each expert."""
     sizes, pair = SHAPES[name], pair_of(SHAPES[name])
     batch = text_batch(rows=3, length=13, vocab_size=sizes.vocab_size)
     metrics = pair.compare(batch)
@@ -148,7 +157,11 @@ def closed(sizes: DeepSeek) -> int:
         D=sizes.embed_dim, N=sizes.num_heads, Q=sizes.query_rank, C=sizes.key_value_rank,
         P=sizes.plain_dim, R=sizes.rotary_dim, H=sizes.value_dim,
     )  # fmt: skip
-    return formulas.deepseek_parameters(
+    layer = attention + 2 * sizes.embed_dim
+    layer += (sizes.num_experts + sizes.shared_experts) * 3 * sizes.embed_dim * sizes.expert_mlp_dim
+    layer += sizes.num_experts * (sizes.embed_dim + (sizes.router == "sigmoid"))
+    module = formulas.prediction_module_parameters(D=sizes.embed_dim, layer=layer)
+    return (sizes.predicted_tokens - 1) * module + formulas.deepseek_parameters(
         V=sizes.vocab_size, L=sizes.num_layers, D=sizes.embed_dim, F=sizes.mlp_dim,
         f=sizes.expert_mlp_dim, E=sizes.num_experts, shared=sizes.shared_experts,
         dense=sizes.dense_layers, attention=attention, biases=sizes.router == "sigmoid",
@@ -167,6 +180,27 @@ def test_parameters_are_the_published_ones():
     assert count_parameters(DeepSeek()) == closed(DeepSeek()) == 671_026_404_352 + 58 * 256
     for sizes in SHAPES.values():
         assert count_parameters(sizes) == closed(sizes)
+
+
+def test_the_module_of_v3_is_the_published_one():
+    """Of deepseek-ai/DeepSeek-V3: beside the projection 11.5 billion parameters, of which 2.4 are
+    active, embedding and output matrix with them (README_WEIGHTS.md there); and the numbers of all
+    of its tensors but scales, in which both stand twice: 680,571,043,840 in float8, 3,918,786,560
+    in bfloat16, and a bias of each expert."""
+    one, two = DeepSeek(), DeepSeek(predicted_tokens=2)
+    own = count_parameters(two) - count_parameters(one)
+    assert own == closed(two) - closed(one)
+    projection = 2 * one.embed_dim**2
+    assert round((own - projection) / 1e9, 1) == 11.5
+    shared = 2 * one.vocab_size * one.embed_dim
+    in_files = 680_571_043_840 + 3_918_786_560 + 59 * 256
+    assert count_parameters(two) + shared == in_files
+    active = two.matmul_parameters() - one.matmul_parameters() + shared // 2
+    assert round((active - projection) / 1e9, 1) == 2.4
+    T = 4096
+    scores = 6 * 128 * (192 + 128) * T / 2
+    more = two.flops_per_token(T) - one.flops_per_token(T)
+    assert more == 6 * (active - shared // 2) + scores
 
 
 def test_the_settings_that_v3_is_published_with_are_the_defaults():
@@ -210,16 +244,16 @@ def program_of(sizes, layout, **changes):
 
 AXES = ("layers", "classes")
 BATCH = text_batch(rows=16, length=16, vocab_size=64)
-SMALL = dataclasses.replace(SHAPES["v3"], balance_weight=0.01)
+SMALL = dataclasses.replace(SHAPES["v3"], balance_weight=0.01, predicted_tokens=2)
 
 
 @pytest.fixture(scope="module")
 def one_device():
     found = evaluate(program_of(SMALL, make_layout()), BATCH)
-    [bias] = named(found["frozen"]).values()
-    moved = np.abs(np.round(bias.get_value() / SMALL.bias_speed))
-    assert set(moved.ravel()) <= {0, 1, 2}, "two steps"
-    assert moved.max() == 2
+    for bias in named(found["frozen"]).values():
+        moved = np.abs(np.round(bias.get_value() / SMALL.bias_speed))
+        assert set(moved.ravel()) <= {0, 1, 2}, "two steps"
+        assert moved.max() == 2
     return found
 
 
@@ -245,19 +279,23 @@ def test_every_mesh_computes_the_same_and_moves_the_biases_alike(layout, changes
 def test_biases_move_against_the_load_error_and_nothing_else_does():
     program = program_of(SMALL, make_layout(fsdp=1))
     shapes = program.shapes()
-    assert list(named(shapes.frozen)) == ["layers/experts/bias"]
+    assert list(named(shapes.frozen)) == ["layers/experts/bias", "predictors/0/experts/bias"]
     assert not any(name.endswith("bias") for name in named(shapes.params))
     rng = np.random.default_rng(0)
-    bias, load = rng.normal(size=(2, 4)).astype(np.float32), np.array([[3, 3, 3, 3], [8, 0, 4, 4]])
+    bias = rng.normal(size=(2, 4)).astype(np.float32)
+    load = np.array([[3, 3, 3, 3], [8, 0, 4, 4], [4, 4, 0, 8]])
     other = nnx.Param(jnp.ones((2, 4)), axes=("layers", "vector"), role="norm")
     own = nnx.Param(jnp.asarray(bias), axes=AXES, role="balance")
-    frozen = nnx.State({"b": own, "n": other, "teacher": {"b": own.replace(own.get_value() + 1)}})
+    alone = nnx.Param(jnp.zeros(4), axes=AXES[1:], role="balance")
+    teacher = {"b": own.replace(own.get_value() + 1)}
+    frozen = nnx.State({"b": own, "last": alone, "n": other, "teacher": teacher})
     with program.layout.active():
         found = rebalanced(frozen, jnp.asarray(load, jnp.float32), 0.5, None)
     np.testing.assert_array_equal(found["n"].get_value(), other.get_value())
     np.testing.assert_array_equal(found["teacher"]["b"].get_value(), bias + 1)
     moved = np.asarray(found["b"].get_value()) - bias
     np.testing.assert_allclose(moved, [[0, 0, 0, 0], [-0.5, 0.5, 0, 0]], atol=1e-6)
+    np.testing.assert_array_equal(found["last"].get_value(), [0, 0, 0.5, -0.5])
     assert rebalanced(frozen, None, 0.5, None) is frozen
 
 

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.training.objectives.classification import Classification
+from jaxtrain.training.objectives.multi_token import MultiToken
 from jaxtrain.training.objectives.next_token import NextToken
 from jaxtrain.training.objectives.objective import objective_named
+from jaxtrain.training.objectives.preference import DPO
 
 PACKAGE = Path(__file__).parent.parent / "jaxtrain"
 
@@ -23,12 +27,13 @@ def test_an_objective_is_found_by_the_name_in_its_file():
 
 
 def test_only_models_and_its_own_file_say_an_objectives_name():
-    names = "next_token|classification|masked_token|regression|reconstruction"
+    names = "next_token|multi_token|classification|masked_token|regression|reconstruction"
     said = re.compile(rf"\"({names})\"|'({names})'")
     files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
     knowing = {str(path) for path in files if said.search((PACKAGE / path).read_text())}
     assert {path for path in knowing if not path.startswith("models/")} == {
         "training/objectives/next_token.py",
+        "training/objectives/multi_token.py",
         "training/objectives/classification.py",
         "training/objectives/masked_token.py",
         "training/objectives/regression.py",
@@ -61,3 +66,29 @@ def test_of_held_out_examples_each_own_mean_is_told_and_the_layers_are_not():
     assert Told().evaluation(sums) == pytest.approx(expected)
     images = {"loss": 6.0, "accuracy": 1.0, "weight": 2.0}
     assert Classification().evaluation(images) == {"eval_loss": 3.0, "eval_accuracy": 0.5}
+
+
+def test_rows_further_on_end_with_their_documents():
+    row = {"inputs": [1, 2, 3, 4, 5, 6, 0], "targets": [2, 3, 9, 5, 6, 9, 0],
+           "loss_mask": [1, 1, 0, 1, 0.5, 0, 0], "segment_ids": [1, 1, 1, 2, 2, 2, 0]}  # fmt: skip
+    fields = {name: jnp.array([values]) for name, values in row.items()}
+    objective = MultiToken(further_tokens=2)
+    batch = objective.in_order(Batch(**fields))
+    assert objective.in_order(batch) is batch
+    one, two = batch.further
+    assert one.inputs[0, :2].tolist() == [2, 3]
+    assert one.segment_ids[0].tolist() == [1, 1, 0, 2, 2, 0, 0]
+    assert one.loss_mask[0].tolist() == [1, 0, 0, 0.5, 0, 0, 0]
+    assert one.targets[0, [0, 3]].tolist() == [3, 6]
+    assert two.segment_ids[0].tolist() == [1, 0, 0, 2, 0, 0, 0]
+    # Of rows that are one text, and shorter than modules look.
+    [only] = MultiToken().in_order(Batch(*(x[:, :1] for x in list(fields.values())[:3]))).further
+    assert only.loss_mask.tolist() == [[0]]
+    assert only.segment_ids is None
+
+
+def test_modules_that_an_objective_does_not_train_are_refused():
+    model = DeepSeek(predicted_tokens=2)
+    assert not list(objective_named(model.objective).of(model).refuse_model(model))
+    [said] = DPO().refuse_model(model)
+    assert said.startswith("DeepSeek.predicted_tokens=2, but the objective 'preference' trains no")

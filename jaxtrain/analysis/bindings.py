@@ -101,12 +101,12 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def _settings_in(package: types.ModuleType, member: str) -> Iterator[type]:
-    """The dataclasses with this member in the modules of a package, by module."""
+    """The settings with this member in the modules of a package, by module."""
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         module = importlib.import_module(info.name)
         for cls in vars(module).values():
             own = isinstance(cls, type) and cls.__module__ == module.__name__
-            if own and dataclasses.is_dataclass(cls) and member in dir(cls):
+            if own and reader.is_configurable(cls) and member in dir(cls):
                 yield cls
 
 

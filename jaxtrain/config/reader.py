@@ -49,6 +49,11 @@ def configurable(cls: T) -> T:
     return cls
 
 
+def is_configurable(cls: type) -> bool:
+    """Whether gin bindings can set a class's fields."""
+    return _CONFIGURABLES.get(cls.__name__) is cls
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """`@Name()` in a gin file: an instance of the registered dataclass Name."""

@@ -33,6 +33,9 @@ class Batch:
       source: int32 tokens [B, S] of pairs' sources. None for all but pairs.
       source_segment_ids: int32 [B, S]; which of its row's targets a source belongs to, as
         `segment_ids` counts them, 0 for padding. None for all but pairs.
+      further: the same rows 1, 2, ... places further on, where an objective tells more tokens than
+        the next: their inputs, their targets, and of loss_mask and segment_ids what is of the same
+        document, else 0. None: none does.
     """
 
     inputs: Array
@@ -44,6 +47,7 @@ class Batch:
     reference: Array | None = None
     source: Array | None = None
     source_segment_ids: Array | None = None
+    further: tuple["Batch", ...] | None = None
 
 
 def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:

@@ -169,6 +169,24 @@ class ClassModel(TokenModel, Protocol):
 
 
 @runtime_checkable
+class MultiTokenModel(TokenModel, Protocol):
+    """What is asked besides of a model that may tell tokens after the next one.
+
+    Where it does, its module is a `PredictsMore`.
+    """
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens that are told at each place, the next one among them."""
+        ...
+
+    @property
+    def prediction_weight(self) -> float:
+        """What the mean loss of the others is multiplied by."""
+        ...
+
+
+@runtime_checkable
 class PairModel(Model, Protocol):
     """What is asked besides of a model whose inputs are pairs; its module is an `EncoderDecoder`.
 

@@ -16,6 +16,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, stack, under
+from jaxtrain.nn.prediction_module import PredictionModule
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.sharding import shard
 
@@ -58,6 +59,7 @@ class Decoder(nnx.Module):
         embedding_scale: float = 1.0,
         logit_softcap: float | None = None,
         leading: Sequence[Layer] = (),
+        predicting: Sequence[PredictionModule] = (),
     ) -> None:
         """Draws the layers; what stands before and after them is handed in.
 
@@ -73,15 +75,17 @@ class Decoder(nnx.Module):
           embedding_scale: what embedded tokens are multiplied by.
           logit_softcap: the bound that logits are flattened towards; None: none.
           leading: what layers compute that stand before those, one by one.
+          predicting: modules behind the last layer, each of which tells one token more.
         """
         self.layer, self.norm, self.stream = layer, norm, stream
         self.embedding_scale, self.softcap = embedding_scale, logit_softcap
         self.token_embedding, self.position_embedding = token_embedding, position_embedding
         self.layers = nnx.data(stack(layer.weights, num_layers, key))
         self.leading_layers = tuple(leading)
-        keys = jax.random.split(jax.random.fold_in(key, num_layers), len(leading) or 1)
-        drawn = [one.weights(own) for one, own in zip(leading, keys, strict=False)]
-        self.first_layers = nnx.data(drawn)
+        self.first_layers = nnx.data(_drawn(leading, jax.random.fold_in(key, num_layers)))
+        self.prediction_modules = tuple(predicting)
+        key_predictors = jax.random.fold_in(key, num_layers + 1)
+        self.predictors = nnx.data(_drawn(predicting, key_predictors))
         self.output = output
         for name, weight in prefixed("norm", norm.weights(key) if norm else {}).items():
             setattr(self, name, weight)
@@ -91,6 +95,12 @@ class Decoder(nnx.Module):
         """The layers before the equal ones, with their parameters."""
         pairs = zip(self.leading_layers, self.first_layers, strict=True)
         return [functools.partial(layer, own) for layer, own in pairs]
+
+    @property
+    def predicting(self) -> list[Callable[..., tuple[jax.Array, Auxiliary]]]:
+        """The modules behind the last layer, with their parameters."""
+        pairs = zip(self.prediction_modules, self.predictors, strict=True)
+        return [functools.partial(module, own) for module, own in pairs]
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""
@@ -132,3 +142,9 @@ class Decoder(nnx.Module):
     def logit_softcap(self) -> float | None:
         """The bound that logits are flattened towards."""
         return self.softcap
+
+
+def _drawn(parts: Sequence[Layer | PredictionModule], key: jax.Array) -> list[Weights]:
+    """Freshly drawn parameters of each."""
+    keys = jax.random.split(key, len(parts) or 1)
+    return [part.weights(own) for part, own in zip(parts, keys, strict=False)]

@@ -81,6 +81,16 @@ class Transformer(Protocol):
         ...
 
 
+class PredictsMore(Transformer, Protocol):
+    """A language model that may tell tokens after the next one too."""
+
+    @property
+    def predicting(self) -> Sequence[Callable[..., tuple[jax.Array, Auxiliary]]]:
+        """What tells one token more each, a call as of a `PredictionModule` with parameters of its
+        own: its finished hidden states make logits as the model's do, and go into the next."""
+        ...
+
+
 class TellsTokens(Protocol):
     """What logits are made with: the last three members of a `Transformer`."""
 

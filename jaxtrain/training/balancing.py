@@ -16,6 +16,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.routing import balanced
 from jaxtrain.training.finetune.tuning import TEACHER, named
+from jaxtrain.training.pipeline.stages import is_layer
 
 
 def speed_of(model: Model) -> float | None:
@@ -41,22 +42,23 @@ def rebalanced(
 
     Args:
       frozen: what is not trained.
-      load_LE: of the experts of each layer in the whole batch; None: no router has biases.
+      load_LE: of the experts of each layer in the whole batch, those outside of the stack last;
+        None: no router has biases.
       speed: as of `speed_of`.
       order: the layer at each place of stacked arrays, -1 for padding; None: the model's.
     """
     if load_LE is None or not speed:
         return frozen
-    if order is not None:
-        load_LE = load_LE[np.maximum(order, 0)]
-
-    found: dict[Any, Any] = {}
-    for path, variable in nnx.to_flat_state(frozen):
-        found[path] = variable
-        if role_of(variable) == "balance" and path[0] != TEACHER:
-            bias_LE = variable.get_value()
-            load = jax.sharding.reshard(load_LE, jax.typeof(bias_LE).sharding.spec)
-            found[path] = variable.replace(balanced(bias_LE, load.astype(jnp.float32), speed))
+    found: dict[Any, Any] = dict(nnx.to_flat_state(frozen))
+    own = [p for p, one in found.items() if role_of(one) == "balance" and p[0] != TEACHER]
+    alone = [path for path in own if not is_layer(found[path])]
+    stacked = load_LE.shape[0] - len(alone)
+    places = np.arange(stacked) if order is None else np.maximum(order, 0)
+    for path in own:
+        bias = found[path].get_value()
+        load = load_LE[stacked + alone.index(path) if path in alone else places]
+        load = jax.sharding.reshard(load, jax.typeof(bias).sharding.spec)
+        found[path] = found[path].replace(balanced(bias, load.astype(jnp.float32), speed))
     return nnx.from_flat_state(found)
 
 

@@ -297,7 +297,10 @@ class Train:
     @property
     def task(self) -> Objective:
         """What the model is trained to do."""
-        return objective_named(self.model.objective) if self.objective is None else self.objective
+        objective = self.objective
+        if objective is None:
+            objective = objective_named(self.model.objective)
+        return objective.of(self.model)
 
 
 def refuse(settings: Train, layout: Layout | None, *, microbatches: int) -> Iterator[str]:

@@ -59,6 +59,12 @@ class Shifted:
         """The model's."""
         return self.model.leading
 
+    @property
+    def predicting(self) -> Any:
+        """The model's, where it tells further tokens."""
+        model: Any = self.model
+        return model.predicting
+
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """The shifted residual stream that goes into the first layer."""
         shift_BTD = shard(self.shift_BTD, ("batch", "residual_length", "embed"))
@@ -158,7 +164,8 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         sums, _ = program.objective.sums(
             shifted, state.statistics, batch, program.execution, program.loss, train=True
         )
-        return sums["loss"]
+        own = set(program.objective.minimised) - {"auxiliary_loss"}
+        return sum(sums[name] for name in sorted(own))
 
     def run(state: TrainState, batch: Batch, shift_BTD: jax.Array) -> Any:
         # The loss is a sum of mask x loss over the targets that count: where all of them do, its

@@ -13,6 +13,7 @@ from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.prediction_module import PredictionModule
 
 
 class DecoderSizes(Protocol):
@@ -58,6 +59,11 @@ class DecoderSizes(Protocol):
         return ()
 
     @property
+    def predicting(self) -> Sequence[PredictionModule]:
+        """Modules behind the layers, each of which tells one token more in training."""
+        return ()
+
+    @property
     def embedding_scale(self) -> float:
         """What embedded tokens are multiplied by."""
         return 1.0
@@ -98,17 +104,19 @@ class DecoderSizes(Protocol):
             embedding_scale=self.embedding_scale,
             logit_softcap=self.logit_softcap,
             leading=self.leading,
+            predicting=self.predicting,
         )
 
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        before = sum(block.matmul_parameters() for block in self.leading)
+        around = sum(part.matmul_parameters() for part in (*self.leading, *self.predicting))
         own = self.layers * self.block.matmul_parameters()
-        return before + own + self.vocab_size * self.embed_dim
+        return around + own + (1 + len(self.predicting)) * self.vocab_size * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N and the attention scores (arXiv 2204.02311, appendix B)."""
-        scores = self.num_layers * self.block.attention.score_flops_per_token(sequence_length)
+        layers = self.num_layers + len(self.predicting)
+        scores = layers * self.block.attention.score_flops_per_token(sequence_length)
         return 6 * self.matmul_parameters() + scores
 
     def flops(self, shape: tuple[int, ...]) -> float:

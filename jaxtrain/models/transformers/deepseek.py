@@ -24,6 +24,7 @@ from jaxtrain.nn.block import Block
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.experts import Experts, refuse_settings
 from jaxtrain.nn.mlp import SwiGLU
+from jaxtrain.nn.prediction_module import PredictionModule
 from jaxtrain.nn.rotary import Linear, Rotations, Yarn
 from jaxtrain.nn.routing import Groups, Sigmoid, Softmax
 from jaxtrain.nn.shared_experts import SharedExperts
@@ -32,7 +33,7 @@ from jaxtrain.nn.shared_experts import SharedExperts
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeek(DecoderSizes):
-    """Sizes of a DeepSeek; the defaults are DeepSeek-V3, without its prediction of more tokens.
+    """Sizes of a DeepSeek; the defaults are DeepSeek-V3, without its prediction of a second token.
 
     Attributes:
       vocab_size: rows of the embedding table.
@@ -70,6 +71,9 @@ class DeepSeek(DecoderSizes):
       rope_score_factor: m of what scores are multiplied by, (0.1 m ln(rope_scaling) + 1)^2.
       norm_eps: epsilon of the RMS norms; that of the latents' is 1e-6.
       tie_embeddings: the token embedding is the output matrix too.
+      predicted_tokens: tokens told at each place in training: the next one, and each further one by
+        a module of one layer behind the last (arXiv 2412.19437, section 2.2); V3 has 2.
+      prediction_weight: what the mean of the further tokens' losses is multiplied by.
     """
 
     vocab_size: int = 129280
@@ -104,6 +108,8 @@ class DeepSeek(DecoderSizes):
     rope_score_factor: float = 1.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    predicted_tokens: int = 1
+    prediction_weight: float = 0.3
 
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
@@ -116,9 +122,9 @@ class DeepSeek(DecoderSizes):
             1, self, "vocab_size", "num_layers", "embed_dim", "num_heads", "query_rank",
             "key_value_rank", "plain_dim", "value_dim", "mlp_dim", "expert_mlp_dim",
             "shared_experts", "num_experts", "expert_groups", "context_length",
-            "rope_original_context_length",
+            "rope_original_context_length", "predicted_tokens",
         )  # fmt: skip
-        refuse_not_positive(self, "rope_theta", "norm_eps", "routed_scale")
+        refuse_not_positive(self, "rope_theta", "norm_eps", "routed_scale", "prediction_weight")
         found = [*self._refuse_layers(), *self._refuse_routes(), *self._refuse_rope()]
         if found:
             raise UserError("\n".join(found))
@@ -175,6 +181,11 @@ class DeepSeek(DecoderSizes):
                 f"DeepSeek.rope_high_frequency_factor={self.rope_high_frequency_factor} and above "
                 "0; YaRN has 1.0 and 32.0"
             )
+
+    @property
+    def objective(self) -> str:
+        """To tell the next token, or more of them."""
+        return "next_token" if self.predicted_tokens == 1 else "multi_token"
 
     @property
     def attention(self) -> AttentionFacts:
@@ -238,6 +249,16 @@ class DeepSeek(DecoderSizes):
         )
 
     @property
+    def predicting(self) -> tuple[PredictionModule, ...]:
+        """A module for each token after the next one."""
+        return tuple(
+            PredictionModule(
+                embed_dim=self.embed_dim, block=self.block, norm=self.norm, number=number
+            )
+            for number in range(self.layers, self.layers + self.predicted_tokens - 1)
+        )
+
+    @property
     def block(self) -> Block:
         """What every other layer computes."""
         return Block(
@@ -265,7 +286,7 @@ class DeepSeek(DecoderSizes):
             residual_stddev=self.residual_stddev,
             balance_weight=self.balance_weight,
             router_z_weight=0.0,
-            num_layers=self.layers,
+            num_layers=self.layers + self.predicted_tokens - 1,
             router=router,
         )
 

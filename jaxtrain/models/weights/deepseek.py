@@ -48,6 +48,15 @@ _EXPERTS: Lines = (
 _BIAS: Lines = (("mlp.gate.e_score_correction_bias", "experts/bias", "E->E"),)
 
 
+# What a module has around its layer that tells one token more.
+_PREDICTION: Lines = (
+    ("enorm.weight", "token_norm_scale", "D->D"),
+    ("hnorm.weight", "hidden_norm_scale", "D->D"),
+    ("eh_proj.weight", "project", "CD->DC"),
+    ("shared_head.norm.weight", "norm_scale", "D->D"),
+)
+
+
 def names(model: DeepSeek) -> tuple[Name, ...]:
     """The map between the names of both."""
     return tuple(_names(model))
@@ -65,6 +74,10 @@ def _names(model: DeepSeek) -> Iterator[Name]:
         yield Name(
             f"model.layers.{{L}}.{theirs}", f"layers/{ours}", f"L{form}", first=model.dense_layers
         )
+    for number in range(model.predicted_tokens - 1):
+        layer = f"model.layers.{model.num_layers + number}"
+        for theirs, ours, form in (*_PREDICTION, *attention, *of_experts):
+            yield Name(f"{layer}.{theirs}", f"predictors/{number}/{ours}", form)
     yield Name("model.norm.weight", "norm_scale", "D->D")
     if not model.tie_embeddings:
         yield Name("lm_head.weight", "output", "VD->VD")

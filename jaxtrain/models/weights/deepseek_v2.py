@@ -32,7 +32,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 
 def _write(model: DeepSeek) -> Mapping[str, Any] | None:
-    if model.router != "softmax" or model.normalize_gates:
+    if model.router != "softmax" or model.normalize_gates or model.predicted_tokens > 1:
         return None
     return {
         **deepseek.write_sizes(model),

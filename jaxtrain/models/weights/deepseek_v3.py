@@ -34,9 +34,19 @@ def _write(model: DeepSeek) -> Mapping[str, Any] | None:
         "scoring_func": "sigmoid",
         "rope_interleave": True,
         "aux_loss_alpha": model.balance_weight,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.predicted_tokens - 1,
     }
 
+
+# A module that predicts has the embedding and the output matrix beside it once more.
+_COPIES = {
+    f"model.layers.{number}.{name}": shared
+    for number in range(1, 128)
+    for name, shared in (
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("shared_head.head.weight", "lm_head.weight"),
+    )
+}
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
@@ -46,7 +56,8 @@ FAMILY = Family(
     write=_write,
     names=deepseek.names,
     prefix=deepseek.PREFIX,
-    copies=deepseek.COPIES,
-    # The published models' module that predicts one token more, which transformers passes over too.
+    copies={**deepseek.COPIES, **_COPIES},
+    # The published models' module that predicts a second token, where it is not asked for:
+    # transformers passes over it too.
     buffers=r"model\.layers\.61\..*",
 )

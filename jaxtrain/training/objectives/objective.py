@@ -66,6 +66,11 @@ class Objective(abc.ABC, Generic[M]):
           UserError: the model cannot take these data.
         """
 
+    def of(self, model: Model) -> "Objective":
+        """The same, with what it has of a model's settings."""
+        del model
+        return self
+
     def built(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
         """What makes the module, from a key: the model's own, or more around it."""
         return model.build

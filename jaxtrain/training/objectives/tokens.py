@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.config.errors import nearest_multiple
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Inputs, Model, TokenModel, token_model
+from jaxtrain.models.model import Inputs, Model, MultiTokenModel, TokenModel, token_model
 from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.softcap import capped
@@ -50,6 +50,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
       own: the sums of `of_hidden`; all others are the layers'.
       reserved: last tokens of the model's vocabulary that the data do not have.
       labels: whether targets are labels, and no tokens.
+      tells_further: whether modules that tell tokens after the next one are trained.
     """
 
     inputs: ClassVar[tuple[Inputs, ...]] = ("tokens",)
@@ -58,6 +59,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     own: ClassVar[tuple[str, ...]] = ("loss",)
     reserved: ClassVar[int] = 0
     labels: ClassVar[bool] = False
+    tells_further: ClassVar[bool] = False
 
     @abc.abstractmethod
     def of_hidden(
@@ -65,12 +67,53 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     ) -> Sums:
         """The sums `own` of what the last layer gave."""
 
+    def of_more_layers(
+        self,
+        model: Any,
+        h_BTD: jax.Array,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> Sums:
+        """Where layers of its own stand behind the last, their sums, and more of `own`."""
+        del model, h_BTD, batch, execution, settings, train
+        return {}
+
+    @final
+    def of_finished(
+        self,
+        model: Transformer,
+        h_BTD: jax.Array,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> Sums:
+        """All sums of finished hidden states."""
+        more = self.of_more_layers(model, h_BTD, batch, execution, settings, train=train)
+        return {**self.of_hidden(model, h_BTD, batch, settings, train=train), **more}
+
+    def in_order(self, batch: Batch) -> Batch:
+        """A batch in the order of its text, with what can be told in that order alone."""
+        return batch
+
     @final
     def refuse_model(self, model: Model) -> Iterator[str]:
-        """One that does not read tokens, or that says of its attention what this mask is not."""
+        """One that does not read tokens, that says of its attention what this mask is not, or that
+        has modules which would not be trained."""
         yield from self.refuse_inputs(model)
+        name = type(model).__name__
+        if isinstance(model, MultiTokenModel) and not self.tells_further:
+            told = model.predicted_tokens
+            if told > 1:
+                yield (
+                    f"{name}.predicted_tokens={told}, but the objective {self.name!r} trains no "
+                    f"module that tells further tokens; use {name}.predicted_tokens=1"
+                )
         if model.attention is not None and model.attention.causal != self.causal:
-            name = type(model).__name__
             yield (
                 f"{name}.attention has causal={model.attention.causal}, but {name}.objective="
                 f"{self.name!r} has causal={self.causal}; let both be the same"
@@ -86,7 +129,8 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     @final
     def arranged(self, batch: Batch, execution: Execution) -> Batch:
         """As in Objective: rows, and places over context."""
-        method, of_places = execution.context_parallel, dataclasses.replace(batch, rows=None)
+        method = execution.context_parallel
+        of_places = dataclasses.replace(self.in_order(batch), rows=None)
         arranged = jax.tree.map(lambda x_BT: along_context(x_BT, method), of_places)
         return dataclasses.replace(arranged, rows=batch.rows)
 
@@ -128,8 +172,8 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         h_BTD, _, of_layers = hidden(
             model, batch.inputs, batch.positions, self.mask(batch), execution
         )
-        own = self.of_hidden(model, h_BTD, batch, settings, train=train)
-        return {**own, **of_layers}, statistics
+        own = self.of_finished(model, h_BTD, batch, execution, settings, train=train)
+        return added(of_layers, own), statistics
 
     @final
     def reading(self, inputs: Any) -> Batch:
@@ -232,6 +276,11 @@ def token_loss(
             of_products, settings.chunk_size // split_before(), h_BTD, matrix_VD, batch.targets,
             mask_BT, bias_V,
         )  # fmt: skip
+
+
+def added(total: Sums, more: Sums) -> Sums:
+    """Both, name by name."""
+    return {**total, **{name: value + total.get(name, 0.0) for name, value in more.items()}}
 
 
 def _tokens(batch: Batch) -> jax.Array:

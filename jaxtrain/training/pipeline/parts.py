@@ -96,10 +96,12 @@ class Parts:
         return x_BTD, jax.tree.map(lambda x: x.sum(0), auxiliary)
 
     def head(self, layers: Variables, outer: Variables, x_BTD: jax.Array, micro: Batch) -> Sums:
-        """The objective's own sums of what comes out of the last layer."""
+        """The objective's sums of what comes out of the last layer."""
         model = self._model(layers, outer)
         h_BTD = model.finish(x_BTD)
-        return self.objective.of_hidden(model, h_BTD, micro, self.loss, train=self.train)
+        return self.objective.of_finished(
+            model, h_BTD, micro, self.execution, self.loss, train=self.train
+        )
 
     def _model(self, layers: Variables, outer: Variables) -> Any:
         return nnx.merge(self.graphdef, self.join(layers, outer))

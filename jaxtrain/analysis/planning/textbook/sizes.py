@@ -94,6 +94,17 @@ def deepseek_parameters(
     return (1 if tied else 2) * V * D + L * (attention + 2 * D) + D + mlps
 
 
+def prediction_module_parameters(*, D: int, layer: int) -> int:
+    """Of a module that tells one token more (arXiv 2412.19437, section 2.2): its layer, the
+    projection of 2 D to D, three norms. The embedding and the output matrix are the model's.
+
+    Args:
+      D: embed_dim.
+      layer: parameters of its layer.
+    """
+    return layer + 2 * D**2 + 3 * D
+
+
 def lstm_parameters(*, V: int, L: int, D: int) -> int:
     """All of an LSTM language model's, as wide as its embedding: two matrices of D times 4 D and a
     bias of 4 D a layer, the table and the output matrix (arXiv 1409.2329)."""
