@@ -109,12 +109,26 @@ def test_generate_prints_the_target_alone(runs, capsys):
     assert main([*arguments, "--temperature", "0"]) == 0
     expected = trainer.generate("123+456", temperature=0.0, max_new_tokens=6)
     assert capsys.readouterr().out == expected + "\n"
-    for more, sentence in (
-        (["--beams", "2"], "--beams 2"),
-        (["--stop", "x"], "--stop is for language models"),
-    ):
-        assert main([*arguments, *more]) == 2
-        assert sentence in capsys.readouterr().err
+    assert main([*arguments, "--beams", "2", "--stop", "x"]) == 2
+    assert "--beams 2: a beam ends at the end-of-text token" in capsys.readouterr().err
+
+
+def test_a_stop_string_ends_a_target_before_it(runs):
+    trainer, drawn = runs["t5"], Sampling(temperature=1.0)
+    sources = ["1+1", "22+9"]
+    whole = trainer.answers(sources, sampling=drawn, max_new_tokens=16, seed=5)
+    text = whole[0].text
+    stop = next(one for one in text[2:] if one.isascii() and one.isprintable())
+    pieces = []
+    found = trainer.answers(
+        sources, sampling=drawn, max_new_tokens=16, seed=5, stop=[stop], show=pieces.append
+    )
+    assert (found[0].text, found[0].ended) == (text[: text.find(stop)], "stop")
+    assert found[0].tokens == whole[0].tokens[: len(found[0].tokens)]
+    assert "".join(pieces) == found[0].text
+    assert found[1].text == whole[1].text.split(stop)[0]
+    with pytest.raises(UserError, match="--stop is empty"):
+        trainer.answers(sources, stop=[""])
 
 
 def test_a_plan_knows_the_step(tmp_path):

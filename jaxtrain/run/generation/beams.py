@@ -6,8 +6,8 @@ Letters: P prompts, W beams, B = P W rows, K candidates of a prompt, V vocab.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,18 +166,52 @@ def search(
       settings: how it is searched.
       ends: tokens that end an answer.
     """
-    W, V = settings.beams, sizes.vocab_size
     tokens_PT, padding_P = padded(program, sizes, prompts)
-    rows, length = tokens_PT.shape
-    room = length + rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
+    room = tokens_PT.shape[1] + rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
     logits_PV, cache = prefill(program, sizes, state, tokens_PT, padding_P, room=room)
+    return grow(
+        program, state, logits_PV, cache, padding_P, prompts, limits,
+        settings=settings, ends=ends, room=room, following=next_logits, rows_of=rows_of,
+    )  # fmt: skip
+
+
+def grow(
+    program: Program,
+    state: TrainState,
+    logits_PV: jax.Array,
+    cache: Any,
+    padding_P: np.ndarray,
+    seen: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    *,
+    settings: BeamSearch,
+    ends: Sequence[int],
+    room: int,
+    following: Callable[..., Any],
+    rows_of: Callable[..., Any],
+) -> list[Answer]:
+    """The answers to texts whose first tokens are known to a cache.
+
+    Args:
+      program, state, settings, ends: as of `search`.
+      logits_PV: of each text's next token.
+      cache: what is kept of the texts, one row each.
+      padding_P: places before a row's text.
+      seen: tokens that a repetition penalty knows of each text; rows beyond them are none.
+      limits: how many may follow each.
+      room: places of the cache.
+      following: makes the next logits, as `next_logits` does.
+      rows_of: (cache, rows_B, begun) -> the cache of these rows, any of them as often as it is
+        named; once the search has begun, each of them takes the place of a row of its own text.
+    """
+    (rows, V), W = logits_PV.shape, settings.beams
     every_B = np.repeat(np.arange(rows, dtype=np.int32), W)
-    logits_BV, cache = _chosen(logits_PV, cache, every_B)
+    logits_BV, cache = _chosen(logits_PV, cache, every_B, rows_of=rows_of)
     padding_B, drawing, seen_BV = padding_P[every_B], settings.drawing(), None
     if drawing:
         seen_BV = np.zeros((rows * W, V), bool)
-        for row, prompt in enumerate(prompts):
-            seen_BV[row * W : (row + 1) * W, prompt] = True
+        for row, tokens in enumerate(seen):
+            seen_BV[row * W : (row + 1) * W, tokens] = True
     searches = [Search(settings, limit, ends) for limit in limits]
     # So many that W of them go on even if every end stands among the best of every beam.
     K = min(max(2, 1 + len(ends)) * W, W * V)
@@ -204,8 +238,9 @@ def search(
         if all(one.done for one in searches):
             return [one.answer() for one in searches]
         logits_BV, cache, seen_BV = _grown(
-            program, state, cache, padding_B, seen_BV, parents_B, drawn_B, room=room
-        )
+            program, state, cache, padding_B, seen_BV, parents_B, drawn_B,
+            room=room, following=following, rows_of=rows_of,
+        )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -227,40 +262,50 @@ def _ranked(
     return totals_PK, places_PK, told_PK
 
 
-@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+@functools.partial(
+    jax.jit,
+    static_argnames=("program", "room", "following", "rows_of"),
+    donate_argnames="cache",
+)
 def _grown(
     program: Program,
     state: TrainState,
-    cache: Cache,
+    cache: Any,
     padding_B: jax.Array,
     seen_BV: jax.Array | None,
     parents_B: jax.Array,
     drawn_B: jax.Array,
     *,
     room: int,
-) -> tuple[jax.Array, Cache, jax.Array | None]:
+    following: Callable[..., Any],
+    rows_of: Callable[..., Any],
+) -> tuple[jax.Array, Any, jax.Array | None]:
     """Logits, cache and tokens seen after each row became its parent with one token more."""
     if seen_BV is not None:
         seen_BV = seen_BV[parents_B] | (drawn_B[:, None] == jnp.arange(seen_BV.shape[1]))
-    logits_B1V, cache = next_logits(
-        program.model(state), drawn_B[:, None], _rows(cache, parents_B), padding_B,
+    logits_B1V, cache = following(
+        program.model(state), drawn_B[:, None], rows_of(cache, parents_B, begun=True), padding_B,
         program.execution, room=room, last=1,
     )  # fmt: skip
     return logits_B1V[:, 0], cache, seen_BV
 
 
-@jax.jit
-def _chosen(logits_PV: jax.Array, cache: Cache, every_B: jax.Array) -> tuple[jax.Array, Cache]:
+@functools.partial(jax.jit, static_argnames="rows_of")
+def _chosen(
+    logits_PV: jax.Array, cache: Any, every_B: jax.Array, *, rows_of: Callable[..., Any]
+) -> tuple[jax.Array, Any]:
     """Some rows of both, any of them as often as it is named."""
-    return logits_PV[every_B], _rows(cache, every_B)
+    return logits_PV[every_B], rows_of(cache, every_B, begun=False)
 
 
-def _rows(cache: Cache, rows_B: jax.Array) -> Cache:
+def rows_of(cache: Cache, rows_B: jax.Array, *, begun: bool) -> Cache:
     """The cache of these rows, laid out as before."""
+    del begun
+    return Cache(tuple(chosen(x, rows_B) for x in cache.layers), cache.length)
 
-    def chosen(x: jax.Array) -> jax.Array:
-        sharding = jax.typeof(x).sharding
-        out = P() if sharding.mesh.empty else sharding.spec
-        return x.at[:, rows_B].get(out_sharding=out)
 
-    return Cache(tuple(chosen(x) for x in cache.layers), cache.length)
+def chosen(x: jax.Array, rows_B: jax.Array) -> jax.Array:
+    """These rows of an array [L, B, ...], laid out as before."""
+    sharding = jax.typeof(x).sharding
+    out = P() if sharding.mesh.empty else sharding.spec
+    return x.at[:, rows_B].get(out_sharding=out)

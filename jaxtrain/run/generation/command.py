@@ -46,8 +46,8 @@ def generate(arguments: argparse.Namespace) -> int:
     in_lines = arguments.prompts is not None or arguments.log_probabilities
     plain = isinstance(sampling, Sampling) and arguments.draft is None
     goes_on = reads_tokens(trainer.config.train.model)
-    streams = sys.stdout.isatty() and not in_lines and plain and goes_on
-    if streams:
+    streams = sys.stdout.isatty() and not in_lines and plain
+    if streams and goes_on:
         show(arguments.prompt)
     if arguments.draft is not None:
         answers = drafted(arguments, trainer, prompts, sampling)

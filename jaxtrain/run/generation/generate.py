@@ -4,8 +4,8 @@ Letters: B rows, E tokens that end a text.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxtrain.run.generation.decoding import (
     rounded,
 )  # fmt: skip
 from jaxtrain.run.generation.memory import Beginning, Memory
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.sampling import Drawing, Sampling
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.step import Program, TrainState
 
@@ -98,11 +98,7 @@ def generate(
       UserError: the model is no language model, a prompt is empty, holds tokens that it does not
         have or does not fit into its context, or a number is out of its range.
     """
-    if isinstance(sampling, BeamSearch) and watch is not None:
-        raise UserError(
-            f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its greatest "
-            "length, and is not shown before; leave stop strings out, or beams"
-        )
+    refuse_watched(sampling, watch)
     sizes, program = writes(model), for_texts(program)
     given = [checked(prompt, sizes) for prompt in prompts]
     limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
@@ -172,6 +168,15 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
     return max_new_tokens
 
 
+def refuse_watched(sampling: Sampling | BeamSearch, watch: Watch | None) -> None:
+    """Raises UserError where somebody watches a beam search."""
+    if isinstance(sampling, BeamSearch) and watch is not None:
+        raise UserError(
+            f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its greatest "
+            "length, and is not shown before; leave stop strings out, or beams"
+        )
+
+
 def refuse_seed(seed: int) -> None:
     """Raises UserError where a seed has more than 32 bits."""
     if not 0 <= seed <= MAX_SEED:
@@ -220,18 +225,53 @@ def _answered(
         told_BN=jnp.zeros((rows, new), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
+    answers, texts = written(
+        program, state, texts, list(prompts), limits,
+        drawing=drawing, keys_B=keys_B, ends=ends, room=room, watch=watch,
+    )  # fmt: skip
+    if memory is not None:
+        drawn_N = np.asarray(texts.drawn_BN)[0, : int(texts.count)]
+        memory.keep(begun, texts.cache, drawn_N.tolist())
+    return answers
+
+
+def written(
+    program: Program,
+    state: TrainState,
+    texts: Texts,
+    numbers: Sequence[int],
+    limits: Sequence[int],
+    *,
+    drawing: Drawing,
+    keys_B: jax.Array,
+    ends: Sequence[int],
+    room: int,
+    watch: Watch | None,
+    following: Callable[..., Any] | None = None,
+) -> tuple[list[Answer], Texts]:
+    """The answers of texts that are begun, and the texts with them.
+
+    Args:
+      program, state, texts, drawing, keys_B, room, following: as of `advance`.
+      numbers: of the texts in the first rows, by which the watch knows them.
+      limits: how many tokens may follow each of these.
+      ends: tokens that end an answer.
+      watch: may end one before.
+    """
     ends_E, until = np.asarray(ends, np.int32), 0
     most = max(limits)
     stops: dict[int, int] = {}  # rows that the watch has ended -> after how many tokens
     while True:
         until = most if watch is None else min(most, until + watch.every)
-        texts = advance(program, state, texts, drawing, keys_B, ends_E, until, room=room)
+        texts = advance(
+            program, state, texts, drawing, keys_B, ends_E, until, room=room, following=following
+        )
         # Whole on every device: each process reads them.
         drawn_BN, finished_B = np.asarray(texts.drawn_BN), np.array(texts.finished_B)
         lengths = [length_before_end(drawn_BN[row, : min(until, limit)], ends)
                    for row, limit in enumerate(limits)]  # fmt: skip
         if watch is not None:
-            for row, number in enumerate(prompts):
+            for row, number in enumerate(numbers):
                 if row not in stops:
                     at = watch.stopped_at(number, drawn_BN[row, : lengths[row]].tolist())
                     if at is not None:
@@ -239,8 +279,6 @@ def _answered(
             texts = dataclasses.replace(texts, finished_B=jnp.asarray(finished_B))
         if finished_B.all() or until == most:
             break
-    if memory is not None:
-        memory.keep(begun, texts.cache, drawn_BN[0, : int(texts.count)].tolist())
     told_BN, answers = np.asarray(texts.told_BN), []
     for row, limit in enumerate(limits):
         ended: Ended = "length" if lengths[row] == limit else "end"
@@ -248,7 +286,7 @@ def _answered(
             lengths[row], ended = stops[row], "stop"
         tokens, told = drawn_BN[row, : lengths[row]], told_BN[row, : lengths[row]]
         answers.append(Answer(tokens=tokens.tolist(), log_probabilities=told.tolist(), ended=ended))
-    return answers
+    return answers, texts
 
 
 def _filled(values: list[int], rows: int, value: int) -> np.ndarray:

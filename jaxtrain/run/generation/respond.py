@@ -36,22 +36,22 @@ def respond(
       state: its parameters.
       prompts: texts, or lists of token ids.
     """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) != len(prompts) and (texts or stop or show):
+        raise UserError(
+            "Trainer.answers: prompts that are token ids go with no text: give all of them as "
+            "texts, or leave texts, `stop` and `show` out"
+        )
     if reads_pairs(train.model):
         return tell(
             program, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
-            stop=stop, seed=seed, batch_size=batch_size,
+            stop=stop, seed=seed, batch_size=batch_size, show=show,
         )  # fmt: skip
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) == len(prompts):
         return write(
             program, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=seed, stop=stop, batch_size=batch_size, show=show,
         )  # fmt: skip
-    if texts or stop or show:
-        raise UserError(
-            "Trainer.answers: prompts that are token ids go with no text: give all of them as "
-            "texts, or leave texts, `stop` and `show` out"
-        )
     ids: Any = prompts
     return generate(
         program, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,

@@ -5,7 +5,7 @@ Letters: B rows, S source length, T target length, V vocab.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from jaxtrain.nn.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import LayerCache, logits
 from jaxtrain.parallel.sharding import shard
-from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
+from jaxtrain.run.generation import beams
+from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, advance, for_texts, rounded
-from jaxtrain.run.generation.generate import refuse_seed
+from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, for_texts, rounded
+from jaxtrain.run.generation.generate import Watch, refuse_seed, refuse_watched, written
 from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.stopping import Stopping
 from jaxtrain.run.generation.write import encoded
 from jaxtrain.training.settings import Train
 from jaxtrain.training.step import Program, TrainState
@@ -61,6 +63,7 @@ def tell(
     stop: Sequence[str],
     seed: int,
     batch_size: int,
+    show: Callable[[str], None] | None = None,
 ) -> list[Answer]:
     """What a trained encoder-decoder tells of sources: texts, answered in text, or token ids.
 
@@ -70,11 +73,12 @@ def tell(
       state: the trained state.
       prompts: the sources.
       max_new_tokens, sampling, seed, batch_size: as of `targets`.
-      stop: none: a target ends with its token.
+      stop: strings before which the target of a text ends.
+      show: is given the first text's target piece by piece while it is written.
 
     Raises:
-      UserError: the data are no pairs, a source cannot be read, or what is asked for is only there
-        for language models.
+      UserError: the data are no pairs, a source cannot be read, a stop string is empty, or a beam
+        search is to stop at one.
     """
     if not isinstance(train.data, PairData | SpanData):
         raise UserError(
@@ -82,15 +86,7 @@ def tell(
             "begins and ends with; a model of pairs tells of sources where its data are "
             "@PairData() or @SpanData()"
         )
-    if stop:
-        raise UserError("--stop is for language models: a target ends with its own token")
-    if isinstance(sampling, BeamSearch):
-        raise UserError(
-            f"--beams {sampling.beams}: only language models are searched; leave --beams out"
-        )
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts and len(texts) != len(prompts):
-        raise UserError("Trainer.answers: give all prompts as texts, or all as token ids")
     tokenizer = train.data.open_tokenizer() if train.data.source != "synthetic" else None
     if tokenizer is None or tokenizer.end_of_text is None:
         section = "PairData" if isinstance(train.data, PairData) else "TextData"
@@ -100,14 +96,18 @@ def tell(
         )
     ids = [encoded(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
            for prompt in prompts]  # fmt: skip
+    # A target begins with nothing: it is the text of its own tokens alone.
+    watch = Stopping(tokenizer, [[]] * len(ids), stop, show)
     answers = targets(
         program, pair_model(train.model), state, ids,
         begin=train.data.begin, end=tokenizer.end_of_text, max_new_tokens=max_new_tokens,
-        sampling=sampling, seed=seed, batch_size=batch_size,
+        sampling=sampling, seed=seed, batch_size=batch_size, watch=watch if stop or show else None,
     )  # fmt: skip
     if not texts:
         return answers
-    return [dataclasses.replace(one, text=tokenizer.decode(one.tokens)) for one in answers]
+    told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
+    watch.show_rest(told[0].text or "")
+    return told
 
 
 def targets(
@@ -119,9 +119,10 @@ def targets(
     begin: int,
     end: int,
     max_new_tokens: int | None,
-    sampling: Sampling,
+    sampling: Sampling | BeamSearch,
     seed: int,
     batch_size: int,
+    watch: Watch | None = None,
 ) -> list[Answer]:
     """What a trained encoder-decoder writes of each source, in their order.
 
@@ -133,14 +134,16 @@ def targets(
       begin: the token that a target's first is told from.
       end: the token that ends a target.
       max_new_tokens: how many to draw for each at most; None: 100, or as many as fit.
-      sampling: how to draw them.
+      sampling: how to draw them, or to search for the likeliest.
       seed: of the draws; a source's are of its number among them.
       batch_size: sources that are answered at one time.
+      watch: may end a target before.
 
     Raises:
       UserError: a source is empty, holds tokens that the model does not have or does not fit into
         its context, or a number is out of its range.
     """
+    refuse_watched(sampling, watch)
     limit = _limit(max_new_tokens, sizes)
     refuse_seed(seed)
     if batch_size < 1:
@@ -153,12 +156,29 @@ def targets(
             some = sources[first : first + batch_size]
             rows = _rows(len(some), program)
             source_BS, real_BS = _padded(some, rows, sizes)
+            # One place more than is drawn: the first holds `begin`, and what the last token would
+            # lead to is made, and not looked at.
+            new = rounded(limit, least=LEAST_LENGTH, most=sizes.context_length)
+            logits_BV, read = _read(program, sizes, state, source_BS, real_BS, begin, room=new + 1)
+            limits = [limit] * len(some)
+            if isinstance(sampling, BeamSearch):
+                answers += beams.grow(
+                    program, state, logits_BV, read, np.zeros(rows, np.int32),
+                    [[begin]] * len(some), limits, settings=sampling, ends=[end], room=new + 1,
+                    following=_following, rows_of=_rows_of,
+                )  # fmt: skip
+                continue
             numbers = np.minimum(first + np.arange(rows), len(sources) - 1)
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-            answers += _of_batch(
-                program, sizes, state, source_BS, real_BS, keys_B,
-                count=len(some), begin=begin, end=end, limit=limit, sampling=sampling,
-            )  # fmt: skip
+            drawing = sampling.drawing()
+            begun = _begun(
+                read, logits_BV, limits, begin, new, seen="repetition_penalty" in drawing
+            )
+            answers += written(
+                program, state, begun, range(first, first + len(some)), limits,
+                drawing=drawing, keys_B=keys_B, ends=[end], room=new + 1, watch=watch,
+                following=_following,
+            )[0]  # fmt: skip
     return answers
 
 
@@ -208,49 +228,36 @@ def _padded(
     return tokens_BS, real_BS
 
 
-def _of_batch(
-    program: Program,
-    sizes: PairModel,
-    state: TrainState,
-    source_BS: np.ndarray,
-    real_BS: np.ndarray,
-    keys_B: jax.Array,
-    *,
-    count: int,
-    begin: int,
-    end: int,
-    limit: int,
-    sampling: Sampling,
-) -> list[Answer]:
-    """The answers to the first `count` rows."""
-    rows, room = len(source_BS), rounded(limit, least=LEAST_LENGTH, most=sizes.context_length)
-    # One place more than is drawn: the first holds `begin`, and what the last token would lead to
-    # is made, and not looked at.
-    logits_BV, read = _read(program, sizes, state, source_BS, real_BS, begin, room=room + 1)
-    drawing = sampling.drawing()
-    texts = Texts(
+def _begun(
+    read: Read, logits_BV: jax.Array, limits: Sequence[int], begin: int, new: int, *, seen: bool
+) -> Texts:
+    """Targets of which nothing but `begin` is written; rows beyond the limits are none."""
+    rows, V = logits_BV.shape
+    seen_BV = jnp.broadcast_to(jnp.arange(V) == begin, (rows, V)) if seen else None
+    return Texts(
         cache=read,
         logits_BV=logits_BV,
         padding_B=jnp.zeros(rows, jnp.int32),
-        seen_BV=jnp.zeros(logits_BV.shape, bool) if "repetition_penalty" in drawing else None,
-        finished_B=jnp.arange(rows) >= count,
-        limit_B=jnp.full(rows, limit, jnp.int32),
-        drawn_BN=jnp.zeros((rows, room), jnp.int32),
-        told_BN=jnp.zeros((rows, room), jnp.float32),
+        seen_BV=seen_BV,
+        finished_B=jnp.arange(rows) >= len(limits),
+        limit_B=jnp.full(rows, max(limits), jnp.int32),
+        drawn_BN=jnp.zeros((rows, new), jnp.int32),
+        told_BN=jnp.zeros((rows, new), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
-    ends_E = np.array([end], np.int32)
-    texts = advance(
-        program, state, texts, drawing, keys_B, ends_E, limit, room=room + 1, following=_following
+
+
+def _rows_of(read: Read, rows_B: jax.Array, *, begun: bool) -> Read:
+    """What is kept of these rows. All beams of a source remember the same of it, so that beams
+    which take each other's places bring only what is kept of their targets."""
+    cache = beams.rows_of(read.cache, rows_B, begun=begun)
+    if begun:
+        return dataclasses.replace(read, cache=cache)
+    return Read(
+        cache,
+        jax.tree.map(lambda x: beams.chosen(x, rows_B), read.remembered),
+        beams.chosen(read.source_segment_ids_BS[None], rows_B)[0],
     )
-    # Whole on every device: each process reads them.
-    drawn_BN, told_BN, answers = np.asarray(texts.drawn_BN), np.asarray(texts.told_BN), []
-    for row in range(count):
-        length = length_before_end(drawn_BN[row, :limit], [end])
-        ended: Ended = "length" if length == limit else "end"
-        tokens, told = drawn_BN[row, :length].tolist(), told_BN[row, :length].tolist()
-        answers.append(Answer(tokens=tokens, log_probabilities=told, ended=ended))
-    return answers
 
 
 @functools.partial(jax.jit, static_argnames=("program", "sizes", "room"))
