@@ -41,7 +41,8 @@ class Row:
       model: what is trained, in words.
       config: a shipped config, or the text of one; `{folder}` is where the data are.
       published: what was published, in words; empty: nothing was.
-      metric: of the last evaluation, a share that is told in percent.
+      metric: of the last evaluation.
+      unit: of it; '%' tells a share in percent.
       devices: simulated ones, over which `fsdp` is split.
     """
 
@@ -49,6 +50,7 @@ class Row:
     config: str
     published: str = ""
     metric: str = "eval_accuracy"
+    unit: str = "%"
     devices: int = 1
 
     def source(self, folder: Path) -> str:
@@ -67,7 +69,6 @@ Optimizer.weight_decay = 0.0
 Optimizer.clip_norm = None
 """
 SIGNALS = """
-Train.model = @MLP()
 Train.data = @VectorData()
 Train.steps = 6000
 VectorData.source = '{folder}/mnist1d.npz'
@@ -78,6 +79,8 @@ Optimizer.learning_rate = 1e-2
 Schedule.name = 'constant'
 Schedule.warmup_steps = 0
 """
+MLP = "Train.model = @MLP()\nMLP.widths = "
+CNN = "Train.model = @SignalCNN()\nSignalCNN.features = 40"
 TEXTS = """
 Train.model = @GRU()
 Train.data = @LabelledText()
@@ -100,11 +103,14 @@ Schedule.warmup_steps = 100
 
 ROWS = {
     "mnist1d_logistic": Row(
-        "logistic regression on MNIST-1D", MNIST1D + SIGNALS + "MLP.widths = (40, 10)", "32 %"
+        "logistic regression on MNIST-1D", MNIST1D + SIGNALS + MLP + "(40, 10)", "32 %"
     ),
     "mnist1d_mlp": Row(
-        "MLP 40-100-100-10 on MNIST-1D", MNIST1D + SIGNALS + "MLP.widths = (40, 100, 100, 10)",
+        "MLP 40-100-100-10 on MNIST-1D", MNIST1D + SIGNALS + MLP + "(40, 100, 100, 10)",
         "68 %", devices=2,
+    ),
+    "mnist1d_cnn": Row(
+        "the authors' convolutional network on MNIST-1D", MNIST1D + SIGNALS + CNN, "94 %"
     ),
     "mnist1d_gru": Row(
         f"GRU both ways on MNIST-1D, each number one of {LEVELS} levels", MNIST1D + TEXTS, "91 %"
@@ -114,8 +120,24 @@ ROWS = {
         metric="eval_exact_match",
     ),
     "mlp_digits": Row("MLP on digits", "mlp_digits"),
-    "lenet_mnist5k": Row("LeNet-5 on 5,000 images of MNIST", "lenet_mnist5k"),
     "resnet_digits": Row("ResNet-20 on digits", "resnet_digits"),
+    "vit_digits": Row("ViT on digits", "vit_digits"),
+    "lenet_mnist5k": Row("LeNet-5 on 5,000 images of MNIST", "lenet_mnist5k"),
+    "alexnet_mnist5k": Row("narrow AlexNet on the same", "alexnet_mnist5k"),
+    "vgg11_mnist5k": Row("narrow VGG-11 with batch norms on the same", "vgg11_mnist5k"),
+    "googlenet_mnist5k": Row("narrow GoogLeNet with batch norms on the same", "googlenet_mnist5k"),
+    "autoencoder_mnist5k": Row(
+        "autoencoder through 3 numbers on the same (three principal components: 0.0520)",
+        "autoencoder_mnist5k", metric="eval_loss", unit="mean squared error",
+    ),
+    "bert_tiny": Row(
+        "BERT on Python's library and reference (entropy of its bytes: 3.308)", "bert_tiny",
+        metric="eval_loss", unit="nats a hidden byte",
+    ),
+    "t5_tiny": Row(
+        "T5 on spans of the same", "t5_tiny",
+        metric="eval_loss", unit="nats a byte of lost spans",
+    ),
 }  # fmt: skip
 TABLE = Table("benchmarks.learns", HEAD, tuple(ROWS))
 
@@ -154,7 +176,8 @@ def cells_of(row: Row, parameters: int, line: Mapping[str, Any]) -> list[str]:
     """
     minutes = sum(line["goodput_seconds"].values()) / 60
     mesh = f"fsdp={row.devices}" if row.devices > 1 else "one device"
-    told = f"{100 * line[row.metric]:.1f} %"
+    value = line[row.metric]
+    told = f"{100 * value:.1f} %" if row.unit == "%" else f"{value:.3g} {row.unit}"
     return [row.model, f"{parameters:,}", mesh, row.published, told, f"{minutes:.1f}"]
 
 

@@ -26,6 +26,7 @@ from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 
 IMAGES = ("batch", "height", "width", "channels_in")
+SIGNALS = ("batch", "width", "channels_in")
 
 
 NormKind = Literal["batch", "group", "instance", "layer"]
@@ -142,8 +143,8 @@ def convolutions_of(plan: Plan) -> list[Convolution]:
     return [part for part in plan if isinstance(part, Convolution)]
 
 
-def refuse_side(model: object, plan: Plan, side: int) -> None:
-    """Raises UserError for images of which nothing is left before the plan's end."""
+def least_side(plan: Plan, side: int) -> int:
+    """The least side, this or a longer one, of which something is left at the plan's end."""
 
     def fits(side: int) -> bool:
         for part in plan:
@@ -152,8 +153,13 @@ def refuse_side(model: object, plan: Plan, side: int) -> None:
                 return False
         return True
 
-    if not fits(side):
-        least = next(more for more in itertools.count(side + 1) if fits(more))
+    return next(more for more in itertools.count(side) if fits(more))
+
+
+def refuse_side(model: object, plan: Plan, side: int) -> None:
+    """Raises UserError for images of which nothing is left before the plan's end."""
+    least = least_side(plan, side)
+    if least != side:
         name = type(model).__name__
         raise UserError(f"{name} on images of {side} pixels a side; use at least {least}")
 
@@ -172,25 +178,33 @@ class Convolved(nnx.Module):
     """A convolution with bias, and a norm where one is asked for.
 
     The channels that come out are split over `tensor` where they are a multiple of 8; those that
-    go in are gathered.
+    go in are gathered. `of` is what it reads: IMAGES or SIGNALS.
     """
 
     def __init__(
-        self, plan: Convolution, key: jax.Array, norm: Norm | None, init: Initializer = HE
+        self,
+        plan: Convolution,
+        key: jax.Array,
+        norm: Norm | None = None,
+        init: Initializer = HE,
+        of: tuple[str, ...] = IMAGES,
     ) -> None:
-        shape = (plan.size, plan.size, plan.channels_in, plan.channels)
-        axis = fan_out(plan.channels)
-        axes = ("height", "width", fan_in(plan.channels_in), axis)
-        self.weight = param(key, shape, axes, init)
-        self.bias = param(key, shape[3:], (axis,), constant(0.0))
+        along, axis = of[1:-1], fan_out(plan.channels)
+        shape = (*[plan.size] * len(along), plan.channels_in, plan.channels)
+        self.weight = param(key, shape, (*along, fan_in(plan.channels_in), axis), init)
+        self.bias = param(key, shape[-1:], (axis,), constant(0.0))
         self.norm = None if norm is None else norm.of(key, plan.channels, axis)
-        self.stride, self.padding = plan.stride, plan.padding
+        self.stride, self.padding, self.of = plan.stride, plan.padding, of
+
+    def convolved(self, x: jax.Array) -> jax.Array:
+        """Activations that no norm has seen."""
+        kernel = gather(self.weight)
+        x = shard(x, self.of).astype(kernel.dtype)
+        return add_bias(convolution(x, kernel, self.stride, self.padding), self.bias)
 
     def __call__(self, x_BHWC: jax.Array, running: Running) -> jax.Array:
         """Activations, normed where there is a norm."""
-        kernel = gather(self.weight)
-        x_BHWC = shard(x_BHWC, IMAGES).astype(kernel.dtype)
-        x_BHWC = add_bias(convolution(x_BHWC, kernel, self.stride, self.padding), self.bias)
+        x_BHWC = self.convolved(x_BHWC)
         if isinstance(self.norm, BatchNorm):
             return running.normed(x_BHWC, self.norm)
         return x_BHWC if self.norm is None else self.norm(x_BHWC)

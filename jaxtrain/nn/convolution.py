@@ -1,5 +1,6 @@
 """Convolutions and pooling over images, their gradients in the forms that compilers do well.
 
+A signal is convolved as an image is, along its one dimension.
 Letters: B batch, H height, W width, C channels in, D channels out, S size of the kernel.
 """
 
@@ -16,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import current_layout
 
-_ORDER = ("NHWC", "HWIO", "NHWC")
+# By the dimensions of what is convolved: signals, images.
+_ORDER = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC")}
 # Of the patches of one tile: what a core's second-level cache holds beside the gradient.
 _TILE_BYTES = 5 * 2**19
 Kept = tuple[jax.Array, jax.Array]
@@ -28,8 +30,8 @@ def convolution(
     """x convolved with a kernel [S, S, C, D]; D is split over the mesh as the kernel's is.
 
     Args:
-      x_BHWC: images, whole along C.
-      kernel: the kernel.
+      x_BHWC: images, whole along C; or signals [B, W, C].
+      kernel: the kernel; of signals [S, C, D].
       stride: pixels from one result to the next.
       padding: pixels of zeros on every side, as PyTorch has them (JAX's "SAME" pads a strided
         convolution on one side only); None is S // 2.
@@ -47,12 +49,12 @@ def _convolved(
 ) -> jax.Array:
     border = kernel.shape[0] // 2 if padding is None else padding
     of_x, of_kernel = jax.typeof(x_BHWC).sharding, jax.typeof(kernel).sharding
-    out = None
-    if not of_kernel.mesh.empty and of_kernel.spec[3] is not None:
-        out = P(of_x.spec[0], None, None, of_kernel.spec[3])
+    out, along = None, x_BHWC.ndim - 2
+    if not of_kernel.mesh.empty and of_kernel.spec[-1] is not None:
+        out = P(of_x.spec[0], *[None] * along, of_kernel.spec[-1])
     return lax.conv_general_dilated(
-        x_BHWC, kernel, (stride, stride), [(border, border)] * 2, dimension_numbers=_ORDER,
-        out_sharding=out,
+        x_BHWC, kernel, (stride,) * along, [(border, border)] * along,
+        dimension_numbers=_ORDER[x_BHWC.ndim], out_sharding=out,
     )  # fmt: skip
 
 
@@ -66,7 +68,9 @@ def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array) -> int:
     alone = layout is None or layout.mesh.size == 1
     if not alone or platform_of(jax.sharding.get_abstract_mesh()) != "cpu":
         return 0
-    if x_BHWC.dtype != jnp.float32 or kernel.shape[0] == 1 or kernel.shape[0] % 2 == 0:
+    if x_BHWC.ndim == 3 or x_BHWC.dtype != jnp.float32:
+        return 0
+    if kernel.shape[0] == 1 or kernel.shape[0] % 2 == 0:
         return 0
     images, *sizes = x_BHWC.shape
     patches = 4 * kernel.shape[0] ** 2 * sizes[0] * sizes[1] * sizes[2]

@@ -190,9 +190,10 @@ def _of_no_sequence(config: Config, model: Model) -> Iterator[str]:
 def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
     name, features = type(model).__name__, batch.inputs.shape[1]
     if features != model.features:
+        setting = f"{name}.features" if "features" in vars(model) else f"the first of {name}.widths"
         yield (
             f"{name} reads vectors of {model.features} numbers, but those of "
-            f"{type(data).__name__} have {features}; set the first of {name}.widths to {features}"
+            f"{type(data).__name__} have {features}; set {setting} to {features}"
         )
 
 

@@ -1,0 +1,122 @@
+"""Convolutions along a signal, a row of numbers, and one layer over what they leave of it.
+
+Source: the convolutional network of MNIST-1D, Greydanus and Kobak 2020 (arXiv 2011.14439).
+Letters: B batch, W places, C channels, O classes.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.convnet import SIGNALS, Convolution, Convolved, least_side
+from jaxtrain.nn.dense import Dense
+from jaxtrain.nn.execution import Execution
+from jaxtrain.parallel.sharding import shard
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SignalCNN:
+    """Sizes of a convolutional network that reads signals; the defaults are MNIST-1D's.
+
+    Attributes:
+      features: numbers of a signal, which are its places.
+      outputs: classes to tell apart.
+      filters: channels of each convolution, whose result goes through ReLU.
+      sizes: places that each of them reads at one time.
+      stride: places from one result to the next.
+      padding: places of zeros before and after.
+    """
+
+    features: int = 40
+    outputs: int = 10
+    filters: tuple[int, ...] = (25, 25, 25)
+    sizes: tuple[int, ...] = (5, 3, 3)
+    stride: int = 2
+    padding: int = 1
+
+    inputs: ClassVar[Inputs] = "vectors"
+    objective = "classification"
+    # Its layers differ in shape: there is no stack of equal ones.
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+    settings: ClassVar[dict[str, str]] = {"fan_in": "filters", "fan_out": "filters"}
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "features", "outputs", "stride")
+        refuse_below(0, self, "padding")
+        if not self.filters or len(self.filters) != len(self.sizes):
+            raise UserError(
+                f"SignalCNN.filters={self.filters} with SignalCNN.sizes={self.sizes}: use as many "
+                "of the one as of the other, at least one"
+            )
+        if min(*self.filters, *self.sizes) < 1:
+            raise UserError(
+                f"SignalCNN.filters={self.filters}, SignalCNN.sizes={self.sizes}: use numbers of "
+                "at least 1"
+            )
+        least = least_side(self.plan, self.features)
+        if least != self.features:
+            raise UserError(
+                f"SignalCNN.features={self.features}: nothing of so short a signal is left after "
+                f"the convolutions; use at least {least}"
+            )
+
+    @property
+    def plan(self) -> tuple[Convolution, ...]:
+        """The convolutions."""
+        pairs = itertools.pairwise((1, *self.filters))
+        return tuple(
+            Convolution(*pair, size, self.stride, self.padding)
+            for pair, size in zip(pairs, self.sizes, strict=True)
+        )
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """That come out of each convolution."""
+        ways = itertools.accumulate(self.plan, lambda w, part: part.side(w), initial=self.features)
+        return tuple(ways)[1:]
+
+    def build(self, key: jax.Array) -> "SignalNet":
+        """The module with freshly drawn parameters."""
+        return SignalNet(self, key)
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one signal: 3 x 2 x the multiply-adds of all layers."""
+        del shape
+        of_plan = zip(self.places, self.plan, strict=True)
+        along = sum(w * part.size * part.channels_in * part.channels for w, part in of_plan)
+        return 6.0 * (along + self.places[-1] * self.filters[-1] * self.outputs)
+
+
+class SignalNet(nnx.Module):
+    """Signals to logits."""
+
+    def __init__(self, sizes: SignalCNN, key: jax.Array) -> None:
+        *keys, key_head = jax.random.split(key, len(sizes.plan) + 1)
+        parts = zip(sizes.plan, keys, strict=True)
+        self.convolutions = nnx.List([Convolved(part, one, of=SIGNALS) for part, one in parts])
+        flat = sizes.places[-1] * sizes.filters[-1]
+        self.head = Dense(key_head, flat, sizes.outputs, role="output")
+
+    def __call__(
+        self, x_BD: jax.Array, statistics: Any, execution: Execution, *, train: bool
+    ) -> tuple[jax.Array, Any]:
+        """Logits [B, O]; as in `Predictor`."""
+        del train
+        x_BWC = x_BD[..., None]
+        for i, layer in enumerate(self.convolutions):
+            with jax.named_scope(f"convolution_{i}"):
+                x_BWC = jax.nn.relu(layer.convolved(x_BWC))
+        # Whole along the channels, which are flattened with the places.
+        x_BWC = shard(x_BWC, SIGNALS)
+        with jax.named_scope("head"):
+            return self.head(x_BWC.reshape(x_BWC.shape[0], -1), execution), statistics
