@@ -33,10 +33,15 @@ T5 = [
     "T5.num_heads = 4", "T5.head_dim = 8", "T5.mlp_dim = 64", "T5.context_length = 16",
     "T5.buckets = 8", "T5.distance = 9",
 ]  # fmt: skip
-MODELS = {"transformer": TRANSFORMER, "t5": T5}
+SEQ2SEQ = [
+    "Train.model = @Seq2Seq()", "Seq2Seq.num_layers = 2", "Seq2Seq.embed_dim = 32",
+    "Seq2Seq.context_length = 16", "Seq2Seq.bidirectional = True",
+]  # fmt: skip
+MODELS = {"transformer": TRANSFORMER, "t5": T5, "seq2seq": SEQ2SEQ}
 MESHES = {
     "transformer": ["Mesh.fsdp = 2", "Mesh.tensor = 2", "Mesh.data = 2"],
     "t5": ["Mesh.fsdp = 1", "Mesh.tensor = 2"],
+    "seq2seq": ["Mesh.fsdp = 2"],
 }
 
 
@@ -46,10 +51,12 @@ def config_of(name, *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Trained for some steps: the Transformer in a folder and on all devices, T5 on two."""
+    """Trained for some steps: the Transformer in a folder and on all devices, the others on
+    two."""
     made = {
         "transformer": Trainer(config_of("transformer"), tmp_path_factory.mktemp("transformer")),
         "t5": Trainer(config_of("t5"), devices=jax.devices()[:2]),
+        "seq2seq": Trainer(config_of("seq2seq"), devices=jax.devices()[:2]),
     }
     for trainer in made.values():
         trainer.train()

@@ -188,7 +188,7 @@ class MultiTokenModel(TokenModel, Protocol):
 
 @runtime_checkable
 class PairModel(Model, Protocol):
-    """What is asked besides of a model whose inputs are pairs; its module is an `EncoderDecoder`.
+    """What is asked besides of a model whose inputs are pairs; its module is a `PairModule`.
 
     Its `layers` are those of each of its two stacks.
     """

@@ -314,11 +314,12 @@ def _pairs(
     """Both stacks of as many layers, and random pairs that do not fill their rows."""
     fields, block = vars(model), min(own.scan.layers_per_iteration, 2)
     small = {"vocab_size": VOCABULARY, "num_layers": _layers(model.layers, 1, block, 1, 1)}
-    assert model.attention is not None, "two stacks meet in attention"
-    heads = _heads(own, model.attention, sizes, most)["num_heads"]
-    small |= {"num_heads": heads, "head_dim": HEAD_DIM, "embed_dim": HEAD_DIM * heads}
-    ratio = fields["mlp_dim"] / model.embed_dim
-    small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
+    small["embed_dim"] = 2 * UNIT
+    if model.attention is not None:
+        heads = _heads(own, model.attention, sizes, most)["num_heads"]
+        small |= {"num_heads": heads, "head_dim": HEAD_DIM, "embed_dim": HEAD_DIM * heads}
+        ratio = fields["mlp_dim"] / model.embed_dim
+        small["mlp_dim"] = max(round(ratio * small["embed_dim"] / UNIT), 1) * UNIT
     small["context_length"] = SEQUENCE
     small = {name: value for name, value in small.items() if name in fields}
     pairs = PairData(

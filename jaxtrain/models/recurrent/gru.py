@@ -1,26 +1,15 @@
-"""GRU language model: an embedding, recurrent layers one above the other, an output matrix.
+"""GRU language model: an embedding, gated recurrent layers one above the other, an output matrix.
 
-Source: Cho et al. 2014 (arXiv 1406.1078); the cell is `torch.nn.GRU`'s, whose reset gate
-multiplies the state's product and not the state.
-Letters: B batch, D embed and state, G = 3 D (reset and update gate and candidate, in this order).
+Source: Cho et al. 2014 (arXiv 1406.1078).
 """
 
 import dataclasses
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
+from jaxtrain.nn.gated import gated
 from jaxtrain.nn.recurrent import Recurrent
-
-
-def cell(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
-    """Between the state and a candidate, as the update gate says."""
-    (x_r, x_z, x_n), (u_r, u_z, u_n) = jnp.split(x_BG, 3, axis=-1), jnp.split(u_BG, 3, axis=-1)
-    r, z = jax.nn.sigmoid(x_r + u_r), jax.nn.sigmoid(x_z + u_z)
-    return (1 - z) * jnp.tanh(x_n + r * u_n) + z * h_BD
 
 
 @configurable
@@ -49,4 +38,4 @@ class GRU(RecurrentSizes):
 
     def one_way(self, state_dim: int) -> Recurrent:
         """What a layer computes in one direction, with a state of this width."""
-        return Recurrent(self.embed_dim, state_dim, 3, cell, "gru")
+        return gated(self.embed_dim, state_dim)

@@ -4,6 +4,7 @@ Letters: V vocab, C classes, D embed, N of 6N.
 """
 
 import math
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import jax
@@ -23,6 +24,33 @@ class RecurrentLayer(Layer, Protocol):
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token."""
         ...
+
+
+class Directed(Protocol):
+    """What says whether its layers go both ways, and how wide they are."""
+
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def bidirectional(self) -> bool: ...
+
+
+def refuse_odd_halves(sizes: Directed) -> None:
+    """Raises UserError where two directions cannot have half of the width each."""
+    if sizes.bidirectional and sizes.embed_dim % 2:
+        name = type(sizes).__name__
+        raise UserError(
+            f"{name}.embed_dim={sizes.embed_dim} with {name}.bidirectional=True: each direction "
+            f"has half of it; use {sizes.embed_dim + 1}"
+        )
+
+
+def one_or_both_ways(sizes: Directed, one_way: Callable[[int], RecurrentLayer]) -> RecurrentLayer:
+    """A layer in as many directions, out of what one computes with a state of some width."""
+    if not sizes.bidirectional:
+        return one_way(sizes.embed_dim)
+    half = one_way(sizes.embed_dim // 2)
+    return BothWays(half, half.matmul_parameters())
 
 
 class RecurrentSizes(Protocol):
@@ -72,19 +100,12 @@ class RecurrentSizes(Protocol):
                 f"{name}.bidirectional=True with {name}.objective='next_token' would read what it "
                 f"is to tell; use {name}.objective='token_classification', or False"
             )
-        if self.bidirectional and self.embed_dim % 2:
-            raise UserError(
-                f"{name}.embed_dim={self.embed_dim} with {name}.bidirectional=True: each direction "
-                f"has half of it; use {self.embed_dim + 1}"
-            )
+        refuse_odd_halves(self)
 
     @property
     def layer(self) -> RecurrentLayer:
         """What every layer computes."""
-        if not self.bidirectional:
-            return self.one_way(self.embed_dim)
-        half = self.one_way(self.embed_dim // 2)
-        return BothWays(half, half.matmul_parameters())
+        return one_or_both_ways(self, self.one_way)
 
     # A protocol's member without a body would be asked of each model.
 

@@ -6,6 +6,7 @@ Letters: B rows, S source length, T target length, V vocab.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.models.model import PairModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
-from jaxtrain.nn.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import LayerCache, logits
+from jaxtrain.nn.pair_module import PairModule
+from jaxtrain.nn.transformer import logits
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.run.generation import beams
 from jaxtrain.run.generation.answer import Answer
@@ -42,13 +43,13 @@ class Read:
     """What is kept of sources, and of their targets so far.
 
     Attributes:
-      cache: the decoder's keys and values of the targets' tokens.
-      remembered: the sources' keys and values in every layer.
+      cache: what the decoder keeps of the targets' tokens.
+      remembered: what it keeps of the sources.
       source_segment_ids_BS: 1 where a source has a token.
     """
 
     cache: Cache
-    remembered: LayerCache
+    remembered: Any
     source_segment_ids_BS: jax.Array
 
 
@@ -272,14 +273,14 @@ def _read(
     room: int,
 ) -> tuple[jax.Array, Read]:
     """Logits [B, V] of the first token of each target, and what is kept of the sources."""
-    model: EncoderDecoder = program.model(state)
+    model: PairModule = program.model(state)
     dtype, rows = jnp.dtype(program.precision.compute), source_BS.shape[0]
     source_BS, real_BS = shard(source_BS, ROWS), shard(real_BS, ROWS)
     seen = Mask(causal=False, segment_ids_BT=real_BS, segment_ids_BS=real_BS)
-    memory_BSD = model.encode(source_BS, seen, program.execution)
+    memory = model.encode(source_BS, seen, program.execution)
     read = Read(
         empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype),
-        model.remember(memory_BSD, program.execution),
+        model.remember(memory, program.execution),
         real_BS,
     )
     first_B1 = jnp.full((rows, 1), begin, jnp.int32)
@@ -290,7 +291,7 @@ def _read(
 
 
 def _following(
-    model: EncoderDecoder,
+    model: PairModule,
     tokens_BT: jax.Array,
     read: Read,
     padding_B: jax.Array,

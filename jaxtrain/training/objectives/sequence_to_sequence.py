@@ -15,8 +15,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model, PairModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.pair_module import PairModule
 from jaxtrain.nn.transformer import logits, padded_logits, vocabulary
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
@@ -24,7 +24,7 @@ from jaxtrain.training.objectives.objective import Objective, TellsLogits
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
 
-class SequenceToSequence(Objective[EncoderDecoder], TellsLogits[EncoderDecoder]):
+class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     """Cross entropy of the target's tokens: nats a token, and their perplexity.
 
     Counts: `weight`, the targets that count; `rows`, those in which any does.
@@ -59,7 +59,7 @@ class SequenceToSequence(Objective[EncoderDecoder], TellsLogits[EncoderDecoder])
 
     def sums(
         self,
-        model: EncoderDecoder,
+        model: PairModule,
         statistics: Any,
         batch: Batch,
         execution: Execution,
@@ -97,7 +97,7 @@ class SequenceToSequence(Objective[EncoderDecoder], TellsLogits[EncoderDecoder])
         )
 
     def logits(
-        self, model: EncoderDecoder, statistics: Any, batch: Batch, execution: Execution
+        self, model: PairModule, statistics: Any, batch: Batch, execution: Execution
     ) -> jax.Array:
         """Of the token that each place of the target is to tell: float32 [B, T, V]."""
         del statistics
@@ -123,15 +123,15 @@ class SequenceToSequence(Objective[EncoderDecoder], TellsLogits[EncoderDecoder])
         yield from found
 
 
-def hidden(model: EncoderDecoder, batch: Batch, execution: Execution) -> jax.Array:
+def hidden(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
     """Finished hidden states of the targets, [B, T, D]."""
     assert batch.source is not None, "a batch of pairs has sources"
     own_BT, of_source_BS = batch.segment_ids, batch.source_segment_ids
     seen = Mask(causal=False, segment_ids_BT=of_source_BS, segment_ids_BS=of_source_BS)
-    memory_BSD = model.encode(batch.source, seen, execution)
+    memory = model.encode(batch.source, seen, execution)
     return model.decode(
         batch.inputs,
-        memory_BSD,
+        memory,
         Mask(segment_ids_BT=own_BT, segment_ids_BS=own_BT),
         Mask(causal=False, segment_ids_BT=own_BT, segment_ids_BS=of_source_BS),
         execution,
@@ -151,5 +151,8 @@ def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
         yield from refuse_values(batch, field, 0, last, why=why)
     yield from refuse_values(batch, "targets", 0, last, why=why, counted=True)
     yield from refuse_values(batch, "loss_mask", 0, None)
-    yield from refuse_values(batch, "segment_ids", 0, None)
-    yield from refuse_values(batch, "source_segment_ids", 0, None)
+    # A recurrent decoder goes on from the states after its row's one source.
+    most = 1 if model.attention is None else None
+    why = f" ({name} reads one pair a row)" if most else ""
+    yield from refuse_values(batch, "segment_ids", 0, most, why=why)
+    yield from refuse_values(batch, "source_segment_ids", 0, most, why=why)

@@ -148,6 +148,8 @@ def _labels(config: Config, model: TokenModel) -> Iterator[str]:
 
 def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
     yield from _without_effect(config, "Loss.chunk_size", "Sharding.tensor_layout")
+    if model.attention is None:
+        yield from _without_effect(config, "Attention.kernel")
     name, data = type(model).__name__, config.train.data
     for setting, length in zip(
         ("source_length", "target_length"), example_shape(batch), strict=True

@@ -1,0 +1,113 @@
+"""Seq2Seq: gated recurrent units that read a source and others that write a target.
+
+Sources: Cho et al. 2014 (arXiv 1406.1078) and Sutskever et al. 2014 (arXiv 1409.3215), whose
+sources are read as they stand here; attention of Luong et al. 2015 (arXiv 1508.04025), without
+feeding it to the next input: so all places of a target are learned from at one time.
+Letters: S source length, T target length, D embed, V vocab, L layers.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.model import Inputs
+from jaxtrain.models.recurrent.recurrent_sizes import (
+    RecurrentLayer,
+    one_or_both_ways,
+    refuse_odd_halves,
+)
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.gated import gated
+from jaxtrain.nn.recurrent import Recurrent
+from jaxtrain.nn.recurrent_pair import GlobalAttention, RecurrentPair
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2Seq:
+    """Sizes of a recurrent encoder-decoder.
+
+    Attributes:
+      vocab_size: rows of the source's embedding table, of the target's and of the output matrix.
+      num_layers: of the encoder, and of the decoder; each of these begins with the last state of
+        its own of the encoder.
+      embed_dim: width of the embeddings and of every layer's state.
+      context_length: the longest source, and the longest target, in tokens.
+      bidirectional: whether each layer of the encoder reads from the right too, with half of
+        embed_dim each way; a layer of the decoder begins with both last states side by side.
+      attends: whether each place of the target looks at all states of the encoder; otherwise what
+        was read is in the first states alone.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 1
+    embed_dim: int = 256
+    context_length: int = 64
+    bidirectional: bool = False
+    attends: bool = True
+
+    inputs: ClassVar[Inputs] = "pairs"
+    objective = "sequence_to_sequence"
+    attention = None  # none of the kernels': it has no heads
+    experts = None
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
+        refuse_odd_halves(self)
+
+    @property
+    def layers(self) -> int:
+        """Of each of the two stacks."""
+        return self.num_layers
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """A layer's state."""
+        D = self.embed_dim
+        return (Cached(shape=(D,), axes=("embed",), every_token=False, dtype="float32"),)
+
+    @property
+    def decoder(self) -> Recurrent:
+        """What every layer of the decoder computes."""
+        return gated(self.embed_dim, self.embed_dim)
+
+    @property
+    def encoder(self) -> RecurrentLayer:
+        """What every layer of the encoder computes."""
+        return one_or_both_ways(self, lambda state_dim: gated(self.embed_dim, state_dim))
+
+    @property
+    def looking(self) -> GlobalAttention | None:
+        """How a target's place looks at the source."""
+        return GlobalAttention(self.embed_dim) if self.attends else None
+
+    def build(self, key: jax.Array) -> RecurrentPair:
+        """The module with freshly drawn parameters."""
+        return RecurrentPair(
+            self.encoder,
+            self.decoder,
+            key,
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            vocab_size=self.vocab_size,
+            attention=self.looking,
+        )
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one pair of S and T tokens: 6 a parameter and token, and the scores and
+        means of attention."""
+        S, T = shape
+        read = self.num_layers * self.encoder.matmul_parameters()
+        told = self.num_layers * self.decoder.matmul_parameters()
+        told += self.vocab_size * self.embed_dim
+        if self.looking is not None:
+            told += self.looking.matmul_parameters() + 2 * S * self.embed_dim
+        return 6.0 * (S * read + T * told)
