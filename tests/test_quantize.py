@@ -19,6 +19,9 @@ from transformers import LlamaForCausalLM
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights.awq import merged
+from jaxtrain.models.weights.folder import Folder
+from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.products.quantised import dequantised, quantise, unpacked
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
@@ -199,6 +202,11 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     assert "a weight of the layers takes 5.50 bits" in said  # 4 + (16 + 8) / 16
     assert "down: scaled by" in said
     assert main(["export-hf", "--workdir", str(few), "--out", str(out), "--awq"]) == 0
+    receipt = json.loads((out / "parity.json").read_text())
+    assert receipt["passed"]
+    assert "this run's codes" in receipt["logits"]["against"]
+    assert receipt["logits"]["largest_logit"] > 0.1
+    assert receipt["logits"]["largest_difference"] < 1e-5
     told = json.loads((out / "config.json").read_text())["quantization_config"]
     assert told == {
         "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP,
@@ -213,8 +221,11 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     assert main(["export-hf", "--workdir", str(few), "--out", str(tmp_path / "floats")]) == 0
     floats = load_file(tmp_path / "floats" / "model.safetensors")
     assert floats.keys() == whole.keys()
+    read = Folder(out).tensors()
+    assert read.keys() == floats.keys()
     for stem in stems:
         assert torch.equal(floats[f"{stem}.weight"], whole[f"{stem}.weight"]), stem
+        assert np.array_equal(read[f"{stem}.weight"].open(), whole[f"{stem}.weight"].numpy()), stem
     peer = LlamaForCausalLM.from_pretrained(tmp_path / "floats").eval()
     tokens = np.random.default_rng(0).integers(0, 352, (2, 24))
     with torch.no_grad():
@@ -228,6 +239,19 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     assert answer.tokens == made[0, 8:].tolist()
     split = opened(few, "Mesh.fsdp=2", "Mesh.tensor=2")
     np.testing.assert_allclose(split.logits(tokens), theirs, atol=1e-3, rtol=1e-4)
+
+    config = out / "config.json"
+    content = json.loads(config.read_text())
+    content["quantization_config"] |= {"bits": 3, "version": "gemv"}
+    config.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"(?s)bits = 3; here it is 4.*version = 'gemv'"):
+        _ = Folder(out).asked
+    header = read_header(out / "model.safetensors")
+    del header[f"{stems[0]}.scales"]
+    with pytest.raises(UserError, match=r"qweight has no .*\.qzeros and .*\.scales beside it"):
+        merged(header, where="there")
+    with pytest.raises(UserError, match="; in AutoAWQ's layout it is"):
+        merged({**header, f"{stems[0]}.scales": header[f"{stems[0]}.qweight"]}, where="there")
 
 
 @pytest.mark.slow

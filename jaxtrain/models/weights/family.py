@@ -9,6 +9,7 @@ from typing import Any
 import jaxtrain.models.weights
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.models.model import Model
+from jaxtrain.models.weights import awq
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.names import Name
 
@@ -44,7 +45,7 @@ class Family:
     copies: Mapping[str, str]
     buffers: str = r"(?!)"
     counts: Callable[[Any], tuple[str, ...]] = lambda _: ()
-    dequantised: tuple[str, ...] = ()
+    dequantised: tuple[str, ...] = (awq.METHOD,)
 
 
 def families() -> list[Family]:
@@ -85,8 +86,11 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
     """
     family, asked = family_of(content, where=where), Asked(content)
     quantised = asked.table("quantization_config")
-    if quantised.content.get("quant_method") not in family.dequantised:
+    method = quantised.content.get("quant_method")
+    if method not in family.dequantised:
         asked.only("quantization_config", [None], default=None)
+    elif method == awq.METHOD:
+        awq.refuse_others(quantised)
     settings, model = family.read(asked), None
     try:
         model = family.model(**settings)

@@ -76,4 +76,5 @@ FAMILY = Family(
     copies={"lm_head.weight": "transformer.wte.weight"},
     # The causal mask, in files of transformers before 4.
     buffers=r".*\.attn\.(bias|masked_bias)",
+    dequantised=(),  # its matrices are stored [in, out]: no linear layers
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
-from jaxtrain.models.weights import grouped_query, mxfp4
+from jaxtrain.models.weights import awq, grouped_query, mxfp4
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, in_turn
@@ -88,5 +88,5 @@ FAMILY = Family(
     prefix=grouped_query.PREFIX,
     copies=grouped_query.COPIES,
     buffers=grouped_query.BUFFERS,
-    dequantised=(mxfp4.METHOD,),
+    dequantised=(mxfp4.METHOD, awq.METHOD),
 )

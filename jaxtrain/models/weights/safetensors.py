@@ -23,8 +23,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-# What is written besides: the codes of weights in few bits, and counts.
-_WRITTEN = {**DTYPES, "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+# Besides: the codes of weights in few bits, and counts.
+_KNOWN = {**DTYPES, "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -60,8 +60,8 @@ class Tensor:
         The mapping ends with the last view of it, so that what was read does not stay in memory.
         """
         if not math.prod(self.shape):
-            return np.empty(self.shape, DTYPES[self.dtype])
-        return np.memmap(self.file, DTYPES[self.dtype], "r", self.begin, self.shape)
+            return np.empty(self.shape, _KNOWN[self.dtype])
+        return np.memmap(self.file, _KNOWN[self.dtype], "r", self.begin, self.shape)
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def write(
             stream.write(len(text).to_bytes(8, "little") + text)
             for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
                 assert tensor.shape == shape, f"{tensor.shape} is not {shape}"
-                stream.write(raw(tensor.astype(_WRITTEN[dtypes[name]], copy=False)))
+                stream.write(raw(tensor.astype(_KNOWN[dtypes[name]], copy=False)))
         done = True
     finally:
         if not done:
@@ -157,7 +157,7 @@ def write(
 
 def itemsize(dtype: str) -> int:
     """Bytes of a number of a dtype that is written."""
-    return _WRITTEN[dtype].itemsize
+    return _KNOWN[dtype].itemsize
 
 
 def raw(tensor: np.ndarray) -> Any:

@@ -1,41 +1,46 @@
-"""A run in 4 bits becomes a folder in AutoAWQ's layout (its version `gemm`).
+"""A run in 4 bits becomes a folder in AutoAWQ's layout, and the folder is read back.
 
-A linear layer [out, in] is three tensors there: `qweight` int32 [in, out / 8], `qzeros` int32
-[in / group, out / 8] and `scales` float16 [in / group, out]; its weight is (code - zero) scale. An
-int32 has the codes of 8 neighbours of out, in its least bits that of number 0, then of 2, 4, 6, 1,
-3, 5 and 7. Everything else is float16.
+The layout is that of `models/weights/awq.py`; everything but linear layers of blocks is float16.
 """
 
 import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.console import Console
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights import awq
 from jaxtrain.models.weights.family import family_for
-from jaxtrain.models.weights.folder import CONFIG
+from jaxtrain.models.weights.folder import CONFIG, Folder
 from jaxtrain.models.weights.names import Name, their_shapes
+from jaxtrain.models.weights.safetensors import read_header
+from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.products.quantised import Quantised, unpacked
-from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
-from jaxtrain.run.huggingface.parameters import their_tensors
+from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training.finetune.few_bits import FewBits, sides_of
 from jaxtrain.training.finetune.lora import LoRA
 from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState, parameter_shapes
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_PARTS = {"codes": "qweight", "zeros": "qzeros", "scales": "scales"}
+_PARTS = {"codes": awq.CODES, "zeros": awq.ZEROS, "scales": awq.SCALES}
 
 
 def export_awq(
@@ -45,9 +50,9 @@ def export_awq(
     state: TrainState,
     workdir: Place | None,
     *,
-    say: Callable[[str], None],
-) -> None:
-    """Writes the folder, whole or not at all.
+    console: Console,
+) -> receipt.Receipt:
+    """Writes the folder, whole or not at all, and compares what it holds with the run.
 
     Args:
       out: the folder, which is not there yet or empty.
@@ -55,7 +60,7 @@ def export_awq(
       program: whose state it is.
       state: what is written.
       workdir: the run's folder, with what an import has carried along; None: there is none.
-      say: takes a line for people.
+      console: where the receipt goes.
 
     Raises:
       UserError: the run is not held in 4 bits of even steps, the model is known nowhere else or its
@@ -83,7 +88,7 @@ def export_awq(
     theirs = {name: _shape(name, shape) for name, shape in their_shapes(names, shapes).items()}
     dtypes = {name: "I32" if name.endswith((".qweight", ".qzeros")) else "F16" for name in theirs}
     quantization = {
-        "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": tuning.group,
+        "quant_method": awq.METHOD, "version": "gemm", "bits": 4, "group_size": tuning.group,
         "zero_point": True, "modules_to_not_convert": None,
     }  # fmt: skip
     with new_folder(out) as (folder, beside):
@@ -94,8 +99,59 @@ def export_awq(
         whole = settings(content, family, said, config, "float16")
         whole["quantization_config"] = quantization
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    say(f"{len(theirs)} tensors of {family.architecture} in {folder}, {size:,} bytes")
+        made = ((name, _tensor(name, x)) for name, x in their_tensors(names, params, order))
+        found = _compared(beside, family.architecture, made, program, model, state, called=folder)
+        written = json.dumps(found.to_json(), indent=1).encode()
+        write_atomically(beside / receipt.FILE, written)
+    found.show(console)
+    return found
+
+
+def _compared(
+    beside: Path,
+    architecture: str,
+    made: Iterable[tuple[str, np.ndarray]],
+    program: Program,
+    model: Model,
+    state: TrainState,
+    *,
+    called: Path,
+) -> receipt.Receipt:
+    """The folder's tensors beside the run's, and the logits of both: of the floats that we read in
+    the folder, and of the run's codes.
+
+    transformers reads such a folder only with a package of kernels for GPUs.
+    """
+    stored = {name: x for file in beside.glob("*.safetensors") for name, x in
+              read_header(file).items()}  # fmt: skip
+    digests, differing = receipt.compare_tensors(stored, made)
+    shapes = shapes_of(program)
+    count = sum(map(math.prod, shapes.values()))
+    found = why_not = None
+    if count > receipt.MOST_PARAMETERS:
+        why_not = f"more than {receipt.MOST_PARAMETERS:,} parameters would be in memory twice"
+    else:
+        tokens, _ = receipt.drawn(model)
+        params = read_parameters(Folder(beside), program, model)
+        theirs = receipt.logits_of(program.whole, model, params, tokens)
+        ours = receipt.logits_of_state(program, model, _in_half(state), tokens)
+        against = "this run's codes, the rest in float16, beside the floats of the written folder"
+        found = receipt.Logits.of(ours, theirs, np.asarray(tokens).size, against)
+    return receipt.Receipt(str(called), architecture, count, digests, differing, found, why_not)
+
+
+@jax.jit
+def _in_half(state: TrainState) -> TrainState:
+    """The state with what is held in floats rounded to float16, as the folder has it."""
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        if role_of(variable) == "few_bits":
+            return variable
+        value = variable.get_value()
+        return variable.replace(value.astype(jnp.float16).astype(value.dtype))
+
+    frozen = jax.tree.map(one, state.frozen, is_leaf=is_variable)
+    return dataclasses.replace(state, frozen=frozen)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -161,25 +217,16 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a tensor of AutoAWQ's, where without its packing it is [out, in]."""
     if not name.endswith(tuple(_PARTS.values())):
         return shape
-    if shape[0] % len(ORDER):
+    if shape[0] % len(awq.ORDER):
         raise UserError(
-            f"--awq: {name} has {shape[0]} outputs, and {len(ORDER)} of them share a number in "
+            f"--awq: {name} has {shape[0]} outputs, and {len(awq.ORDER)} of them share a number in "
             "AutoAWQ's layout; export floats instead, without --awq"
         )
-    return shape[1], shape[0] if name.endswith("scales") else shape[0] // len(ORDER)
+    return shape[1], shape[0] if name.endswith("scales") else shape[0] // len(awq.ORDER)
 
 
 def _tensor(name: str, of: np.ndarray) -> np.ndarray:
     """A tensor of AutoAWQ's, of what it is without its packing, [out, in]."""
     if not name.endswith(tuple(_PARTS.values())):
         return of
-    return of.T if name.endswith("scales") else packed(of.T)
-
-
-def packed(codes_IO: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits as int32 [in, out / 8]."""
-    eight = codes_IO.reshape(len(codes_IO), -1, len(ORDER)).astype(np.uint32)
-    found = np.zeros(eight.shape[:2], np.uint32)
-    for place, number in enumerate(ORDER):
-        found |= eight[:, :, number] << np.uint32(4 * place)
-    return found.view(np.int32)
+    return of.T if name.endswith("scales") else awq.packed(of.T)

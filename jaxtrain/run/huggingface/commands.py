@@ -47,10 +47,10 @@ def export_hf(arguments: argparse.Namespace) -> int:
         trainer.export_adapter(arguments.out)
         return DONE
     if arguments.awq:
-        program = trainer.program.plain
-        export_awq(
-            arguments.out, trainer.config, program, trainer.state, trainer.workdir, say=trainer.say
-        )
-        return DONE
+        found = export_awq(
+            arguments.out, trainer.config, trainer.program.plain, trainer.state, trainer.workdir,
+            console=trainer.console,
+        )  # fmt: skip
+        return DONE if found.passed else FAILED
     found = trainer.export_huggingface(arguments.out, dtype=arguments.dtype)
     return DONE if found.passed else FAILED

@@ -45,13 +45,19 @@ class Logits:
       tokens: how many, drawn from a seed; of a model that reads images, these.
       largest_difference: of all logits after all of them.
       largest_logit: the largest absolute value, theirs.
-      transformers: the version compared with.
+      against: whose logits ours are compared with.
     """
 
     tokens: int
     largest_difference: float
     largest_logit: float
-    transformers: str
+    against: str
+
+    @classmethod
+    def of(cls, ours: np.ndarray, theirs: np.ndarray, tokens: int, against: str) -> "Logits":
+        """The comparison of two models' logits."""
+        difference = float(np.abs(ours - theirs).max())
+        return cls(tokens, difference, float(np.abs(theirs).max()), against)
 
     @property
     def agree(self) -> bool:
@@ -103,7 +109,7 @@ class Receipt:
             lines.append(
                 f"Largest difference of a logit over {self.logits.tokens} inputs: "
                 f"{self.logits.largest_difference:.2e}, of logits up to "
-                f"{self.logits.largest_logit:.3g} (transformers {self.logits.transformers})"
+                f"{self.logits.largest_logit:.3g} ({self.logits.against})"
             )
         for line in lines:
             console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -132,12 +138,7 @@ def compare(
       params: themselves.
       called: what the folder is going to be called.
     """
-    digests, differing = {}, []
-    for name, ours in made:
-        theirs = np.asarray(stored[name].open())
-        digests[name] = sha256(raw(theirs)).hexdigest()
-        if not _same(theirs, ours):
-            differing.append(name)
+    digests, differing = compare_tensors(stored, made)
     count = sum(math.prod(tensor.shape) for tensor in stored.values())
     found = why_not = None
     if (
@@ -152,7 +153,7 @@ def compare(
     elif count > MOST_PARAMETERS:
         why_not = f"more than {MOST_PARAMETERS:,} parameters would be in memory twice"
     else:
-        inputs, given = _drawn(model)
+        inputs, given = drawn(model)
         theirs = _logits_of_transformers(folder, architecture, given)
         if isinstance(theirs, str):
             why_not = theirs
@@ -160,13 +161,28 @@ def compare(
             ours = logits_of(program, model, params, inputs)
             if theirs.ndim < ours.ndim:
                 ours = ours[:, 0]  # a text's class is told by its first token
-            difference = float(np.abs(ours - theirs).max())
             version = importlib.metadata.version("transformers")
             told = math.prod(next(iter(given.values())).shape[: 1 if reads_images(model) else 2])
-            found = Logits(told, difference, float(np.abs(theirs).max()), version)
-    return Receipt(
-        str(called or folder), architecture, count, digests, tuple(differing), found, why_not
-    )
+            found = Logits.of(ours, theirs, told, f"transformers {version}")
+    return Receipt(str(called or folder), architecture, count, digests, differing, found, why_not)
+
+
+def compare_tensors(
+    stored: Mapping[str, StoredTensor], made: Iterable[tuple[str, np.ndarray]]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The digest of each tensor of a folder, and the names of those that are not what was made.
+
+    Args:
+      stored: the folder's, by name.
+      made: the same of our parameters.
+    """
+    digests, differing = {}, []
+    for name, ours in made:
+        theirs = np.asarray(stored[name].open())
+        digests[name] = sha256(raw(theirs)).hexdigest()
+        if not _same(theirs, ours):
+            differing.append(name)
+    return digests, tuple(differing)
 
 
 def _same(theirs: np.ndarray, ours: np.ndarray) -> bool:
@@ -175,7 +191,7 @@ def _same(theirs: np.ndarray, ours: np.ndarray) -> bool:
     return np.array_equal(raw(theirs.astype(narrow)), raw(ours.astype(narrow)))
 
 
-def _drawn(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
+def drawn(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
     """Tokens from a seed, of one row, or an image, for `Trainer.logits` and by transformers'
     names."""
     rng = np.random.default_rng(0)
@@ -204,13 +220,20 @@ def logits_of(
 
     `params` holds running statistics too, where the model has such.
     """
-    precision = dataclasses.replace(program.precision, compute="float32")
-    program = dataclasses.replace(program, precision=precision, execution=Execution())
     statistics, params = told_apart(params, lambda _, x: isinstance(x, Statistic))
     zero = jnp.zeros(())
     state = TrainState(
         step=zero, params=params, opt_state=(), statistics=statistics, loss_scale=zero
     )
+    return logits_of_state(program, model, state, inputs)
+
+
+def logits_of_state(
+    program: Program, model: Model, state: TrainState, inputs: np.ndarray | Batch
+) -> np.ndarray:
+    """As `logits_of`, of a state."""
+    precision = dataclasses.replace(program.precision, compute="float32")
+    program = dataclasses.replace(program, precision=precision, execution=Execution())
     return logits(program, model, state, inputs)
 
 
@@ -226,7 +249,7 @@ def _logits_of_transformers(
             folder, dtype="float32", local_files_only=True, use_safetensors=True,
             trust_remote_code=False,
         )  # fmt: skip
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         return f"transformers cannot load it ({str(error).splitlines()[0]})"
     with torch.no_grad():
         given = {name: torch.from_numpy(tokens) for name, tokens in inputs.items()}

@@ -1,0 +1,117 @@
+"""Linear layers in AutoAWQ's layout (its version `gemm`), both ways between codes and int32.
+
+A layer [out, in] is three tensors there: `qweight` int32 [in, out / 8], `qzeros` int32
+[in / group, out / 8] and `scales` float16 [in / group, out]; its weight is (code - zero) scale. An
+int32 has the codes of 8 neighbours of out, in its least bits that of number 0, then of 2, 4, 6, 1,
+3, 5 and 7.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.safetensors import Tensor
+
+METHOD = "awq"
+CODES, ZEROS, SCALES = "qweight", "qzeros", "scales"
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def refuse_others(asked: Asked) -> None:
+    """Collects what a quantization_config of this method asks for and is not read here.
+
+    Args:
+      asked: that table of a config.json.
+    """
+    asked.only("bits", [4], default=4)
+    asked.only("version", ["gemm", "GEMM"], default="gemm")
+    asked.only("zero_point", [True], default=True)
+
+
+def packed(codes_IO: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits as int32 [in, out / 8]."""
+    eight = codes_IO.reshape(len(codes_IO), -1, len(ORDER)).astype(np.uint32)
+    found = np.zeros(eight.shape[:2], np.uint32)
+    for place, number in enumerate(ORDER):
+        found |= eight[:, :, number] << np.uint32(4 * place)
+    return found.view(np.int32)
+
+
+def unpacked(packed_IP: np.ndarray) -> np.ndarray:
+    """The codes uint8 [in, out] of int32 [in, out / 8]."""
+    found = np.empty((*packed_IP.shape, len(ORDER)), np.uint8)
+    words = np.ascontiguousarray(packed_IP).view(np.uint32)
+    for place, number in enumerate(ORDER):
+        found[..., number] = (words >> np.uint32(4 * place)) & 15
+    return found.reshape(len(packed_IP), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AwqTensor:
+    """The weight of a linear layer.
+
+    Attributes:
+      codes, zeros, scales: the three tensors that it is made of.
+    """
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+    @property
+    def dtype(self) -> str:
+        """What `open` gives, as safetensors write it."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        return self.scales.shape[1], self.codes.shape[0]
+
+    def open(self) -> np.ndarray:
+        """The floats that the codes stand for, float32 [out, in]."""
+        scales_GO = np.asarray(self.scales.open()).astype(np.float32)
+        group = self.codes.shape[0] // len(scales_GO)
+        codes_GSO = unpacked(self.codes.open()).reshape(len(scales_GO), group, -1)
+        # int8: a code less its zero is between -15 and 15.
+        apart_GSO = codes_GSO.astype(np.int8) - unpacked(self.zeros.open()).astype(np.int8)[:, None]
+        return (apart_GSO * scales_GO[:, None]).reshape(self.codes.shape[0], -1).T
+
+
+def merged(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | AwqTensor]:
+    """The same tensors, codes with their zeros and scales as one, called `weight`.
+
+    Raises:
+      UserError: codes without zeros or scales, or of other shapes.
+    """
+    found: dict[str, Tensor | AwqTensor] = dict(stored)
+    for name in [name for name in stored if name.endswith(f".{CODES}")]:
+        stem = name.removesuffix(CODES)
+        parts = [found.pop(stem + part, None) for part in (CODES, ZEROS, SCALES)]
+        three = [one for one in parts if isinstance(one, Tensor)]
+        if len(three) < len(parts):
+            raise UserError(
+                f"{where}: {name} has no {stem}{ZEROS} and {stem}{SCALES} beside it; fetch it again"
+            )
+        if not _fit(*three):
+            said = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in three)
+            raise UserError(
+                f"{where}: {name} with its zeros and scales is {said}; in AutoAWQ's layout it is "
+                f"[in, out / {len(ORDER)}] of I32, [in / group, out / {len(ORDER)}] of I32 and "
+                "[in / group, out] of F16"
+            )
+        found[f"{stem}weight"] = AwqTensor(*three)
+    return found
+
+
+def _fit(codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
+    if not (codes.dtype == zeros.dtype == "I32" and scales.dtype == "F16"):
+        return False
+    if not len(codes.shape) == len(zeros.shape) == len(scales.shape) == 2 or 0 in scales.shape:
+        return False
+    (inside, columns), (groups, outside) = codes.shape, scales.shape
+    fits = zeros.shape == (groups, columns) and outside == columns * len(ORDER)
+    return fits and inside % groups == 0
