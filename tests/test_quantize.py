@@ -27,6 +27,7 @@ from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
 from jaxtrain.run.quantization.activation_aware import best_scales, scale, scaled_together
 from jaxtrain.run.quantization.calibration import EVERY, read_by, rows_of
+from jaxtrain.run.quantization.clipping import clipped
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import on_host, placed
 from jaxtrain.training.settings import load_config
@@ -86,6 +87,27 @@ def test_scales_are_those_that_the_paper_searches_for():
     found, alpha = best_scales(x.numpy(), weight.numpy().T.copy(), group=GROUP)
     assert float(alpha) == pytest.approx(best / 20)
     np.testing.assert_allclose(found, scales[best], rtol=1e-5)
+
+
+def test_groups_are_clipped_to_the_range_that_a_statement_of_the_search_finds():
+    x = torch.tensor(drawn(96, 64)) * torch.tensor(np.exp(drawn(64, seed=2)))
+    weight = torch.tensor(drawn(40, 64, seed=1)) ** 3  # [out, in], with long tails
+    groups = weight.reshape(40, -1, GROUP)
+    parts = x.reshape(96, -1, GROUP)
+    whole = torch.einsum("ngs,ogs->nog", parts, groups)
+    errors, cuts = [], []
+    for step in range(10):
+        most = groups.abs().amax(2, keepdim=True) * (1 - step / 20)
+        cuts.append(groups.clamp(-most, most))
+        few = rounded_by_torch(cuts[-1].reshape(-1, GROUP), GROUP)[0].reshape(groups.shape)
+        made = torch.einsum("ngs,ogs->nog", parts, few)
+        errors.append((made - whole).pow(2).sum(0))
+    best = torch.stack(errors).argmin(0)
+    assert 0 < float(best.float().mean()) < 9
+    wanted = torch.gather(torch.stack(cuts), 0, best[None, ..., None].expand(1, *groups.shape))[0]
+    found, shares = clipped(x.numpy(), weight.numpy().T.copy(), group=GROUP)
+    np.testing.assert_allclose(shares, 1 - best.numpy().T / 20, rtol=1e-6)
+    np.testing.assert_allclose(found, wanted.reshape(weight.shape).numpy().T, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +223,7 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     said = capsys.readouterr().out
     assert "a weight of the layers takes 5.50 bits" in said  # 4 + (16 + 8) / 16
     assert "down: scaled by" in said
+    assert "down: clipped to" in said
     assert main(["export-hf", "--workdir", str(few), "--out", str(out), "--awq"]) == 0
     receipt = json.loads((out / "parity.json").read_text())
     assert receipt["passed"]

@@ -4,8 +4,7 @@ A weight W [I, O] becomes Q(s W), and what it reads x / s: the products are the 
 rounding, which harms channels less that are scaled up. s = m^alpha, m being the mean magnitude of
 each channel on calibration text, and alpha the one of 20 between 0 and 1 whose products on that
 text are nearest to those of W (section 3.2 there). 1 / s goes into what makes x, a norm's scale or
-another weight, so that the model keeps its form. The clipping of weights, the paper's second
-search, is not done.
+another weight, so that the model keeps its form. The second search is `clipping`'s.
 
 Letters: L layers, N tokens of the calibration, I what is summed over, O what comes of it.
 """
@@ -90,7 +89,7 @@ def best_scales(
 
 def scale(
     weights: dict[str, np.ndarray],
-    seen: Mapping[str, np.ndarray],
+    seen: dict[str, np.ndarray],
     of: tuple[Readers, ...],
     *,
     group: int,
@@ -100,7 +99,8 @@ def scale(
 
     Args:
       weights: its parameters by name, float32, the layers in their order.
-      seen: what the first of each `Readers` reads, [L, N, I].
+      seen: what weights read, the first of each `Readers` among them, [L, N, I]; in place what they
+        read of the scaled model.
       of: from `scaled_together`.
       group: numbers that share a scale of int4.
       say: takes a line for people.
@@ -108,6 +108,7 @@ def scale(
     # All are found before any is scaled: what one reads, another makes.
     found = {one: _of_layers(weights, seen[one.readers[0]], one, group) for one in of}
     for one, (scales_LI, alphas_L) in found.items():
+        seen[one.readers[0]] = seen[one.readers[0]] / scales_LI[:, None]
         for name in one.readers:
             whole = weights[f"layers/{name}"]
             inside = whole.shape[1:-1] if name == "out" else whole.shape[1:2]

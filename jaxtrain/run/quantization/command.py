@@ -28,6 +28,7 @@ from jaxtrain.run.huggingface.exporting import carried_along
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, refuse_taken
 from jaxtrain.run.quantization.activation_aware import scale, scaled_together
 from jaxtrain.run.quantization.calibration import read_by, rows_of
+from jaxtrain.run.quantization.clipping import READ, clip
 from jaxtrain.run.show.progress import terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
@@ -139,7 +140,7 @@ def write_quantised(
 def _scaled(
     trainer: Trainer, program: Program, params: nnx.State, group: int, text: str, say: Say
 ) -> nnx.State:
-    """The parameters with their weights scaled by what they read on a text."""
+    """The parameters with their weights scaled and clipped by what they read on a text."""
     sizes = token_model(trainer.config.train.model)
     of = scaled_together(sizes)
     if not of:
@@ -155,9 +156,10 @@ def _scaled(
     rows_BT = rows_of(tokens, sizes.context_length)
     say(f"Calibrated on {rows_BT.size:,} of the {len(tokens):,} tokens of {text}")
     state = dataclasses.replace(trainer.state, params=params, opt_state=(), frozen=nnx.State({}))
-    seen = read_by(program, state, rows_BT, [one.readers[0] for one in of])
+    seen = read_by(program, state, rows_BT, list(READ))
     values = {name: x.astype(np.float32) for name, x in on_host(params, program.stages).items()}
     scale(values, seen, of, group=group, say=say)
+    clip(values, seen, group=group, say=say)
     dtype = np.dtype(trainer.config.precision.params)
     values = {name: x.astype(dtype) for name, x in values.items()}
     return placed(program.abstract_state().params, values, program.stages)
