@@ -319,6 +319,7 @@ TORCH = {
     "linear": lambda of, optimizer, length: of.LinearLR(optimizer, 1.0, FINAL, length),
     "cosine": lambda of, optimizer, length: of.CosineAnnealingLR(optimizer, length, PEAK * FINAL),
     "wsd": lambda of, optimizer, length: of.ConstantLR(optimizer, factor=1.0),
+    "exponential": lambda of, optimizer, length: of.ExponentialLR(optimizer, FINAL ** (1 / length)),
 }
 WSD_DECAY = 6
 
@@ -432,7 +433,7 @@ def test_the_last_step_has_the_final_fraction_and_the_one_before_has_more(settin
     assert rates[0] == pytest.approx(first * PEAK)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "one_cycle"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "one_cycle", "exponential"])
 def test_a_run_made_longer_with_its_decays_length_keeps_its_rates(name):
     short = Schedule(name=name, warmup_steps=3)
     rates = rates_of(20, name=name, warmup_steps=3)
@@ -485,6 +486,11 @@ def test_a_warm_up_longer_than_the_run_grows_as_far_as_it_goes():
             lambda: Schedule(name="wsd"),
             "Schedule.name='wsd' with Schedule.decay_steps=0; say how many steps decay, such as a "
             "tenth of Train.steps",
+        ),
+        (
+            lambda: Schedule(name="exponential", final_fraction=0.0),
+            "Schedule.final_fraction=0.0 with Schedule.name='exponential', which never gets there; "
+            "use above 0, such as 0.01",
         ),
         (
             lambda: Schedule(name="constant", decay_steps=5),

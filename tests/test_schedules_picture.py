@@ -29,6 +29,7 @@ AFTER = {
     "one_cycle": lambda s, t: wave(t),
     "warm_restarts": lambda s, t: wave((s - WARMUP) % (DECAY + 1) / DECAY),
     "piecewise": lambda s, t: 1.0 if s <= 50 else 0.5 if s <= 75 else 0.1,
+    "exponential": lambda s, t: FINAL**t,
 }
 
 

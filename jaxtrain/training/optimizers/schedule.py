@@ -13,7 +13,8 @@ from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
 
 # What a schedule does with decay_steps: it ends the run, it may be any length, it has to be given.
-_TO_THE_END, _OF_ANY_LENGTH = ("wsd",), ("linear", "cosine", "polynomial", "one_cycle")
+_TO_THE_END = ("wsd",)
+_OF_ANY_LENGTH = ("linear", "cosine", "polynomial", "exponential", "one_cycle")
 _IN_CYCLES = ("warm_restarts",)
 # Where one_cycle begins, as a fraction of the peak: PyTorch's div_factor.
 _FIRST_OF_ONE_CYCLE = 1 / 25
@@ -30,18 +31,18 @@ class Schedule:
     decay_steps says otherwise.
 
     Attributes:
-      name: what comes after the warm-up: 'constant'; 'linear', 'cosine' (half a wave) or
-        'polynomial' decay; 'wsd': constant, then linear decay over the run's last decay_steps
-        (arXiv 2404.06395); 'inverse_sqrt': sqrt(warmup_steps / s), at least final_fraction
-        (arXiv 1706.03762); 'one_cycle': as 'cosine', the warm-up too half a wave, from 1/25
-        (arXiv 1708.07120, its momentum left alone); 'warm_restarts': 'cosine' again and again,
-        decay_steps each, the next step at the peak (arXiv 1608.03983); 'piecewise': times a factor
-        from some steps on.
+      name: what comes after the warm-up: 'constant'; 'linear', 'cosine' (half a wave),
+        'polynomial' or 'exponential' decay; 'wsd': constant, then linear decay over the run's last
+        decay_steps (arXiv 2404.06395); 'inverse_sqrt': sqrt(warmup_steps / s), at least
+        final_fraction (arXiv 1706.03762); 'one_cycle': as 'cosine', the warm-up too half a wave,
+        from 1/25 (arXiv 1708.07120, its momentum left alone); 'warm_restarts': 'cosine' again and
+        again, decay_steps each, the next step at the peak (arXiv 1608.03983); 'piecewise': times a
+        factor from some steps on.
       warmup_steps: steps of linear growth. A shorter run grows as far as it goes.
       final_fraction: the fraction that decay ends at.
-      decay_steps: the length of a decay. Of linear, cosine, polynomial and one_cycle: counted from
-        the peak, later steps stay at final_fraction; 0 is to the run's last step. With it a run
-        that is made longer keeps its learning rates.
+      decay_steps: the length of a decay. Of linear, cosine, polynomial, exponential and one_cycle:
+        counted from the peak, later steps stay at final_fraction; 0 is to the run's last step. With
+        it a run that is made longer keeps its learning rates.
       power: of polynomial: (1 - progress)^power.
       factors: of piecewise: after step -> what the learning rate is then multiplied by, such as
         {60: 0.1, 80: 0.1}; earlier factors stay.
@@ -54,7 +55,7 @@ class Schedule:
 
     name: Literal[
         "constant", "linear", "cosine", "polynomial", "wsd", "inverse_sqrt", "one_cycle",
-        "warm_restarts", "piecewise",
+        "warm_restarts", "piecewise", "exponential",
     ] = "cosine"  # fmt: skip
     warmup_steps: int = 0
     final_fraction: float = 0.1
@@ -81,6 +82,11 @@ class Schedule:
                 )
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"Schedule.final_fraction={self.final_fraction}; use 0 to 1")
+        if self.name == "exponential" and not self.final_fraction:
+            raise UserError(
+                "Schedule.final_fraction=0.0 with Schedule.name='exponential', which never gets "
+                "there; use above 0, such as 0.01"
+            )
         if not self.power > 0:
             raise UserError(f"Schedule.power={self.power}; use a number above 0")
         if self.name != "polynomial" and self.power != type(self).power:
@@ -186,6 +192,8 @@ def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> j
         since = jnp.clip(step - start, 0, length)
     progress = since / max(length, 1)
     match settings.name:
+        case "exponential":
+            return final**progress
         case "linear" | "wsd":
             left = 1 - progress
         case "polynomial":
