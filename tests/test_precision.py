@@ -202,6 +202,15 @@ def test_scaled_float16_gradients_are_near_those_of_float32():
             "set Precision.loss_scale='dynamic' (or compute in 'bfloat16')",
         ),
         ({"loss_scale": 0.0}, "Precision.loss_scale=0.0; use a number above 0"),
+        *(
+            (
+                {"matmul": name},
+                f"Precision.matmul={name!r}: no device that multiplies blocks with scales of their "
+                "own (NVIDIA's Blackwell) has been there to prove it on; use "
+                "Precision.matmul='float8' or 'compute'",
+            )
+            for name in ("mxfp8", "nvfp4")
+        ),
     ],
 )
 def test_refusals(changes, sentence):

@@ -37,16 +37,23 @@ class Precision:
         element and the sums in float32. 'int8' computes the same products, but for the weights'
         gradients, in int8 with int32 sums, each row scaled by its own largest element. The
         embedding, the head, attention's scores and the norms stay as they are. For devices with
-        units for them; a CPU computes the same numbers, slowly, for tests.
+        units for them; a CPU computes the same numbers, slowly, for tests. 'mxfp8' and 'nvfp4' (a
+        scale for 32 and for 16 numbers) are refused until there is a device to try them on.
     """
 
     params: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     float32_products: Literal["device", "tf32", "float32"] = "device"
     loss_scale: Literal["dynamic"] | float | None = None
-    matmul: Literal["compute", "float8", "int8"] = "compute"
+    matmul: Literal["compute", "float8", "int8", "mxfp8", "nvfp4"] = "compute"
 
     def __post_init__(self) -> None:
+        if self.matmul in ("mxfp8", "nvfp4"):
+            raise UserError(
+                f"Precision.matmul={self.matmul!r}: no device that multiplies blocks with scales "
+                "of their own (NVIDIA's Blackwell) has been there to prove it on; use "
+                "Precision.matmul='float8' or 'compute'"
+            )
         if self.compute == "float16" and self.loss_scale is None:
             raise UserError(
                 "Precision.compute='float16' with Precision.loss_scale=None: gradients underflow; "
