@@ -18,6 +18,7 @@ import jaxtrain.training.objectives
 from jaxtrain.config import reader
 from jaxtrain.config.values import by_name, hints, settings_of, unmarked
 from jaxtrain.models.model import Model
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.settings import Config, Data
@@ -57,6 +58,11 @@ def parts_of_sources() -> list[type]:
     return sorted(found, key=lambda one: one.__name__)
 
 
+def patterns() -> list[type]:
+    """What a model's `attention_pattern` takes."""
+    return sorted(Pattern.__subclasses__(), key=lambda one: one.__name__)
+
+
 def objectives() -> list[type]:
     """What `Train.objective` takes."""
     found = _settings_in(jaxtrain.training.objectives, "minimised")
@@ -69,6 +75,7 @@ def page() -> str:
         "Sections": sections(),
         "Update rules, for `Optimizer.name`": list(rules().values()),
         "Models, for `Train.model`": models(),
+        "Patterns, for `GPT.attention_pattern`": patterns(),
         "Objectives, for `Train.objective`": objectives(),
         "Data, for `Train.data`": sources(),
         "Parts of data": parts_of_sources(),

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.values import lacks
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
 
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
@@ -34,6 +35,7 @@ class AttentionFacts:
       biased: whether something is added to the scores, as relative positions are.
       softcap: the bound that scores are flattened towards; None is none.
       sinks: whether a part of each softmax goes nowhere.
+      pattern: which keys a query sees by their places; None is all.
     """
 
     num_heads: int
@@ -46,6 +48,7 @@ class AttentionFacts:
     biased: bool = False
     softcap: float | None = None
     sinks: bool = False
+    pattern: Pattern | None = None
 
     @property
     def keys_and_values(self) -> tuple[Cached, Cached]:

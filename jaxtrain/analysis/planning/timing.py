@@ -38,6 +38,7 @@ from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
@@ -155,9 +156,15 @@ def row_flops(config: Config) -> RowFlops:
         exchange=type(config.exchange)(),
         offload=Offload(),
         pipeline=type(config.pipeline)(),
-        attention=dataclasses.replace(config.attention, kernel="reference"),
+        attention=dataclasses.replace(
+            config.attention, kernel="sparse" if _by_pattern(config) else "reference"
+        ),
     )
     return _row_flops(plain)
+
+
+def _by_pattern(config: Config) -> bool:
+    return KERNELS[config.attention.kernel].by_pattern
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,7 +176,7 @@ def _row_flops(config: Config) -> RowFlops:
         batch = config.train.data.abstract_batch(1)
         batch = with_shardings(batch, program.batch_shardings(batch))
         traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
-    counted = count_flops(traced, lambda scope: "BKGTS" in scope)
+    counted = count_flops(traced, lambda scope: "BKGTS" in scope or SCOPE in scope)
     return RowFlops(counted.matmul, counted.chosen, counted.narrow)
 
 
@@ -204,16 +211,17 @@ def executed_flops(config: Config, layout: Layout) -> float:
 def _work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float]:
     """FLOPs that one device executes in products beside attention's scores, and in the scores: of
     those that a causal mask hides none where the kernel skips them, and in the backward pass what
-    it does to make them again."""
+    it does to make them again, which is traced where it goes by a pattern."""
     row, rows = row_flops(config), config.train.global_batch_size / devices
-    forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / 3
-    again = row.scores / forward - 3 if forward else 0.0
+    passes, backward = (4, 3) if _by_pattern(config) else (3, _SCORES_BACKWARD)
+    forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / passes
+    again = row.scores / forward - passes if forward else 0.0
     products = float(row.executed - row.scores)
     if pipelined:
         products += _again(config) * products
         again += config.pipeline.backward == "recompute"
     kept = 0.5 if KERNELS[config.attention.kernel].skips_hidden else 1.0
-    return products * rows, kept * forward * (1 + again + _SCORES_BACKWARD) * rows
+    return products * rows, kept * forward * (1 + again + backward) * rows
 
 
 def _again(config: Config) -> float:
@@ -255,7 +263,8 @@ def activation_bytes(config: Config, *, pipelined: bool) -> float:
     rows = config.train.global_batch_size
     wide = 2 * passes * layers * (copies * stream + split)
     attention, kept = config.train.model.attention, 0.0
-    if attention is not None and KERNELS[config.attention.kernel].plain:
+    kernel = KERNELS[config.attention.kernel]
+    if attention is not None and (kernel.plain or kernel.by_pattern):
         again = plain.scores / 3 if pipelined and config.pipeline.backward == "recompute" else 0
         kept = 2 * (row.scores + again) / (attention.key_dim + attention.value_dim)
     return rows * (shape[1] * (wide + 12 * vocabulary) + kept)

@@ -50,7 +50,9 @@ def compare(bench: Bench) -> Finding | NotChecked:
     facts = model.attention
     assert facts is not None, "a kernel of a model without attention"
     inputs = _inputs(bench, facts, length)
-    plain = Mask(causal=facts.causal, window=facts.window, softcap=facts.softcap)
+    plain = Mask(
+        causal=facts.causal, window=facts.window, softcap=facts.softcap, pattern=facts.pattern
+    )
     where = ""
     if interpreted is not None:
         where = f" (interpreted: no {chip} is here; the other lines are proved with 'xla')"

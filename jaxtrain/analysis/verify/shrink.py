@@ -26,6 +26,7 @@ from jaxtrain.models.model import (
     reads_vectors,
 )
 from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.exchange.exchange import Exchange
@@ -303,6 +304,8 @@ def _of_tokens(
     for name in ("sliding_window", "rope_original_context_length"):
         if fields.get(name) is not None:
             small[name] = max(round(fields[name] * shorter), 2)
+    if fields.get("attention_pattern") is not None:
+        small |= _pattern(fields["attention_pattern"], shorter, small)
     if "global_every" in fields:  # layers of both kinds are left
         small["global_every"] = min(fields["global_every"], layers)
     return dataclasses.replace(model, **{n: x for n, x in small.items() if n in fields})
@@ -373,6 +376,14 @@ def _heads(
         else:
             kv_heads *= 2
     return {"num_heads": kv_heads * group, "num_kv_heads": kv_heads}
+
+
+def _pattern(pattern: Pattern, shorter: float, small: Mapping[str, Any]) -> dict[str, Any]:
+    """A pattern in proportion, and for every device as many heads as it has kinds of them."""
+    short = pattern.shortened(shorter)
+    times = short.kinds_of_heads
+    widened = {name: small[name] * times for name in ("num_heads", "num_kv_heads", "embed_dim")}
+    return {"attention_pattern": short, **widened}
 
 
 def _latents(fields: Mapping[str, Any], layers: int) -> dict[str, int | None]:

@@ -12,7 +12,9 @@ import jax
 from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs
+from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.multi_head import MultiHead
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder
@@ -33,6 +35,8 @@ class GPT:
       num_heads: attention heads; embed_dim / num_heads is the head_dim.
       context_length: the longest sequence, in tokens.
       norm_eps: epsilon of the layer norms.
+      attention_pattern: which keys a query sees: `@LongformerPattern()`, `@StridedPattern()`,
+        `@FixedPattern()`, `@DilatedPattern()`; None is all before it.
     """
 
     vocab_size: int = 50257
@@ -41,6 +45,7 @@ class GPT:
     num_heads: int = 12
     context_length: int = 1024
     norm_eps: float = 1e-5
+    attention_pattern: Pattern | None = None
 
     inputs: ClassVar[Inputs] = "tokens"
     objective = "next_token"
@@ -61,6 +66,11 @@ class GPT:
                 f"GPT.embed_dim={self.embed_dim} does not divide by GPT.num_heads={self.num_heads};"
                 f" the nearest embed_dim is {nearest}"
             )
+        refusals = list(
+            patterns.refuse(self.attention_pattern, num_heads=self.num_heads, model="GPT")
+        )
+        if refusals:
+            raise UserError("\n".join(refusals))
 
     @property
     def head_dim(self) -> int:
@@ -76,7 +86,9 @@ class GPT:
     def attention(self) -> AttentionFacts:
         """As many key-value heads as query heads."""
         N, H = self.num_heads, self.head_dim
-        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H)
+        return AttentionFacts(
+            num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, pattern=self.attention_pattern
+        )
 
     @property
     def cached(self) -> tuple[Cached, ...]:
@@ -93,6 +105,7 @@ class GPT:
                 num_heads=self.num_heads,
                 head_dim=self.head_dim,
                 residual_stddev=stddev,
+                pattern=self.attention_pattern,
             ),
             mlp=TwoLayers(
                 embed_dim=self.embed_dim, mlp_dim=4 * self.embed_dim, residual_stddev=stddev

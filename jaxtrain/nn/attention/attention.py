@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
-from jaxtrain.nn.attention import context
+from jaxtrain.nn.attention import context, patterns
 from jaxtrain.nn.attention.context import KEYS, QUERIES, ContextParallel
 from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, refuse
 from jaxtrain.nn.attention.mask import Mask
@@ -32,7 +32,8 @@ class Attention:
       kernel: 'auto' (the fastest one on the platform that can do what this run needs; a run and a
         plan say which, and why); 'reference' (plain einsums in float32, every mask, every dtype);
         'xla' (jax.nn.dot_product_attention as XLA compiles it, every mask); 'blocked' (tiles that
-        fit a CPU's cache, every mask and dtype); 'cudnn' (cuDNN's flash attention, NVIDIA GPUs, no
+        fit a CPU's cache, every mask and dtype); 'sparse' (of a model's attention_pattern no more
+        than its products); 'cudnn' (cuDNN's flash attention, NVIDIA GPUs, no
         segment ids); 'triton' (a Pallas kernel for NVIDIA GPUs that ships with JAX, with segment
         ids); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
         What a named kernel cannot do is refused, never handed to another one.
@@ -78,18 +79,26 @@ def attention(
         biased=mask.bias_NTS is not None,
         capped=mask.softcap is not None,
         sinks=mask.sinks_N is not None,
+        pattern=mask.pattern,
     )
     refusals = list(refuse(kernel, request))
     parts, layout = context.split(), current_layout()
+    tensor = 1 if layout is None else layout.size(layout.activation(("heads",))[0])
+    if KERNELS[kernel].by_pattern:
+        refusals += patterns.refuse(
+            mask.pattern,
+            num_heads=q_BTNH.shape[2],
+            parts=tensor * (parts if context_parallel == "ulysses" else 1),
+        )
     if parts > 1:
-        assert layout is not None, "only a layout splits"
         refusals += context.refuse(
             context_parallel,
             context=parts,
             length=request.T,
-            tensor=layout.size(layout.activation(("heads",))[0]),
+            tensor=tensor,
             num_heads=q_BTNH.shape[2],
             kernel=kernel,
+            pattern=mask.pattern,
         )
     if refusals:
         raise UserError("\n".join(refusals))

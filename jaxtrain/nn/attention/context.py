@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.parallel.sharding import (
     activation_spec,
     current_layout,
@@ -223,6 +224,7 @@ def refuse(
     num_heads: int | None = None,
     kernel: str | None = None,
     model: str = "Model",
+    pattern: Pattern | None = None,
 ) -> Iterator[str]:
     """A sentence for each reason why sequences cannot be split like this.
 
@@ -234,6 +236,7 @@ def refuse(
       num_heads: query heads; None leaves them unchecked.
       kernel: an `Attention.kernel`; None leaves it unchecked.
       model: what the heads belong to, for the message.
+      pattern: the model's; None: it has none.
     """
     if context == 1:
         return
@@ -246,7 +249,13 @@ def refuse(
             f"Attention.context_parallel={method!r} on Mesh.context={c}; the nearest is "
             f"{nearest_multiple(length, runs)}"
         )
-    if method == "ring" and kernel in KERNELS and not KERNELS[kernel].plain:
+    if method == "ring" and pattern is not None:
+        yield (
+            f"Attention.context_parallel='ring' (Mesh.context={c}) goes by what a causal or a "
+            f"windowed mask shows, not by a {type(pattern).__name__}; use "
+            "Attention.context_parallel='ulysses'"
+        )
+    elif method == "ring" and kernel in KERNELS and not KERNELS[kernel].plain:
         other = f", or Attention.context_parallel='ulysses' with {kernel!r}"
         yield (
             f"Attention.kernel={kernel!r} gives no log-sum-exp, so Attention.context_parallel="

@@ -9,6 +9,8 @@ import jax
 from jaxtrain.nn.attention import flash, plain
 from jaxtrain.nn.attention.blocked import blocked_attention
 from jaxtrain.nn.attention.flash import TILE
+from jaxtrain.nn.attention.patterns import Pattern
+from jaxtrain.nn.attention.sparse import sparse_attention
 from jaxtrain.parallel.devices import OLD_GPU
 
 # (q_BTNH, k_BSKH, v_BSKH, mask) -> what the values come to, [B, T, N, H]; mask is a Mask.
@@ -24,6 +26,8 @@ _FASTEST_FIRST = {
     "tpu": ("tpu", "xla", "reference"),
 }
 _OTHERWISE = ("xla", "reference")
+# The others do all pairs of tokens, of which a pattern hides most.
+_OF_PATTERNS = ("sparse", "xla", "reference")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ class Request:
       biased: whether something is added to the scores: `Mask.bias_NTS`.
       capped: whether they are flattened towards a bound: `Mask.softcap`.
       sinks: whether a part of the softmax goes nowhere: `Mask.sinks_N`.
+      pattern: as in Mask.
     """
 
     platform: str
@@ -59,6 +64,7 @@ class Request:
     biased: bool = False
     capped: bool = False
     sinks: bool = False
+    pattern: Pattern | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,7 @@ class Kernel:
         devices, a ring over Mesh.context does it block by block, and the scores wait for the
         backward pass. Any other runs on each device's rows and heads, and keeps no scores.
       skips_hidden: whether it leaves out what a causal mask hides.
+      by_pattern: whether it does a pattern's products alone, which plans count as they are traced.
       only_on: "gpu" or "tpu", where it runs nowhere else.
       interpreted: `run` without that chip, slowly, for proofs; None where there is no such thing.
     """
@@ -80,6 +87,7 @@ class Kernel:
     cannot: Callable[[Request], list[str]]
     plain: bool = False
     skips_hidden: bool = False
+    by_pattern: bool = False
     only_on: str | None = None
     interpreted: Run | None = None
 
@@ -107,12 +115,16 @@ def refuse(kernel: str, request: Request) -> Iterator[str]:
 def choose(request: Request) -> Choice:
     """The fastest kernel that can do this on its platform, and why it is that one."""
     passed_over = []
-    for kernel in _FASTEST_FIRST.get(request.platform, _OTHERWISE):
+    kernels = _FASTEST_FIRST.get(request.platform, _OTHERWISE)
+    for kernel in kernels if request.pattern is None else _OF_PATTERNS:
         reasons = KERNELS[kernel].cannot(request)
         if request.in_ring and not KERNELS[kernel].plain:
             reasons.append("gives no log-sum-exp, which a ring over Mesh.context merges by")
         if not reasons:
-            why = "; ".join(passed_over) or f"the first choice on a {request.platform}"
+            first = f"the first choice on a {request.platform}"
+            if request.pattern is not None:
+                first = f"the one that does no more than a {type(request.pattern).__name__} shows"
+            why = "; ".join(passed_over) or first
             return Choice(kernel, why)
         passed_over += [f"{kernel!r} {reason}" for reason in reasons]
     raise AssertionError("'reference' can do everything")
@@ -142,16 +154,34 @@ def _not_with_sinks(request: Request) -> list[str]:
     return ["has no attention sinks"] if request.sinks else []
 
 
+def _not_by_pattern(request: Request) -> list[str]:
+    if request.pattern is None:
+        return []
+    return [f"has no patterns (here {type(request.pattern).__name__})"]
+
+
 def _not_by_tiles(request: Request) -> list[str]:
     return [*_not_by_splash(request), *_not_capped(request), *_not_with_sinks(request)]
 
 
 def _not_by_splash(request: Request) -> list[str]:
-    return _not_in_a_cache(request) + _not_biased(request)
+    return _not_in_a_cache(request) + _not_biased(request) + _not_by_pattern(request)
 
 
 def _not_by_blocks(request: Request) -> list[str]:
     return _not_by_splash(request) + _not_with_sinks(request)
+
+
+def _not_sparse(request: Request) -> list[str]:
+    reasons = _not_in_a_cache(request) + _not_biased(request) + _not_with_sinks(request)
+    if request.window is not None:
+        reasons.append(f"has no window beside a pattern (here {request.window})")
+    if request.pattern is None:
+        reasons.append("does the products of a pattern, and this model has no attention_pattern")
+    elif not request.causal and not request.pattern.both_ways:
+        name = type(request.pattern).__name__
+        reasons.append(f"has {name} for causal attention only, as it is defined")
+    return reasons + _not_by_xla(request)
 
 
 def _not_by_xla(request: Request) -> list[str]:
@@ -218,6 +248,7 @@ def _not_whole_tiles(request: Request, tile: int) -> list[str]:
 KERNELS = {
     "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
     "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),
+    "sparse": Kernel(run=sparse_attention, cannot=_not_sparse, by_pattern=True),
     "blocked": Kernel(run=blocked_attention, cannot=_not_by_blocks, skips_hidden=True),
     "cudnn": Kernel(run=flash.cudnn, cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"),
     "triton": Kernel(

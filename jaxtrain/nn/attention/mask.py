@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.nn.attention.patterns import Pattern, places
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Mask:
         hidden; None: none.
       sinks_N: float32, the score of a key in each head that every query sees and that has no value:
         a part of the softmax that goes nowhere (arXiv 2309.17453, equation 2); None: none.
+      pattern: which keys a query sees by the places of both in their document; None: all.
     """
 
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -37,9 +40,10 @@ class Mask:
     bias_NTS: Float[Array, "N T S"] | None = None
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     sinks_N: Float[Array, " N"] | None = None
+    pattern: Pattern | None = dataclasses.field(default=None, metadata={"static": True})
 
     def visible(self, T: int, S: int) -> jax.Array | None:
-        """Booleans [1 or B, 1, T, S]; None where every query sees every key."""
+        """Booleans [1 or B, 1, T, S], the pattern aside; None where every query sees every key."""
         query = jnp.arange(T)[:, None] + (0 if self.query_start is None else self.query_start)
         key = jnp.arange(S)[None, :]
         seen = None
@@ -53,3 +57,12 @@ class Mask:
             same = self.segment_ids_BT[:, :, None] == self.segment_ids_BS[:, None, :]
             seen = same[:, None] if seen is None else seen & same[:, None]
         return seen
+
+    def times(self, T: int, S: int, N: int) -> jax.Array | None:
+        """How often a query counts a key by the pattern, [1 or B, 1 or N, T, S]; None: once."""
+        if self.pattern is None:
+            return None
+        key_BS = places(self.segment_ids_BS, S)
+        start = 0 if self.query_start is None else self.query_start
+        query_BT = jax.lax.dynamic_slice_in_dim(key_BS, start, T, axis=1)
+        return self.pattern.times(query_BT, key_BS, N)

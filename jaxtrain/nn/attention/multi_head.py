@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
@@ -29,12 +30,14 @@ class MultiHead:
       num_heads: heads.
       head_dim: width of each.
       residual_stddev: spread of the weight that makes the result.
+      pattern: which keys a query sees; None: all before it.
     """
 
     embed_dim: int
     num_heads: int
     head_dim: int
     residual_stddev: float
+    pattern: Pattern | None = None
 
     num_keys: ClassVar[int] = 2
 
@@ -55,7 +58,13 @@ class MultiHead:
         return 4 * self.num_heads * self.head_dim * self.embed_dim
 
     def score_flops_per_token(self, sequence_length: int) -> float:
-        """6 T N H: attention is causal (arXiv 2204.02311, appendix B, halved)."""
+        """6 T N H: attention is causal (arXiv 2204.02311, appendix B, halved).
+
+        With a pattern 12 N H times the mean number of keys that a query sees.
+        """
+        if self.pattern is not None:
+            keys = self.pattern.mean_keys(sequence_length)
+            return 12 * self.num_heads * self.head_dim * keys
         return 6 * sequence_length * self.num_heads * self.head_dim
 
     def __call__(
@@ -79,6 +88,7 @@ class MultiHead:
         q_BTNH, k_BTNH, v_BTNH = (named(part[0], name) for part, name in parts)
         if cache is not None:
             k_BTNH, v_BTNH = cache = extend_cache(k_BTNH, v_BTNH, cache, start)
+        mask = dataclasses.replace(mask, pattern=self.pattern)
         a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)
         a_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
         return add_bias(a_BTD, own["out_bias"]), cache

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.softcap import capped
 
+_HIDDEN = jnp.finfo(jnp.float32).min
+
 
 def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     """Einsums in float32, whatever the arrays' dtype."""
@@ -19,7 +21,7 @@ def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mas
 
 def xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     """`jax.nn.dot_product_attention`, in the arrays' dtype; what it has not, by einsums in that."""
-    if mask.softcap is not None or mask.sinks_N is not None:
+    if mask.softcap is not None or mask.sinks_N is not None or mask.pattern is not None:
         return _by_einsums(q_BTNH, k_BSKH, v_BSKH, mask)
     visible = mask.visible(q_BTNH.shape[1], k_BSKH.shape[1])
     bias = None if mask.bias_NTS is None else mask.bias_NTS[None].astype(q_BTNH.dtype)
@@ -39,7 +41,12 @@ def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: M
         logits += mask.bias_NTS.astype(jnp.float32).reshape(K, N // K, T, S)
     visible = mask.visible(T, S)
     if visible is not None:
-        logits = jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min)
+        logits = jnp.where(visible[:, :, None], logits, _HIDDEN)
+    times = mask.times(T, S, N)
+    if times is not None:
+        times = times.reshape(times.shape[0], -1, N // K if times.shape[1] > 1 else 1, T, S)
+        logits += jnp.log(jnp.maximum(times, 1).astype(jnp.float32))
+        logits = jnp.where(times > 0, logits, _HIDDEN)
     weights = _softmax(logits, mask.sinks_N).astype(v_BSKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
 

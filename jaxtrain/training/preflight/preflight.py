@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.partial import NotRead
 from jaxtrain.nn import execution, experts
-from jaxtrain.nn.attention import context, kernels
+from jaxtrain.nn.attention import context, kernels, patterns
 from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
 from jaxtrain.training import balancing, corruption, curvature, guard, noise, settings, sharpness
@@ -89,6 +89,18 @@ def _context(seen: Outlook, config: Config) -> Iterable[str]:
         num_heads=attention.num_heads,
         kernel=config.attention.kernel,
         model=seen.name,
+        pattern=attention.pattern,
+    )
+
+
+def _pattern(seen: Outlook, config: Config) -> Iterable[str]:
+    attention = seen.model.attention
+    if attention is None or config.attention.kernel not in ("auto", "sparse"):
+        return ()
+    exchanged = config.attention.context_parallel == "ulysses"
+    parts = seen.size("tensor") * (seen.size("context") if exchanged else 1)
+    return patterns.refuse(
+        attention.pattern, num_heads=attention.num_heads, parts=parts, model=seen.name
     )
 
 
@@ -180,6 +192,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         exchange=c.exchange.method,
     ),
     _context,
+    _pattern,
     lambda seen, c: experts.refuse(seen.capacity, context=seen.size("context"), model=seen.name),
     _pipeline,
     lambda seen, c: corruption.refuse(c.corruption, seen.layout),

@@ -76,6 +76,7 @@ def kernel_request(config: Config, platform: str) -> Request | None:
         biased=attention.biased,
         capped=attention.softcap is not None,
         sinks=attention.sinks,
+        pattern=attention.pattern,
         in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
     )
 
