@@ -88,8 +88,8 @@ def shortened(words: list[str]) -> list[str]:
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
 
 
-# The commands of this page train for more than a minute together.
-SLOW_PAGES = ("parallelism",)
+# The commands of these pages train for more than half a minute together.
+SLOW_PAGES = ("parallelism", "optimizers", "finetuning")
 
 
 @pytest.mark.parametrize(
