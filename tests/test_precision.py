@@ -11,6 +11,7 @@ from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+from jaxtrain.analysis.verify.islands import float32_islands
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.resnet import ResNet
@@ -87,6 +88,27 @@ def test_a_bfloat16_step_computes_products_in_bfloat16_and_the_rest_in_float32(m
     for name in ("exp", "log", "rsqrt", "reduce_max"):
         assert dtypes_of(found, name) == {"float32"}, name
     assert dtypes_of(list(equations(forward.jaxpr)), "reduce_sum") == {"float32"}
+
+
+def test_float32_islands_are_those_that_the_policy_leaves():
+    """Softmax and rotations, norms and the loss; the products of the mlp in float32 alone."""
+
+    def islands(compute: str) -> dict[str, list[str]]:
+        program = make_program(
+            LLAMA_MODEL, make_layout(), precision=Precision(compute=compute),
+            execution=Execution(kernel="xla"),
+        )  # fmt: skip
+        with program.layout.active():
+            return float32_islands(
+                jax.make_jaxpr(program.gradients)(program.abstract_state(), TEXT)
+            )
+
+    found = islands("bfloat16")
+    assert set(found) == {"attention", "attention/norm", "mlp/norm", "norm", "loss"}
+    assert found["norm"] == found["mlp/norm"] == ["rsqrt", "sums"]
+    assert {"exp", "log", "sums"} <= set(found["loss"])
+    assert {"cos", "sin", "exp"} <= set(found["attention"])
+    assert "products" in islands("float32")["mlp"]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -138,12 +138,18 @@ def own_precision(bench: Bench) -> Finding:
         precision=own.precision,
         attention=dataclasses.replace(config.attention, kernel=kernel),
     )
-    found, expected = MeshRun(config).gradients(bench.batch), bench.one_device_step
+    run = MeshRun(config)
+    found, expected = run.gradients(bench.batch), bench.one_device_step
     loss = relative(found.loss, expected.loss)
     norm = relative_norm(found.gradients, expected.gradients)
     lowest = own.precision.compute if own.precision.compute in ROUNDING else own.precision.params
     limit = band(lowest, own.precision.matmul, _matrices(bench.one_device.created.params))
-    return Finding(max(loss, norm), limit, f"loss {loss:.1e}, gradients {norm:.1e} of norm")
+    islands = ", ".join(f"{scope} ({', '.join(how)})" for scope, how in run.islands.items())
+    return Finding(
+        max(loss, norm),
+        limit,
+        f"loss {loss:.1e}, gradients {norm:.1e} of norm; in float32 all the same: {islands}",
+    )
 
 
 def _matrices(params: Any) -> int:

@@ -12,6 +12,7 @@ import optax
 
 from jaxtrain.analysis.verify import sample
 from jaxtrain.analysis.verify.figures import Arrays, Step
+from jaxtrain.analysis.verify.islands import float32_islands
 from jaxtrain.analysis.verify.meshes import MeshSizes
 from jaxtrain.analysis.verify.shrink import Small
 from jaxtrain.data.batch import Batch
@@ -25,7 +26,7 @@ from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.step import Program, TrainState, with_shardings
 
 
 class MeshRun:
@@ -67,6 +68,18 @@ class MeshRun:
         with self.layout.active():
             step.compile(train.data.abstract_batch(train.global_batch_size))
         return step
+
+    @property
+    def islands(self) -> dict[str, list[str]]:
+        """What gradients are computed in float32 whatever Precision.compute says, by scope."""
+        train = self.config.train
+        batch = train.data.abstract_batch(train.global_batch_size)
+        with self.layout.active():
+            traced = jax.make_jaxpr(self.program.gradients)(
+                self.program.abstract_state(),
+                with_shardings(batch, self.program.batch_shardings(batch)),
+            )
+        return float32_islands(traced)
 
     @functools.cached_property
     def created(self) -> TrainState:
