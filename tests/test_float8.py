@@ -1,6 +1,7 @@
 """Float8 products: each within the format's error, the same on every mesh, and learning alike."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import test_experts
 from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
@@ -20,10 +22,12 @@ from jaxtrain.analysis.planning.machines.targets import (
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.products.eight_bit import EINSUMS
-from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, quantize
+from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, over_batch, quantize
+from jaxtrain.nn.products.grouped import float8_grouped, grouped
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.compiled_step import CompiledStep
@@ -139,6 +143,95 @@ def test_a_product_on_a_mesh_is_that_of_one_device(sizes):
         found = jax.jit(gradient)(rows, *placed)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_products_of_experts_are_within_the_error_of_their_operands(slots):
+    """Of 3, 0 and 5 rows; of 4 slots each."""
+    rng = np.random.default_rng(3)
+    sizes = None if slots else jnp.array([3, 0, 5], jnp.int32)
+    x = rng.normal(size=(3, 4, 16) if slots else (8, 16))
+    w = rng.normal(size=(3, 16, 12)) * [[[0.1]], [[1.0]], [[3.0]]]
+    x, w = (jnp.asarray(a, jnp.float32) for a in (x, w))
+    y, transpose = jax.vjp(lambda x, w: float8_grouped(x, w, sizes), x, w)
+    g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
+    dx, dw = transpose(g)
+
+    def apart(a) -> np.ndarray:
+        """Rows as all experts' slots, zeros in those of others."""
+        a = np.asarray(a, np.float64)
+        if slots:
+            return a
+        ends = np.cumsum([0, 3, 0, 5])
+        own = [(np.arange(8) >= ends[e]) & (np.arange(8) < ends[e + 1]) for e in range(3)]
+        return np.stack([np.where(mine[:, None], a, 0.0) for mine in own])
+
+    for found, of, a, b in (
+        (y, "esk,ekm->esm", (x, E4M3), (w, E4M3)),
+        (dx, "esm,ekm->esk", (g, E5M2), (w, E4M3)),
+        (dw, "esk,esm->ekm", (x, E4M3), (g, E5M2)),
+    ):
+        (a, a_error), (b, b_error) = (
+            [one if one.shape == w.shape else apart(one) for one in (v, error_of(v, dtype))]
+            for v, dtype in (a, b)
+        )
+        found = np.asarray(found, np.float64) if found.shape == w.shape else apart(found)
+        exact = np.einsum(of, a, b)
+        a, b = np.abs(a), np.abs(b)
+        bound = sum(np.einsum(of, *pair) for pair in ((a, b_error), (a_error, b + b_error)))
+        error = np.abs(found - exact)
+        assert (error <= bound + 1e-5 * np.abs(exact).max() * (bound > 0)).all()
+        assert error.max() > 1e-3 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 2.0])
+def test_experts_on_a_mesh_are_those_of_one_device(capacity_factor):
+    """One element is far larger than all others: scales of parts would be other scales."""
+    part, own = test_experts.experts(capacity_factor)
+    x = jnp.concatenate([test_experts.X, test_experts.X])[:4].at[2, 3, 1].set(40.0)
+
+    def run(by):
+        def of(weights, x):
+            given = {name: own[name].replace(value) for name, value in weights.items()}
+            execution = Execution(grouped=by)
+            return part({"experts": given}, x, Mask(), execution, out=test_experts.OUT)[0]
+
+        return test_experts.outcome(of, test_experts.values(own), x)
+
+    def apart(found, expected) -> float:
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        return max(
+            float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b))
+            for a, b in pairs
+        )
+
+    expected = run(float8_grouped)
+    with make_layout(expert=2, fsdp=2, tensor=2).active():
+        found = run(float8_grouped)
+    assert apart(found, expected) < 2e-3
+    assert apart(expected, run(grouped)) > 1e-2
+
+
+def test_rows_that_are_elsewhere_count_in_a_scale():
+    """Where gradients are summed once a step, devices along `data` see their own rows alone."""
+    x = np.ones((8, 4), np.float32)
+    x[7, 1] = 448.0 * 3
+    layout = make_layout(data=2)
+    inside = dataclasses.replace(layout, manual=frozenset({"data"}), one_batch=frozenset({"data"}))
+
+    def scale(part):
+        with inside.current():
+            return quantize(part, E4M3, over_batch())[1]
+
+    over = jax.P("data")
+    found = jax.shard_map(
+        lambda part: scale(part)[None], mesh=layout.mesh, in_specs=over, out_specs=over,
+        axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(jax.jit(found)(x), [3.0, 3.0])
 
 
 # -- a model ---------------------------------------------------------------------------------------

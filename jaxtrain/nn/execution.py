@@ -16,6 +16,7 @@ from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products import quantised
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.dot import Einsum, einsum
+from jaxtrain.nn.products.grouped import Grouped, grouped
 from jaxtrain.nn.products.low_rank import LowRank, adapted
 from jaxtrain.nn.products.quantised import Quantised
 from jaxtrain.nn.products.watched import Watched, watched
@@ -65,6 +66,7 @@ class Execution:
       remat: what the backward pass keeps of each layer.
       layers_per_iteration: `Scan.layers_per_iteration`.
       einsum: what the layers' products with weights are multiplied with.
+      grouped: the same of products with experts' weights.
       draws: what dropout draws from; None is evaluation, which drops nothing.
       layer: the number of the layer that is run, int32 scalar; None outside of layers.
     """
@@ -74,6 +76,7 @@ class Execution:
     remat: Policy = POLICIES["none"]
     layers_per_iteration: int = 1
     einsum: Einsum = einsum
+    grouped: Grouped = grouped
     draws: Draws | None = None
     layer: jax.Array | int | None = None
 

@@ -22,6 +22,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.mlp import Gated, swiglu
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.nn.remat import elementwise, named
 from jaxtrain.nn.routing import Router, Routes, Softmax
 from jaxtrain.nn.transformer import EXPERT_LOAD, Auxiliary
@@ -128,7 +129,8 @@ class Experts:
         experts_BTk, gates_BTk = routed.experts_BTk, routed.gates_BTk
         if self.capacity_factor is None:
             kept_BTk = jnp.ones_like(experts_BTk, dtype=bool)
-            run, routes = functools.partial(_dropless, self.gated), (experts_BTk, gates_BTk)
+            run = functools.partial(_dropless, self.gated, execution.grouped)
+            routes = (experts_BTk, gates_BTk)
         else:
             for sentence in refuse(self.capacity_factor, context=split()):
                 raise UserError(sentence)
@@ -136,7 +138,7 @@ class Experts:
             C = slots_per_expert(self.capacity_factor, h_BTD.shape[1], k, E)
             slots_BTk = _slots(experts_BTk, E)
             kept_BTk = slots_BTk < C
-            run = functools.partial(_with_capacity, self.gated, C)
+            run = functools.partial(_with_capacity, self.gated, execution.grouped, C)
             routes = (experts_BTk, gates_BTk, slots_BTk)
         networks = {name: gather(own[name]).astype(h_BTD.dtype) for name in AXES if name in own}
         y_BTD = _over_the_mesh(run, h_BTD, routes, networks, out)
@@ -281,7 +283,12 @@ def _over_the_mesh(
         networks = {**networks, "down_bias": networks["down_bias"] / tensor}
 
     def each(*local: Any) -> jax.Array:
-        y_BTD = run(ranks, *local)
+        inside = current_layout()
+        assert inside is not None, "on_each_device has made one current"
+        # Rows and experts that are elsewhere, with which these have a scale in common.
+        others = inside.one_batch | (inside.manual - layout.manual)
+        with dataclasses.replace(inside, one_batch=others).current():
+            y_BTD = run(ranks, *local)
         # Each device of `tensor` did a part of F, so what it has is a part of the sum.
         if "tensor" in parts_of(result[1]):
             return jax.lax.psum_scatter(y_BTD, "tensor", scatter_dimension=1, tiled=True)
@@ -300,6 +307,7 @@ def _all_to_all(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
 
 def _with_capacity(
     gated: Gated,
+    by: Grouped,
     C: int,
     ranks: int,
     x_BTD: jax.Array,
@@ -326,7 +334,7 @@ def _with_capacity(
         x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
 
     def projected(x_ESD: jax.Array, name: str) -> jax.Array:
-        h_ESF, bias = jnp.einsum("ESD,EDF->ESF", x_ESD, networks[name]), f"{name}_bias"
+        h_ESF, bias = by(x_ESD, networks[name], None), f"{name}_bias"
         return h_ESF + networks[bias][:, None] if bias in networks else h_ESF
 
     y_ESD = _through(gated, x_ESD, projected)
@@ -339,6 +347,7 @@ def _with_capacity(
 
 def _dropless(
     gated: Gated,
+    by: Grouped,
     ranks: int,
     x_BTD: jax.Array,
     experts_BTk: jax.Array,
@@ -359,15 +368,16 @@ def _dropless(
     sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
     x_ND = x_BTD.reshape(B * T, D)[order_N // k]
     if ranks == 1:
-        y_ND = _grouped(gated, x_ND, sizes_E, networks)
+        y_ND = _grouped(gated, by, x_ND, sizes_E, networks)
     else:
-        y_ND = _grouped_over_ranks(gated, ranks, x_ND, expert_N[order_N], sizes_E, networks)
+        y_ND = _grouped_over_ranks(gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks)
     y_BTkD = y_ND[jnp.argsort(order_N)].reshape(B, T, k, D)
     return _weighted(y_BTkD, gates_BTk)
 
 
 def _grouped_over_ranks(
     gated: Gated,
+    by: Grouped,
     ranks: int,
     x_ND: jax.Array,
     expert_N: jax.Array,
@@ -390,17 +400,19 @@ def _grouped_over_ranks(
     ends_RE = jnp.cumsum(sizes_RE, axis=1)
     local_RN = (place_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
-    y = _grouped(gated, x_RND.reshape(-1, D)[order], sizes_RE.sum(0), networks)
+    y = _grouped(gated, by, x_RND.reshape(-1, D)[order], sizes_RE.sum(0), networks)
     y_RND = _all_to_all(y[jnp.argsort(order)].reshape(ranks, N, D), axis=0, concat=0)
     rank_N = expert_N // networks["gate"].shape[0]
     return y_RND[rank_N, place_N - start_R[rank_N]]
 
 
-def _grouped(gated: Gated, x_ND: jax.Array, sizes_E: jax.Array, networks: Networks) -> jax.Array:
+def _grouped(
+    gated: Gated, by: Grouped, x_ND: jax.Array, sizes_E: jax.Array, networks: Networks
+) -> jax.Array:
     """The networks' outputs for rows that stand expert after expert, sizes_E of them each."""
 
     def projected(x_ND: jax.Array, name: str) -> jax.Array:
-        h_NF, bias = jax.lax.ragged_dot(x_ND, networks[name], sizes_E), f"{name}_bias"
+        h_NF, bias = by(x_ND, networks[name], sizes_E), f"{name}_bias"
         if bias not in networks:
             return h_NF
         ones_N1 = jnp.ones((x_ND.shape[0], 1), x_ND.dtype)

@@ -14,7 +14,8 @@ from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.products.eight_bit import EINSUMS, GROUPED
+from jaxtrain.nn.products.grouped import grouped
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.training.balancing import biases, speed_of
@@ -133,6 +134,7 @@ def make_program(
             remat=config.remat.kept,
             layers_per_iteration=config.scan.layers_per_iteration,
             einsum=EINSUMS[config.precision.matmul],
+            grouped=GROUPED.get(config.precision.matmul, grouped),
         ),
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
