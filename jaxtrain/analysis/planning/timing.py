@@ -78,7 +78,7 @@ class Moved(Protocol):
         ...
 
     @property
-    def every(self) -> int:
+    def every(self) -> float:
         """In one of how many steps it runs."""
         ...
 

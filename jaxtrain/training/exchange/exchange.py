@@ -13,14 +13,16 @@ from jaxtrain.training.exchange.graphs import Graph, sides
 _READS: dict[str, tuple[str, ...]] = {
     "synchronous": (),
     "local_sgd": ("period",),
-    "diloco": ("period", "outer_learning_rate", "outer_momentum"),
+    "diloco": (
+        "period", "outer_learning_rate", "outer_momentum", "fragments", "delay", "mixing",
+    ),
     "int8": (),
     "top_k": ("keep",),
     "gossip": ("graph",),
     "sign_sgd": (),
     "power_sgd": ("rank",),
     "asynchronous": ("staleness", "compensation"),
-}
+}  # fmt: skip
 Method = Literal[
     "synchronous",
     "local_sgd",
@@ -51,6 +53,10 @@ class Exchange:
       period: inner steps between two exchanges, for local_sgd and diloco.
       outer_learning_rate: diloco's; 1 with no momentum is plain averaging.
       outer_momentum: diloco's Nesterov decay rate.
+      fragments: of diloco's parameters, every so manyth layer: each is exchanged once a period, at
+        a step of its own (streaming DiLoCo, arXiv 2501.18512).
+      delay: steps that a fragment of diloco is on its way, while training goes on.
+      mixing: the part of its own parameters that a replica of diloco keeps when a fragment comes.
       keep: the fraction of each gradient's entries that top_k sends.
       rank: columns of what power_sgd tells of a matrix; a matrix that is no larger is told whole.
       graph: who is whose neighbour in gossip: 'ring'; 'torus', a grid as square as Mesh.data
@@ -64,6 +70,9 @@ class Exchange:
     period: int = 1
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
     keep: float = 0.01
     rank: int = 4
     graph: Graph = "ring"
@@ -79,10 +88,17 @@ class Exchange:
             )
         if not 0 <= self.outer_momentum < 1:
             raise UserError(f"Exchange.outer_momentum={self.outer_momentum}; use 0 to below 1")
-        refuse_below(0, self, "staleness", "compensation")
-        refuse_below(1, self, "rank")
+        refuse_below(0, self, "staleness", "compensation", "delay")
+        refuse_below(1, self, "rank", "fragments")
+        if not 0 <= self.mixing < 1:
+            raise UserError(f"Exchange.mixing={self.mixing}; use 0 to below 1")
         if not 0 < self.keep <= 1:
             raise UserError(f"Exchange.keep={self.keep}; use a fraction above 0 and at most 1")
+
+    @property
+    def streams(self) -> bool:
+        """Whether diloco's parameters come in fragments, late, or not whole."""
+        return self.fragments > 1 or self.delay > 0 or self.mixing > 0
 
 
 def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
@@ -97,6 +113,8 @@ def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
             f"Exchange.{name}={value!r} does nothing for Exchange.method={method!r}; leave it at "
             f"{field.default!r} or set Exchange.method to {' or '.join(map(repr, readers))}"
         )
+    if method == "diloco":
+        yield from _refuse_turns(settings)
     if method == "synchronous" or layout is None:
         return
     mesh = layout.mesh.shape
@@ -107,6 +125,21 @@ def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
         )
     if method != "asynchronous":
         yield from _refuse_replicas(settings, layout)
+
+
+def _refuse_turns(settings: Exchange) -> Iterator[str]:
+    """Where a period has no room for the turns of all fragments, or a fragment for its way."""
+    period = settings.period
+    if settings.fragments > period:
+        yield (
+            f"Exchange.fragments={settings.fragments} with Exchange.period={period}: a step sends "
+            f"one fragment at most; use at most {period} fragments or a longer period"
+        )
+    if settings.delay >= period:
+        yield (
+            f"Exchange.delay={settings.delay} with Exchange.period={period}: a fragment would be "
+            f"sent again before it has come; use Exchange.delay={period - 1} or a longer period"
+        )
 
 
 def _refuse_replicas(settings: Exchange, layout: Layout) -> Iterator[str]:

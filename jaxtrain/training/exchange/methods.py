@@ -8,6 +8,7 @@ from jaxtrain.training.exchange.power_sgd import PowerSGD
 from jaxtrain.training.exchange.replicas import Replicas
 from jaxtrain.training.exchange.rules import Averaging, DiLoCo, Gossip
 from jaxtrain.training.exchange.signs import Signs
+from jaxtrain.training.exchange.streaming import Streaming
 from jaxtrain.training.step import Program
 
 
@@ -20,6 +21,8 @@ def with_exchange(settings: Exchange, program: Program) -> Program | ExchangePro
             return Replicas(program, Averaging(settings.period))
         case "diloco":
             rule = DiLoCo(settings.period, settings.outer_learning_rate, settings.outer_momentum)
+            if settings.streams:
+                return Streaming(program, rule, settings.fragments, settings.delay, settings.mixing)
             return Replicas(program, rule)
         case "gossip":
             return Replicas(program, Gossip(settings.graph))

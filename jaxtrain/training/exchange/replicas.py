@@ -24,6 +24,7 @@ from jaxtrain.training.exchange.exchange_program import (
     ExchangeProgram,
     over_replicas,
     replica_shardings,
+    spread_out,
     to_replicas,
 )
 from jaxtrain.training.exchange.rules import Agreement
@@ -82,6 +83,16 @@ class Replicas(ExchangeProgram):
           on at the last exchange. `weight`, its targets that count, is what their means are to be
           weighed with.
         """
+        after, metrics = self.alone(state, batch)
+        if self.rule.period == 1:
+            after = self._agree(after)
+        else:
+            due = after.step % self.rule.period == 0
+            after = jax.lax.cond(due, self._agree, lambda state: state, after)
+        return after, {**metrics, "replica_spread": after.exchange["spread"]}
+
+    def alone(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        """One step of every replica on its rows, and its metrics; nobody is told anything."""
         dims: dict[str, Any] = {
             "step": None, "params": 0, "opt_state": 0, "statistics": 0, "loss_scale": 0,
         }  # fmt: skip
@@ -89,16 +100,10 @@ class Replicas(ExchangeProgram):
         step = self.on_each_replica(_own_step, (specs, 0), (specs, 0))
         after, metrics = step(dataclasses.replace(state, exchange=()), self.rows_of_replicas(batch))
         exchange = dict(state.exchange)
-        exchange["targets"] += metrics["weight"]
-        after = dataclasses.replace(after, exchange=exchange)
-        if self.rule.period == 1:
-            after = self._agree(after)
-        else:
-            due = after.step % self.rule.period == 0
-            after = jax.lax.cond(due, self._agree, lambda state: state, after)
+        exchange["targets"] += spread_out(metrics["weight"], exchange["targets"])
         # The same for all: a scalar needs no mean.
         metrics["learning_rate"] = jnp.asarray(self.plain.schedule(state.step), jnp.float32)
-        return after, {**metrics, "replica_spread": after.exchange["spread"]}
+        return dataclasses.replace(after, exchange=exchange), metrics
 
     def _agree(self, state: TrainState) -> TrainState:
         layout, memory = self.layout, dict(state.exchange)
@@ -112,7 +117,7 @@ class Replicas(ExchangeProgram):
             params=reshard(state.params, layout.parameter, layout),
             exchange={
                 "targets": jnp.zeros_like(weights),
-                "spread": _distance(before, agreed),
+                "spread": distance(before, agreed),
                 **memory,
             },
         )
@@ -134,14 +139,14 @@ class Replicas(ExchangeProgram):
         """The rule's memory begins anew, as in `init`: all replicas agree on these weights."""
         layout, copies = self.layout, to_replicas((params, statistics), self.replicas)
         moved = reshard(copies[0], layout.moment, layout)
-        zeros = jnp.zeros_like(state.exchange["targets"])
+        zeros = {name: jnp.zeros_like(state.exchange[name]) for name in ("targets", "spread")}
         memory = self.rule.first_memory(reshard(params, layout.moment, layout))
         return dataclasses.replace(
             state,
             params=copies[0],
             opt_state=begun(state.opt_state, moved),
             statistics=copies[1],
-            exchange={"targets": zeros, "spread": jnp.zeros_like(zeros), **memory},
+            exchange={**zeros, **memory},
         )
 
 
@@ -169,7 +174,7 @@ def _mean(program: Replicas, of_averages: bool, state: TrainState) -> TrainState
     )
 
 
-def _distance(tree: Any, agreed: Any) -> jax.Array:
+def distance(tree: Any, agreed: Any) -> jax.Array:
     """|replica - agreed| / |agreed| of every replica, float32 [k]."""
 
     def squares(x: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ class Expected:
       bytes: payload of one run: what one device puts in.
       cause: what is moved, and why.
       formula: the textbook form.
-      every: in one of how many steps it runs.
+      every: in one of how many steps it runs, on average.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Expected:
     bytes: int
     cause: str
     formula: str
-    every: int = 1
+    every: float = 1
 
     @property
     def total_bytes(self) -> int:

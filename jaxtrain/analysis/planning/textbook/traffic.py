@@ -62,7 +62,7 @@ def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]
 def exchange_traffic(facts: Facts) -> Iterator[Expected]:
     """Collectives over `data` in place of the sum of gradients; nothing in a synchronous step.
 
-    What runs every `Exchange.period` steps says so in `Expected.every`.
+    What does not run at every step says so in `Expected.every`.
     """
     if not facts.replicas_alone:
         return
@@ -119,18 +119,22 @@ def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
 
 
 def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
-    """Parameters, and what the optimizer keeps for each where that is averaged too."""
+    """Parameters, and what the optimizer keeps for each where that is averaged too.
+
+    Of the parameters a step sends one fragment at most, as much of each array.
+    """
     settings, optimizer = facts.config.exchange, facts.config.optimizer
     moments = settings.method == "local_sgd"
     what = "parameters and moments" if moments else "parameters"
+    fragments = settings.fragments
     for weight in facts.weights:
         own = Kept(weight.shape, weight.axes)
         kept = (own, *optimizer.keeps(weight.shape, weight.axes)) if moments else (own,)
         for array in kept:  # each on its own, as compiled: three of one size are not three layers
             size = (facts.L if weight.is_layer else 1) * _shard(facts, array.shape, array.axes)
             yield Expected(
-                "all-reduce", "data", 1, 4 * size, f"replicas: {what}",
-                "2 n (k-1)/k each", settings.period,
+                "all-reduce", "data", 1, 4 * math.ceil(size / fragments), f"replicas: {what}",
+                "2 n (k-1)/k each", settings.period / fragments,
             )  # fmt: skip
 
 
