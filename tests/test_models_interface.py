@@ -119,7 +119,8 @@ def test_parameters_say_what_they_are_for(name):
     assert roles.get("router", set()) == {n for n in everything if n.endswith("/router")}
     places = {"position_embedding", "source_distances", "target_distances"}
     assert roles.get("position", set()) == everything & places
-    assert roles.get("embedding", set()) == everything & {"token_embedding"}
+    tables = {"token_embedding", "source_embedding", "target_embedding"}
+    assert roles.get("embedding", set()) == everything & tables
     assert roles.get("output", set()) == everything & {"output", "head", "head/weight"}
     assert roles.keys() & {"embedding", "output"}
 

@@ -110,6 +110,7 @@ def test_logits_and_every_gradient_equal_pytorch(name):
     torch_pair(sizes).compare(batch)
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_pytorch():
     sizes = dataclasses.replace(SHAPES["odd"], embed_dim=16)
     torch_pair(sizes).train([pairs(rows=4, source=13, target=9, vocab_size=sizes.vocab_size)])
@@ -139,7 +140,9 @@ def one_device():
     ("layout", "changes"),
     [
         ({"data": 2, "fsdp": 4, "zero": 3}, {"execution": Execution(remat=POLICIES["full"])}),
-        ({"fsdp": 2, "data": 4, "zero": 1}, {"accumulation": 2}),
+        pytest.param(
+            {"fsdp": 2, "data": 4, "zero": 1}, {"accumulation": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=["zero3_remat", "zero1_accumulation"],
 )
