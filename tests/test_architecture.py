@@ -101,7 +101,8 @@ INTERFACES = {
     "models.state_space.state_space_sizes",
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
                                             "grouped_query", "bidirectional", "labels",
-                                            "gemma_settings", "awq", "mxfp4", "deepseek")),
+                                            "gemma_settings", "awq", "mxfp4", "float8",
+                                            "deepseek")),
 }  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def test_the_module_of_v3_is_the_published_one():
 
 
 def test_the_settings_that_v3_is_published_with_are_the_defaults():
-    """Of deepseek-ai/DeepSeek-V3, without the float8 of its files, which is refused."""
+    """Of deepseek-ai/DeepSeek-V3, float8 as its files have it."""
     published = {
         "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3,
         "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
@@ -220,9 +220,12 @@ def test_the_settings_that_v3_is_published_with_are_the_defaults():
         "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
         "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
     }  # fmt: skip
+    eight_bits = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                  "weight_block_size": [128, 128]}  # fmt: skip
+    published["quantization_config"] = eight_bits
     assert model_of(published, where="config.json")[1] == DeepSeek()
     with pytest.raises(UserError, match="quantization_config"):
-        model_of({**published, "quantization_config": {"quant_method": "fp8"}}, where="it")
+        model_of({**published, "quantization_config": {"quant_method": "awq"}}, where="it")
 
 
 def test_flops_are_those_of_what_a_token_goes_through():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.models.transformers.deepseek import DeepSeek
-from jaxtrain.models.weights import deepseek
+from jaxtrain.models.weights import deepseek, float8
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 
@@ -57,6 +57,7 @@ FAMILY = Family(
     names=deepseek.names,
     prefix=deepseek.PREFIX,
     copies={**deepseek.COPIES, **_COPIES},
+    dequantised=(float8.METHOD,),
     # The published models' module that predicts a second token, where it is not asked for:
     # transformers passes over it too.
     buffers=r"model\.layers\.61\..*",

@@ -18,7 +18,7 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights import awq, mxfp4
+from jaxtrain.models.weights import awq, float8, mxfp4
 from jaxtrain.models.weights.family import Family, model_of
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import DTYPES, Tensor, read_header
@@ -113,8 +113,13 @@ class Folder:
                 if name in found:
                     raise UserError(f"{self.path}: {name} stands in two of its files")
                 found[name] = tensor
-        few_bits = {mxfp4.METHOD: mxfp4.merged, awq.METHOD: awq.merged}
-        method = (self.content.get("quantization_config") or {}).get("quant_method")
+        settings = self.content.get("quantization_config") or {}
+        few_bits = {
+            mxfp4.METHOD: mxfp4.merged,
+            awq.METHOD: awq.merged,
+            float8.METHOD: functools.partial(float8.merged, settings=settings),
+        }
+        method = settings.get("quant_method")
         return few_bits[method](found, where=str(self.path)) if method in few_bits else found
 
     def _files(self) -> list[Path]:

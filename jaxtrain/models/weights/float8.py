@@ -1,0 +1,91 @@
+"""Weights of 8 bits with a scale for each block, as DeepSeek-V3 is published, become float32.
+
+Section 3.3 of arXiv 2412.19437: a number of the file is e4m3 (arXiv 2209.05433) and stands for
+itself times the scale of its block of 128 rows and 128 columns; the blocks at the ends are smaller.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.weights.safetensors import Tensor
+
+METHOD = "fp8"
+_SCALES = "_scale_inv"
+_DTYPE = "F8_E4M3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Tensor:
+    """A matrix in 8 bits.
+
+    Attributes:
+      codes: [rows, columns].
+      scales: [blocks of rows, blocks of columns].
+      block: rows and columns of a block.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    @property
+    def dtype(self) -> str:
+        """What `open` gives, as safetensors write it."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[rows, columns]."""
+        return self.codes.shape
+
+    def open(self) -> np.ndarray:
+        """The matrix in float32."""
+        rows, columns = self.block
+        codes = np.memmap(self.codes.file, jnp.float8_e4m3fn, "r", self.codes.begin, self.shape)
+        out = codes.astype(np.float32)
+        # A row of blocks at a time: the scales are never spread over a whole second matrix.
+        for number, scales in enumerate(self.scales.open().astype(np.float32)):
+            out[number * rows :][:rows] *= np.repeat(scales, columns)[: out.shape[1]]
+        return out
+
+
+def merged(
+    stored: Mapping[str, Tensor], settings: Mapping[str, Any], *, where: str
+) -> dict[str, Tensor | Float8Tensor]:
+    """The same tensors, matrices and their scales as one.
+
+    Args:
+      stored: what the files hold.
+      settings: config.json's quantization_config.
+      where: the folder, for the message.
+
+    Raises:
+      UserError: another size of blocks, matrices without scales, or scales of another shape.
+    """
+    block = settings.get("weight_block_size")
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        raise UserError(
+            f"{where}: quantization_config has weight_block_size={block!r}; here it is the rows "
+            "and columns that have one scale, such as [128, 128]"
+        )
+    found: dict[str, Tensor | Float8Tensor] = dict(stored)
+    for name in [name for name, tensor in stored.items() if tensor.dtype == _DTYPE]:
+        codes, scales = stored[name], found.pop(name + _SCALES, None)
+        if not isinstance(scales, Tensor):
+            raise UserError(f"{where}: {name} has no {name}{_SCALES} beside it; fetch it again")
+        blocks = tuple(math.ceil(n / size) for n, size in zip(codes.shape, block, strict=False))
+        if len(codes.shape) != 2 or scales.shape != blocks or scales.dtype != "F32":
+            raise UserError(
+                f"{where}: {name} {list(codes.shape)} with scales {list(scales.shape)} of "
+                f"{scales.dtype} has not one F32 for each {block[0]} x {block[1]} of it; fetch it "
+                "again"
+            )
+        found[name] = Float8Tensor(codes, scales, (block[0], block[1]))
+    return found
