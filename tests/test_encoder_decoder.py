@@ -1,6 +1,7 @@
 """The Transformer equals torch.nn.Transformer; it and T5 equal one device on every mesh."""
 
 import dataclasses
+import functools
 import math
 import types
 
@@ -19,6 +20,7 @@ from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.places import Sinusoidal
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
 
@@ -193,13 +195,20 @@ ON_MESH = {
              context_length=16, mlp="gated_gelu", tie_embeddings=False, scale_outputs=False,
              dropout=0.1),
 }  # fmt: skip
+# Five layers, and relative positions with one table; a learned table of places.
+ON_MESH["t5_uneven"] = dataclasses.replace(ON_MESH["t5"], num_layers=5, mlp="relu")
+ON_MESH["tied"] = dataclasses.replace(
+    SHAPES["pre_learned_odd"], vocab_size=64, embed_dim=24, mlp_dim=24
+)
 
 
 @pytest.fixture(scope="module")
 def one_device():
     batch = pairs(rows=16, source=12, target=8, vocab_size=64)
-    return batch, {name: evaluate(make_program(sizes, make_layout()), batch)
-                   for name, sizes in ON_MESH.items()}  # fmt: skip
+    found = functools.cache(
+        lambda name: evaluate(make_program(ON_MESH[name], make_layout()), batch)
+    )
+    return batch, found
 
 
 @pytest.mark.parametrize(
@@ -210,13 +219,24 @@ def one_device():
         ("t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulation": 2}),
         ("t5", {"fsdp": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
          {"execution": Execution(kernel="xla", remat=POLICIES["full"])}),
+        ("transformer", {"pipe": 2, "fsdp": 2, "zero": 2},
+         {"pipeline": Pipeline(microbatches=2)}),
+        ("t5", {"pipe": 2, "tensor": 2, "data": 2, "zero": 0, "sequence_parallel": True},
+         {"pipeline": Pipeline(schedule="gpipe", microbatches=4), "accumulation": 2}),
+        ("t5_uneven", {"pipe": 4, "fsdp": 2, "zero": 1}, {"pipeline": Pipeline(microbatches=8)}),
+        ("t5_uneven", {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 2},
+         {"pipeline": Pipeline(schedule="interleaved", virtual_stages=2, microbatches=2,
+                               backward="residuals")}),
+        ("tied", {"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(microbatches=4),
+                                          "execution": Execution(remat=POLICIES["full"])}),
     ],
-    ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat"],
+    ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat", "pipe",
+         "pipe_gpipe", "pipe_of_four", "pipe_interleaved_residuals", "pipe_tied_zero3"],
 )  # fmt: skip
 def test_every_mesh_computes_and_drops_the_same(name, layout, changes, one_device):
     batch, expected = one_device
     program = make_program(ON_MESH[name], make_layout(**layout), **changes)
-    assert_equal(evaluate(program, batch), expected[name])
+    assert_equal(evaluate(program, batch), expected(name))
 
 
 def test_padding_and_what_follows_change_no_logit():

@@ -150,9 +150,28 @@ def test_a_plan_knows_the_step(tmp_path):
     assert found["collectives"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_verify_proves_with_is_small_and_allowed(name):
-    small = shrink(config_of(name))
+PIPE = ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Mesh.tensor = 2", "Mesh.data = 1",
+        "Pipeline.microbatches = 4"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_plan_knows_a_pipeline():
+    """What was read of sources crosses in every tick of a way but the last, targets once a
+    microbatch; sources and targets have 8 places each."""
+    found = plan(config_of("t5", *PIPE, "Mesh.simulated_devices = 8"), target="cpu:8").to_json()
+    assert found["fits"]
+    (sent,) = [one for one in found["collectives"] if one["kind"] == "collective-permute"]
+    p, m, rows = 2, 4, 16 // 4 // 2
+    ticks = 2 * ((2 * m + p - 2) + m * (p - 1))
+    assert sent == {
+        "kind": "collective-permute", "axis": "pipe", "count": ticks,
+        "bytes": ticks * 4 * rows * 8 * 32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "more"), [("transformer", ()), ("t5", ()), ("t5", PIPE)], ids=str)
+def test_what_verify_proves_with_is_small_and_allowed(name, more):
+    small = shrink(config_of(name, *more))
     data = sample.dataset(small.config)
     for mesh in small.meshes:
         check(small.on(mesh), device_count=math.prod(mesh.values()), platform="cpu")
@@ -168,8 +187,15 @@ def test_what_verify_proves_with_is_small_and_allowed(name):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["Mesh.pipe = 2", "Mesh.fsdp = 1"], r"Mesh.pipe=2: Transformer has two stacks of layers"),
-        (["Mesh.context = 2", "Mesh.fsdp = 1"], r"Mesh.context=2: Transformer has two stacks"),
+        (
+            ["Mesh.pipe = 2", "Mesh.fsdp = 1", "Pipeline.microbatches = 3"],
+            r"Pipeline.microbatches=3 with Mesh.pipe=2: .* a multiple of 2",
+        ),
+        (["Mesh.context = 2", "Mesh.fsdp = 1"], r"Mesh.context=2: Transformer reads a source and"),
+        (
+            ["Sharding.sequence_parallel = True", "PairData.target_length = 7"],
+            r"PairData.target_length=7 does not divide over Mesh.tensor=2 .*nearest is (6|8)",
+        ),
         (["Loss.chunk_size = 4"], r"Loss.chunk_size=4 does nothing for Transformer"),
         (["Transformer.vocab_size = 128"], r"smaller than the tokenizer's 256.*PairData.tokenizer"),
         (["PairData.source_length = 17"], r"PairData.source_length=17.*use at most 16"),

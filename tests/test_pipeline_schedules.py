@@ -26,6 +26,9 @@ def schedules(draw):
     if name == "interleaved":
         rounds, chunks = draw(st.integers(1, 4)), draw(st.integers(2, 4))
         return make_schedule(name, ranks=ranks, microbatches=rounds * ranks, virtual_stages=chunks)
+    if name != "zero_bubble" and draw(st.booleans()):
+        rounds = draw(st.integers(1, 4))
+        return make_schedule(name, ranks=ranks, microbatches=rounds * ranks, passes=2)
     return make_schedule(name, ranks=ranks, microbatches=microbatches)
 
 
@@ -42,6 +45,9 @@ def test_ticks_are_the_papers(p, m):
     for v in (2, 3):
         assert ticks("interleaved", microbatches=m * p, virtual_stages=v) == 2 * (v * m * p + p - 1)
         assert len(forward_only(p, m * p, v).ticks) == v * m * p + p - 1
+        # Each pass around the ring is one more stage on each rank.
+        for name in ("gpipe", "1f1b"):
+            assert ticks(name, microbatches=m * p, passes=v) == 2 * (v * m * p + p - 1)
     assert len(forward_only(p, m).ticks) == m + p - 1
     if m >= 2 * p - 1:
         assert ticks("zero_bubble") == 3 * m + p - 1
@@ -317,6 +323,10 @@ def test_settings_that_do_not_go_together_are_refused():
         UserError, match=r"microbatches=7 .*multiple of Mesh.pipe=4; the nearest is 8"
     ):
         make_schedule("interleaved", ranks=4, microbatches=7, virtual_stages=2)
+    with pytest.raises(UserError, match=r"microbatches=6 with Mesh.pipe=4.*multiple of 4, such a"):
+        make_schedule("1f1b", ranks=4, microbatches=6, passes=2)
+    with pytest.raises(UserError, match=r"'zero_bubble': microbatches go around its ranks once"):
+        make_schedule("zero_bubble", ranks=4, microbatches=8, passes=2)
     with pytest.raises(UserError, match="only 'interleaved'"):
         make_schedule("gpipe", ranks=4, microbatches=4, virtual_stages=2)
     with pytest.raises(UserError, match="did you mean 'gpipe'"):

@@ -7,11 +7,14 @@ from conftest import lower_step, make_program, needs_libtpu, text_batch
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.analysis.planning.textbook.steady import crossings
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.pipeline.pair_parts import PairParts
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.pipeline.slots import sends
 
@@ -67,3 +70,35 @@ def test_each_boundary_carries_each_microbatch_once_each_way(schedule):
     gathered = sum(one.bytes * RANKS for one in rest if one.kind == "all-gather")
     assert gathered == 2 * 2 * VOCAB * EMBED
     assert sum(one.bytes for one in rest if one.kind != "all-gather") <= 4 * tables + 4 * scalars
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_was_read_crosses_all_boundaries_and_the_target_the_decoders(schedule):
+    """Of an encoder and a decoder with a stage of each on every rank, as `plan` says it."""
+    pairs = pytest.importorskip("pairs", reason="PyTorch is what its peers are made of").pairs
+    S, T = 256, 128
+    table = make_schedule(schedule, ranks=RANKS, microbatches=MICROBATCHES, passes=2)
+    counted = crossings(schedule, RANKS, MICROBATCHES, 1, tuple(PairParts.travels.items()))
+    ticks = {name: count for patterns in counted.values() for name, count in patterns.items()}
+    for first, boundaries in ((0, 2 * RANKS - 1), (RANKS, RANKS - 1)):
+        for way in sends(table, first):
+            assert sum(map(len, way)) == MICROBATCHES * boundaries
+
+    mesh = make_mesh(Mesh(pipe=RANKS, fsdp=1), tpu_devices("v5e:2x2"))
+    program = make_program(
+        T5(vocab_size=VOCAB, num_layers=RANKS, embed_dim=EMBED, num_heads=2, head_dim=128,
+           mlp_dim=512, context_length=S),
+        Layout(mesh),
+        precision=Precision(compute="bfloat16"),
+        execution=Execution(kernel="xla"),
+        pipeline=Pipeline(schedule=schedule, microbatches=MICROBATCHES),
+    )  # fmt: skip
+    batch = pairs(rows=ROWS, source=S, target=T, vocab_size=VOCAB)
+    found = collectives(lower_step(program, batch).compile().as_text(), mesh, branch_counts=ticks)
+    permutes = [one for one in found if one.kind == "collective-permute"]
+    for name, count in ticks.items():
+        (one,) = [one for one in permutes if f"{name}/" in one.op_name]
+        length = T if "target" in name else S
+        assert (one.count, one.bytes) == (count, 2 * (ROWS // MICROBATCHES) * length * EMBED)
+    assert len(permutes) == len(ticks)

@@ -40,3 +40,27 @@ def test_a_long_schedule_is_what_its_table_says(schedule, chunks, backward, rank
                 for number, pattern in enumerate(sorted(used))
                 if pattern
             }
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (2, 22), (4, 24)])
+def test_microbatches_that_go_around_twice(schedule, chunks, ranks, count):
+    """The second time through stages that cost more, from which alone one part is sent on."""
+    pipeline = Pipeline(schedule=schedule, microbatches=count, virtual_stages=chunks)
+    table = pipeline.table(ranks, passes=2)
+    places, found = slots(table), waiting(pipeline, ranks, 2)
+    assert (found.inputs, found.gradients) == (places.num_input_slots, places.num_gradient_slots)
+    stages = ranks * chunks
+    each = [1.0] * stages + [1.5] * stages
+    whole = simulate(table, lockstep=True, stage_costs=each, backward=3.0).bubble_fraction
+    assert bubble_fraction(pipeline, ranks, (1.0, 1.5)) == pytest.approx(whole, abs=1e-12)
+    alike = simulate(table, lockstep=True, backward=3.0).bubble_fraction
+    assert alike == pytest.approx((ranks - 1) / (2 * chunks * count + ranks - 1))
+    assert alike < whole
+    travels = (("source", 0), ("target", 1))
+    counted = crossings(schedule, ranks, count, chunks, travels)
+    assert counted.keys() == {"forward", "backward", "forward_target", "backward_target"}
+    for way, boundaries in (("forward", 2 * stages - 1), ("forward_target", stages - 1)):
+        edges = sends(table, 0 if way == "forward" else stages)[0]
+        assert sum(map(len, edges)) == boundaries * count
+        assert sum(counted[way].values()) == sum(map(bool, edges))

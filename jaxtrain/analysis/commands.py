@@ -19,15 +19,16 @@ from jaxtrain.analysis.planning.plan import plan as make_plan
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.show import show as show_plan
 from jaxtrain.analysis.planning.timeline import draw, simulate, table
+from jaxtrain.analysis.planning.timing import stack_costs
 from jaxtrain.analysis.verify import verify as verification
 from jaxtrain.analysis.verify.report import show_end, showing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
 from jaxtrain.config.swept import Combination, combinations
+from jaxtrain.models.model import passes_of
 from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.show.progress import say_notes, terminal
 from jaxtrain.run.status import DONE, FAILED, USER_ERROR
-from jaxtrain.training.pipeline.schedules import make_schedule
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import parameter_shapes
@@ -153,18 +154,16 @@ def timeline(arguments: argparse.Namespace) -> int:
             "use a transformer such as @GPT()"
         )
     cut = deal(parameter_shapes(model.build), ranks, pipeline.virtual_stages).cut
-    schedule = make_schedule(
-        pipeline.schedule,
-        ranks=ranks,
-        microbatches=pipeline.microbatches,
-        virtual_stages=pipeline.virtual_stages,
-    )
+    schedule = pipeline.table(ranks, passes=passes_of(model))
     # In forwards of a layer; recomputing a stage is one more forward before its backward.
     again = 1.0 if pipeline.backward == "recompute" else 0.0
-    simulated = simulate(schedule, backward=2 + again, backward_input=1 + again, stage_costs=cut)
+    costs = stack_costs(config)
+    each = [layers * cost / min(costs) for cost in costs for layers in cut]
+    simulated = simulate(schedule, backward=2 + again, backward_input=1 + again, stage_costs=each)
     console = terminal()
     console.print(table(simulated))
-    console.print(f"Layers on each stage: {', '.join(map(str, cut))}")
+    of_each = " of the encoder, and again of the decoder" * (len(costs) > 1)
+    console.print(f"Layers on each stage{of_each}: {', '.join(map(str, cut))}")
     if picture is not None:
         draw(simulated, picture)
         console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)

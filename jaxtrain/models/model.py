@@ -218,6 +218,16 @@ class PairModel(Model, Protocol):
 
 
 @runtime_checkable
+class StackModel(PairModel, Protocol):
+    """What is asked besides of a model of pairs whose two stacks a pipeline goes through one after
+    the other."""
+
+    def flops_of_stacks(self, shape: tuple[int, ...]) -> tuple[float, float]:
+        """Training FLOPs of one example in the encoder's layers, and in the decoder's."""
+        ...
+
+
+@runtime_checkable
 class ImageModel(Model, Protocol):
     """What is asked besides of a model whose inputs are images; its module is a `Predictor`."""
 
@@ -284,6 +294,17 @@ def refuse_incomplete(model: Model) -> None:
             f"Train.model=@{type(model).__name__}() has inputs={model.inputs!r}, but no "
             f"{', '.join(lacking)}; models.model.{kind.__name__} says what each of them is"
         )
+
+
+def has_stacks(model: Model) -> TypeGuard[StackModel]:
+    """Whether a model of pairs has two stacks that a pipeline can go through."""
+    return isinstance(model, StackModel)
+
+
+def passes_of(model: Model) -> int:
+    """Stacks of layers that a pipeline takes its microbatches through one after the other: each
+    has `layers` of them."""
+    return 2 if has_stacks(model) else 1
 
 
 def token_model(model: Model) -> TokenModel:

@@ -81,22 +81,38 @@ class EncoderDecoder(nnx.Module):
 
     def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution) -> jax.Array:
         """What was read of the sources, [B, S, D]; a mask of any kind is taken."""
-        own, places = vars(self), self.source_places
-        x_BSD = self._embedded(source_BS, places, under("source", own))
-        x_BSD = self.dropout(x_BSD, execution.draws)
-        length = source_BS.shape[1]
-        nowhere_BS = jnp.zeros(source_BS.shape, jnp.int32)  # the stream has told them
-        mask = dataclasses.replace(
-            mask, bias_NTS=places.into_scores(under("source", own), length, length)
-        )
+        x_BSD = self.enter_source(source_BS, execution)
+        mask = self.of_source(mask, source_BS.shape[1])
 
         def run_layer(layer: Weights, x_BSD: jax.Array, number: jax.Array) -> Any:
-            of_layer = execution.of_layer(number)
-            return self.encoder(layer, x_BSD, nowhere_BS, mask, of_layer)[0], None
+            return self.read_layer(layer, x_BSD, mask, execution.of_layer(number)), None
 
         with jax.named_scope("encoder"):
             numbers = _numbers(self.encoder_layers)
             x_BSD, _ = execution.over_layers(run_layer, x_BSD, self.encoder_layers, numbers)
+        return self.finish_source(x_BSD, execution)
+
+    def enter_source(self, source_BS: jax.Array, execution: Execution) -> jax.Array:
+        """What goes into the encoder's first layer, [B, S, D]."""
+        x_BSD = self._embedded(source_BS, self.source_places, under("source", vars(self)))
+        return self.dropout(x_BSD, execution.draws)
+
+    def of_source(self, mask: Mask, length: int) -> Mask:
+        """A mask of the source's tokens with what their places add to scores in every layer."""
+        own = under("source", vars(self))
+        bias_NTS = self.source_places.into_scores(own, length, length)
+        return dataclasses.replace(mask, bias_NTS=bias_NTS)
+
+    def read_layer(
+        self, layer: Weights, x_BSD: jax.Array, mask: Mask, execution: Execution
+    ) -> jax.Array:
+        """One of the encoder's layers; the mask is from `of_source`."""
+        nowhere_BS = jnp.zeros(x_BSD.shape[:2], jnp.int32)  # the stream has told them
+        return self.encoder(layer, x_BSD, nowhere_BS, mask, execution)[0]
+
+    def finish_source(self, x_BSD: jax.Array, execution: Execution) -> jax.Array:
+        """What the decoder looks at, of what the encoder's last layer gave."""
+        with jax.named_scope("encoder"):
             return self._finished("encoder_norm", x_BSD, execution, number=1)
 
     def decode(
@@ -120,10 +136,42 @@ class EncoderDecoder(nnx.Module):
         def run_layer(
             layer: Weights, x_BTD: jax.Array, mask: Mask, execution: Execution, _: None
         ) -> Any:
-            remembered = self.decoder.remember(layer, memory_BSD, execution)
-            return self.decoder(layer, x_BTD, remembered, mask, of_memory, execution)
+            return self.write_layer(layer, x_BTD, memory_BSD, mask, of_memory, execution), None
 
         return self._decoded(run_layer, tokens_BT, mask, execution, None, 0, tokens_BT.shape[1])[0]
+
+    def enter_target(
+        self, tokens_BT: jax.Array, execution: Execution, start: jax.Array | int = 0
+    ) -> jax.Array:
+        """What goes into the decoder's first layer of tokens from place `start` on, [B, T, D]."""
+        own = under("target", vars(self))
+        x_BTD = self._embedded(tokens_BT, self.target_places, own, start)
+        return self.dropout(x_BTD, execution.draws, number=2)
+
+    def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
+        """A mask of the target's tokens with what their places add to scores in every layer."""
+        own = under("target", vars(self))
+        bias_NTS = self.target_places.into_scores(own, length, keys, start)
+        return dataclasses.replace(mask, bias_NTS=bias_NTS)
+
+    def write_layer(
+        self,
+        layer: Weights,
+        x_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        mask: Mask,
+        of_memory: Mask,
+        execution: Execution,
+    ) -> jax.Array:
+        """One of the decoder's layers over whole targets; the mask is from `of_target`."""
+        remembered = self.decoder.remember(layer, memory_BSD, execution)
+        return self.decoder(layer, x_BTD, remembered, mask, of_memory, execution)[0]
+
+    def finish_target(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
+        """Finished hidden states of what the decoder's last layer gave."""
+        with jax.named_scope("decoder"):
+            h_BTD = self._finished("decoder_norm", x_BTD, execution, number=3)
+            return h_BTD * self.output_scale
 
     def remember(self, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
         """The memory's keys and values in every layer, both [L, B, S, N, H]."""
@@ -167,6 +215,18 @@ class EncoderDecoder(nnx.Module):
         )
         return h_BTD, Cache(layers, cache.length + tokens_BT.shape[1])
 
+    @property
+    def read_by_layers(self) -> frozenset[str]:
+        """Names of the parameters around the layers that every layer of a stack reads."""
+        both = (("source", self.source_places), ("target", self.target_places))
+        return frozenset(
+            name
+            for side, places in both
+            if places.adds_to_scores
+            for name in vars(self)
+            if name.startswith(f"{side}_") and isinstance(vars(self)[name], nnx.Param)
+        )
+
     def output_matrix(self) -> nnx.Param:
         """The matrix [V, D] that makes logits of hidden states."""
         return self.token_embedding if self.output is None else self.output
@@ -190,11 +250,8 @@ class EncoderDecoder(nnx.Module):
         keys: int,
     ) -> tuple[jax.Array, Any]:
         """Finished hidden states, and what each layer gave beside them."""
-        own, places = under("target", vars(self)), self.target_places
-        x_BTD = self._embedded(tokens_BT, places, own, start)
-        x_BTD = self.dropout(x_BTD, execution.draws, number=2)
-        bias_NTS = places.into_scores(own, tokens_BT.shape[1], keys, start)
-        mask = dataclasses.replace(mask, bias_NTS=bias_NTS)
+        x_BTD = self.enter_target(tokens_BT, execution, start)
+        mask = self.of_target(mask, tokens_BT.shape[1], keys, start)
 
         def numbered(layer: Weights, x_BTD: jax.Array, own: tuple[jax.Array, Any]) -> Any:
             number, extra = own
@@ -203,8 +260,7 @@ class EncoderDecoder(nnx.Module):
         with jax.named_scope("decoder"):
             each = _numbers(self.decoder_layers), extra
             x_BTD, kept = execution.over_layers(numbered, x_BTD, self.decoder_layers, each)
-            h_BTD = self._finished("decoder_norm", x_BTD, execution, number=3)
-            return h_BTD * self.output_scale, kept
+        return self.finish_target(x_BTD, execution), kept
 
     def _embedded(
         self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0

@@ -41,7 +41,8 @@ class PairModule(TellsTokens, Protocol):
         ...
 
     def remember(self, memory: Any, execution: Execution, /) -> Any:
-        """What generation keeps of the memory: made once, and read for every token."""
+        """What generation keeps of the memory: made once, and read for every token. The second
+        dimension of each array is the row, as of a cache, so that beams can be told apart."""
         ...
 
     def go_on(

@@ -5,7 +5,7 @@ Letters: B batch, T query length, S key length, D embed, N heads, P places, R bu
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,13 @@ WAVELENGTH = 10_000.0
 
 
 class Places(Protocol):
-    """How a stack of layers knows the places of its tokens."""
+    """How a stack of layers knows the places of its tokens.
+
+    Attributes:
+      adds_to_scores: whether its parameters are read in every layer, and not before the first.
+    """
+
+    adds_to_scores: ClassVar[bool]
 
     def weights(self, key: jax.Array) -> Weights:
         """Freshly drawn parameters."""
@@ -37,6 +43,8 @@ class Places(Protocol):
 
 class InStream:
     """What adds nothing to scores."""
+
+    adds_to_scores: ClassVar[bool] = False
 
     def into_scores(
         self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
@@ -118,6 +126,8 @@ class Relative:
     distance: int
     both_ways: bool
     stddev: float
+
+    adds_to_scores: ClassVar[bool] = True
 
     def weights(self, key: jax.Array) -> Weights:
         """The table [R, N]."""

@@ -167,25 +167,26 @@ class RecurrentPair(nnx.Module):
         states_LBD = memory.last_LBD
         return self._decoded(tokens_BT, memory, states_LBD, mask, of_memory, execution)[0]
 
-    def remember(self, memory: Memory, execution: Execution) -> Memory:
-        """All of it."""
+    def remember(self, memory: Memory, execution: Execution) -> tuple[jax.Array, jax.Array]:
+        """All of it, the states as of one layer: [1, B, S, D] and [L, B, D]."""
         del execution
-        return memory
+        return memory.states_BSD[None], memory.last_LBD
 
     def go_on(
         self,
         tokens_BT: jax.Array,
-        remembered: Memory,
+        remembered: tuple[jax.Array, jax.Array],
         of_memory: Mask,
         execution: Execution,
         cache: Cache,
     ) -> tuple[jax.Array, Cache]:
         """Finished hidden states, and the cache, whose states are those after the last token;
         arguments as of `PairModule`."""
-        first_LBD = shard(remembered.last_LBD, STATES)
+        memory = Memory(remembered[0][0], remembered[1])
+        first_LBD = shard(memory.last_LBD, STATES)
         states_LBD = jnp.where(cache.length == 0, first_LBD, shard(cache.layers[0], STATES))
         h_BTD, states_LBD = self._decoded(
-            tokens_BT, remembered, states_LBD, Mask(), of_memory, execution
+            tokens_BT, memory, states_LBD, Mask(), of_memory, execution
         )
         return h_BTD, Cache((states_LBD,), cache.length + tokens_BT.shape[1])
 

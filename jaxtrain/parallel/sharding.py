@@ -84,19 +84,28 @@ def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> It
     )
 
 
-def refuse_length(settings: Sharding, sizes: Mapping[str, int], *, length: int) -> Iterator[str]:
-    """A sentence where sequences do not divide over the devices of the residual stream."""
+def refuse_length(
+    settings: Sharding, sizes: Mapping[str, int], *, length: int, written: str
+) -> Iterator[str]:
+    """A sentence where sequences do not divide over the devices of the residual stream.
+
+    Args:
+      settings: what is sharded.
+      sizes: of every axis in Mesh.
+      length: of the sequences.
+      written: the setting that says so.
+    """
     tensor, parts = sizes["tensor"], sizes["context"] * sizes["tensor"]
     if not settings.sequence_parallel:
         return
     if length % tensor:
         yield (
-            f"TextData.sequence_length={length} does not divide over Mesh.tensor={tensor} "
+            f"{written}={length} does not divide over Mesh.tensor={tensor} "
             f"(Sharding.sequence_parallel); the nearest is {nearest_multiple(length, tensor)}"
         )
     elif length % parts and tensor > 1:
         yield (
-            f"TextData.sequence_length={length} does not divide over Mesh.context x Mesh.tensor="
+            f"{written}={length} does not divide over Mesh.context x Mesh.tensor="
             f"{parts} (Sharding.sequence_parallel); the nearest is "
             f"{nearest_multiple(length, parts)}"
         )

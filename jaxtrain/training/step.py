@@ -29,13 +29,12 @@ from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, j
 from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
-from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.optimizers.average import averaged, begun
 from jaxtrain.training.optimizers.plateau import rate_taken
 from jaxtrain.training.optimizers.rounding import apply_updates
+from jaxtrain.training.pipeline.cutting import parts_of
 from jaxtrain.training.pipeline.engine import Engine
-from jaxtrain.training.pipeline.parts import Parts
-from jaxtrain.training.pipeline.schedules import Pipeline, forward_only, make_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages, deal
 from jaxtrain.training.reduction import local_gradients, sum_gradients, summed_once
 
@@ -444,7 +443,7 @@ class Program:
             if self.stages is None:
                 grads, (sums, statistics) = gradient(of, statistics, micro)
             else:
-                grads, sums = program._through_stages(weights, of, micro, scales, True)
+                grads, sums = program._through_stages(weights, of, micro, scales, step)
             return grads, sums, statistics
 
         if self.accumulation == 1:
@@ -491,31 +490,27 @@ class Program:
         return self.objective.sums(model, statistics, batch, execution, self.loss, train=train)
 
     def _through_stages(
-        self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, train: bool
+        self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, step: jax.Array | None
     ) -> tuple[nnx.State, Sums]:
-        """Gradients and sums of a batch that goes through the pipeline in microbatches."""
+        """Gradients and sums of a batch that goes through the pipeline in microbatches; it is
+        evaluated where no number of steps is given."""
         assert self.stages is not None, "no pipeline"
-        objective = self.objective
-        assert isinstance(objective, TokenObjective), "what has no loop over layers has no stages"
-        ranks, chunks, count = self.stages.ranks, self.stages.chunks, self.pipeline.microbatches
-        if train:
-            schedule = make_schedule(
-                self.pipeline.schedule, ranks=ranks, microbatches=count, virtual_stages=chunks
-            )
-        else:
-            schedule = forward_only(ranks, count, chunks)
-        padded = not self.stages.valid.all()
-        parts = Parts(self._graphdef(), objective, self.execution, self.loss, train, padded)
+        parts = parts_of(
+            nnx.eval_shape(lambda: self.build(jax.random.key(0))), self.objective, self.execution,
+            self.loss, train=step is not None, padded=not self.stages.valid.all(), seed=self.seed,
+        )  # fmt: skip
         engine = Engine(
             parts,
-            schedule,
+            self.pipeline.table(self.stages.ranks, passes=parts.passes, train=step is not None),
             self.stages,
             self.layout,
             self._with_gradient,
             keep_residuals=self.pipeline.backward == "residuals",
         )
-        batch = objective.arranged(batch, self.execution)
-        return engine.run(weights, of, split_microbatches(batch, count), scales)
+        micros = split_microbatches(
+            self.objective.arranged(batch, self.execution), self.pipeline.microbatches
+        )
+        return engine.run(weights, of, micros, scales, step)
 
     def _with_gradient(self, weights: Weights, of: Any = None) -> nnx.State:
         """The parameters to compute with, so that the gradient is taken with respect to `of`, which
@@ -546,7 +541,7 @@ class Program:
             sums, _ = self.sums(params, statistics, batch, train=False)
         else:
             no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
-            sums = self._through_stages(weights, weights[0], batch, no_gradient, False)[1]
+            sums = self._through_stages(weights, weights[0], batch, no_gradient, None)[1]
         sums.pop(EXPERT_LOAD, None)
         return {**sums, **self.objective.counts(batch)}
 

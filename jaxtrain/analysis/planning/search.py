@@ -16,7 +16,13 @@ from jaxtrain.analysis.planning.space import (
 from jaxtrain.analysis.planning.textbook.memory import Memory, memory
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expected
-from jaxtrain.analysis.planning.timing import StepTime, busy_seconds, step_time, waited_seconds
+from jaxtrain.analysis.planning.timing import (
+    StepTime,
+    busy_seconds,
+    stack_costs,
+    step_time,
+    waited_seconds,
+)
 from jaxtrain.analysis.planning.variants import (
     bindings_of,
     changed,
@@ -290,7 +296,9 @@ def _allowed(
             if key not in busy:
                 variant = changed(config, changes)
                 busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
-            least = (busy[key] + waits[sizes]) / (1 - bubble_fraction(pipeline, ranks))
+            least = (busy[key] + waits[sizes]) / (
+                1 - bubble_fraction(pipeline, ranks, stack_costs(config))
+            )
             yield _Layout(changes, counted, least)
 
 

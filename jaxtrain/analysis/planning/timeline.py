@@ -169,19 +169,20 @@ def closed_form_peak(
 ) -> tuple[int, ...]:
     """Per rank, the most microbatches alive, as `Timeline.peak_live` counts them.
 
-    GPipe m; interleaved 2(p - rank - 1) + (v - 1)p + 1 (arXiv 2104.04473), and 1F1B that of one
-    virtual stage: where ranks go on together, the way to the last rank and back takes a forward and
-    a backward a stage (without lockstep half of it, p - rank); zero bubble 2p - 1 on every rank
-    (ZB-H2's, arXiv 2401.10241, table 1); never more than there are.
+    GPipe vm; interleaved 2(p - rank - 1) + (v - 1)p + 1 (arXiv 2104.04473), and 1F1B that of one
+    virtual stage, or of one for each time that microbatches go around: where ranks go on together,
+    the way to the last rank and back takes a forward and a backward a stage (without lockstep half
+    of it, p - rank); zero bubble 2p - 1 on every rank (ZB-H2's, arXiv 2401.10241, table 1); never
+    more than there are.
     """
     p, m, v = ranks, microbatches, virtual_stages
     peaks = {
         "forward": lambda rank: 1,
-        "gpipe": lambda rank: m,
-        "1f1b": lambda rank: 2 * (p - rank - 1) + 1,
-        "interleaved": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
+        "gpipe": lambda rank: m * v,
+        "1f1b": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
         "zero_bubble": lambda rank: 2 * p - 1,
     }
+    peaks["interleaved"] = peaks["1f1b"]
     return tuple(min(peaks[name](rank), m * v) for rank in range(p))
 
 

@@ -37,6 +37,8 @@ from jaxtrain.analysis.planning.scheduled import scheduled
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
+from jaxtrain.data.batch import example_shape
+from jaxtrain.models.model import has_stacks
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
@@ -178,6 +180,15 @@ def _row_flops(config: Config) -> RowFlops:
         traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
     counted = count_flops(traced, lambda scope: "BKGTS" in scope or SCOPE in scope)
     return RowFlops(counted.matmul, counted.chosen, counted.narrow)
+
+
+def stack_costs(config: Config) -> tuple[float, ...]:
+    """What a stage costs of each stack of layers, in any unit, where a pipeline runs one after the
+    other."""
+    model = config.train.model
+    if not has_stacks(model):
+        return (1.0,)
+    return model.flops_of_stacks(example_shape(config.train.data.abstract_batch(1)))
 
 
 def computed(config: Config, devices: int) -> Config:
@@ -430,7 +441,7 @@ def pieces(
         tensor=tensor,
         others=others,
         between=between,
-        bubble=bubble_fraction(config.pipeline, sizes["pipe"]),
+        bubble=bubble_fraction(config.pipeline, sizes["pipe"], stack_costs(config)),
         slices=math.prod(config.mesh.dcn.values()),
         portable=config.attention.kernel == PORTABLE,
         by_axis=by_axis,

@@ -147,7 +147,7 @@ def shrink(own: Config) -> Small:
     if reads_tokens(model):
         config = _text(config, own, model, sizes, most, pipeline.virtual_stages)
     elif reads_pairs(model):
-        config = _pairs(config, own, model, sizes, most)
+        config = _pairs(config, own, model, sizes, most, pipeline.virtual_stages)
     elif reads_images(model):
         config = _images(config, own, model, most)
     elif reads_vectors(model):
@@ -312,12 +312,19 @@ def _of_tokens(
 
 
 def _pairs(
-    config: Config, own: Config, model: PairModel, sizes: dict[str, float], most: MeshSizes
+    config: Config,
+    own: Config,
+    model: PairModel,
+    sizes: dict[str, float],
+    most: MeshSizes,
+    virtual_stages: int,
 ) -> Config:
     """Both stacks of as many layers, and random pairs that do not fill their rows."""
     fields, block = vars(model), min(own.scan.layers_per_iteration, 2)
-    small = {"vocab_size": VOCABULARY, "num_layers": _layers(model.layers, 1, block, 1, 1)}
-    small["embed_dim"] = 2 * UNIT
+    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
+    layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
+    vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
+    small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
     if model.attention is not None:
         heads = _heads(own, model.attention, sizes, most)["num_heads"]
         small |= {"num_heads": heads, "head_dim": HEAD_DIM, "embed_dim": HEAD_DIM * heads}
@@ -327,7 +334,7 @@ def _pairs(
     small = {name: value for name, value in small.items() if name in fields}
     pairs = PairData(
         source="synthetic",
-        synthetic_vocab_size=VOCABULARY,
+        synthetic_vocab_size=vocabulary,
         source_length=SEQUENCE,
         target_length=SEQUENCE // 2,
     )

@@ -64,8 +64,12 @@ class Stacks(Protocol):
         return (Cached(shape=shape, axes=axes, every_token=True),) * 2
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one pair of S and T tokens: 6 a parameter and token, scores of all
-        keys, and of half of them where the target sees its own."""
+        """Training FLOPs of one pair of S and T tokens: of the stacks, and of the logits."""
+        return sum(self.flops_of_stacks(shape)) + 6.0 * shape[1] * self.vocab_size * self.embed_dim
+
+    def flops_of_stacks(self, shape: tuple[int, ...]) -> tuple[float, float]:
+        """Those of the encoder's layers and of the decoder's: 6 a parameter and token, scores of
+        all keys, and of half of them where the target sees its own."""
         S, T = shape
         encoder, decoder = self.encoder, self.decoder
         of_memory = decoder.cross.matmul_parameters() // 2  # its keys and values
@@ -74,4 +78,4 @@ class Stacks(Protocol):
         scores = decoder.attention.score_flops_per_token(T) / 2
         scores += decoder.cross.score_flops_per_token(S)
         written = 6 * S * of_memory + T * (6 * own + scores)
-        return self.num_layers * (read + written) + 6.0 * T * self.vocab_size * self.embed_dim
+        return self.num_layers * read, self.num_layers * written

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.source import Dataset
+from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
@@ -161,13 +162,14 @@ def show_attention(console: Console, choice: Choice | None) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_stages(console: Console, stages: Stages, pipeline: Pipeline) -> None:
-    """Prints how many layers each stage of the pipeline has."""
+def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: int) -> None:
+    """Prints how many layers each stage of the pipeline has, of each of the model's stacks."""
     layers = ", ".join(map(str, stages.cut))
+    twice = "; twice around, through the encoder and the decoder" * (stacks > 1)
     padded = "" if stages.valid.all() else f", each padded to {stages.longest}"
     console.print(
         f"Pipeline: {pipeline.schedule}, {pipeline.microbatches} microbatches over {stages.ranks} "
-        f"ranks; layers of each stage: {layers}{padded}"
+        f"ranks; layers of each stage: {layers}{padded}{twice}"
     )
 
 
@@ -183,7 +185,7 @@ def show_run(
     show_mesh(console, program.layout)
     show_attention(console, attention)
     if program.stages is not None:
-        show_stages(console, program.stages, config.pipeline)
+        show_stages(console, program.stages, config.pipeline, passes_of(config.train.model))
     show_facts(console, dataset.facts, dataset.digest)
     show_mixing(console, dataset, config.train)
     if config.corruption.compare_replicas_every:

@@ -5,7 +5,7 @@ D embed, V vocab.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +67,16 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
+        """As in Objective: those of the hidden states."""
+        h_BTD = hidden(model, batch, execution)
+        return self.of_hidden(model, h_BTD, batch, settings, train=train), statistics
+
+    def of_hidden(
+        self, model: PairModule, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
         """`loss`; `accuracy`, the targets that have the highest logit; `exact_match`, the rows all
         of whose targets do, which are those that greedy decoding tells as they are."""
         mask_BT = batch.loss_mask
-        h_BTD = hidden(model, batch, execution)
         with jax.named_scope("loss"):
             # A hidden state that is not finite, where nothing counts, would reach the output
             # matrix's gradient as 0 x NaN.
@@ -87,7 +93,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
             "loss": told_BT.sum(),
             "accuracy": (right_BT * mask_BT).sum(),
             "exact_match": whole_B.sum(dtype=jnp.float32),
-        }, statistics
+        }
 
     def reading(self, inputs: Any) -> Batch:
         """Raises UserError: a source alone says nothing of a target."""
@@ -123,19 +129,30 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         yield from found
 
 
+class Seen(NamedTuple):
+    """Which tokens of a batch see which: of the source, of the target, the target of the source."""
+
+    source: Mask
+    target: Mask
+    of_memory: Mask
+
+
+def seen(batch: Batch) -> Seen:
+    """The masks of a batch of pairs, without what places add to scores."""
+    own_BT, of_source_BS = batch.segment_ids, batch.source_segment_ids
+    return Seen(
+        Mask(causal=False, segment_ids_BT=of_source_BS, segment_ids_BS=of_source_BS),
+        Mask(segment_ids_BT=own_BT, segment_ids_BS=own_BT),
+        Mask(causal=False, segment_ids_BT=own_BT, segment_ids_BS=of_source_BS),
+    )
+
+
 def hidden(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
     """Finished hidden states of the targets, [B, T, D]."""
     assert batch.source is not None, "a batch of pairs has sources"
-    own_BT, of_source_BS = batch.segment_ids, batch.source_segment_ids
-    seen = Mask(causal=False, segment_ids_BT=of_source_BS, segment_ids_BS=of_source_BS)
-    memory = model.encode(batch.source, seen, execution)
-    return model.decode(
-        batch.inputs,
-        memory,
-        Mask(segment_ids_BT=own_BT, segment_ids_BS=own_BT),
-        Mask(causal=False, segment_ids_BT=own_BT, segment_ids_BS=of_source_BS),
-        execution,
-    )
+    masks = seen(batch)
+    memory = model.encode(batch.source, masks.source, execution)
+    return model.decode(batch.inputs, memory, masks.target, masks.of_memory, execution)
 
 
 def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:

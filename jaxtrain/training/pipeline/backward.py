@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 # Operations that only call another traced function: the cut has to see inside them.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 
-StageFunction = Callable[[Any, jax.Array, Any], Any]
+StageFunction = Callable[[Any, Any, Any], Any]
 
 
 class Backward:
@@ -49,7 +49,8 @@ class Backward:
             wanted = flat.jaxpr.outvars[len(jax.tree.leaves(self.outputs)) :]
             # Those that parameters and context give without x (weights, masks) are not kept for
             # every microbatch but made again.
-            self._depends = _reached(flat.jaxpr, flat.jaxpr.invars[number_of_x], wanted)
+            of_x = flat.jaxpr.invars[number_of_x : number_of_x + len(jax.tree.leaves(x))]
+            self._depends = _reached(flat.jaxpr, of_x, wanted)
             again = [v for v, depends in zip(wanted, self._depends, strict=True) if not depends]
             self._again = ClosedJaxpr(
                 _part(flat.jaxpr, flat.jaxpr.invars, again, _needed(flat.jaxpr, again)),
@@ -57,7 +58,7 @@ class Backward:
             )
             self.kept = self._dependent(residuals)
 
-    def forward(self, params: Any, x: jax.Array, context: Any) -> tuple[Any, list[jax.Array]]:
+    def forward(self, params: Any, x: Any, context: Any) -> tuple[Any, list[jax.Array]]:
         """The stage's outputs, and what is kept for `transpose`."""
         if not self.keep_residuals:
             return self._stage(params, x, context), []
@@ -65,7 +66,7 @@ class Backward:
         return outputs, self._dependent(jax.tree.leaves(transpose))
 
     def transpose(
-        self, kept: Sequence[jax.Array], params: Any, x: jax.Array, context: Any
+        self, kept: Sequence[jax.Array], params: Any, x: Any, context: Any
     ) -> tuple[Any, Callable[..., Any]]:
         """The stage's outputs (None where only residuals were kept), and its transpose.
 
@@ -185,9 +186,9 @@ def _needed(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def _reached(jaxpr: Jaxpr, source: Any, wanted: Sequence[Any]) -> list[bool]:
-    """Which of the wanted variables depend on `source`."""
-    reached = {source}
+def _reached(jaxpr: Jaxpr, sources: Sequence[Any], wanted: Sequence[Any]) -> list[bool]:
+    """Which of the wanted variables depend on any of `sources`."""
+    reached = {*sources}
     for eqn in jaxpr.eqns:
         if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
             reached.update(eqn.outvars)

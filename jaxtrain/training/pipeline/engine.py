@@ -18,8 +18,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, reshard
 from jaxtrain.training.finetune.tuning import Weights
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.pipeline.parts import Parts
-from jaxtrain.training.pipeline.rank import Rank
+from jaxtrain.training.pipeline.parts import Parts, crossing
+from jaxtrain.training.pipeline.rank import Rank, action_numbers
 from jaxtrain.training.pipeline.slots import Slots, sends, slots
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.pipeline.table import Timetable, Work
@@ -48,7 +48,12 @@ class Engine:
     keep_residuals: bool = False
 
     def run(
-        self, weights: Weights, of: nnx.State, micros: Batch, scales: Sums
+        self,
+        weights: Weights,
+        of: nnx.State,
+        micros: Batch,
+        scales: Sums,
+        step: jax.Array | None = None,
     ) -> tuple[nnx.State, Sums]:
         """Gradients of what the objective minimises over all microbatches, and their sums.
 
@@ -57,6 +62,7 @@ class Engine:
           of: what the gradient is taken with respect to, like the trained ones of `weights`.
           micros: the microbatches, a leading dimension of them.
           scales: for each count of the objective, what the sums over it are multiplied by.
+          step: optimizer steps taken, whose random numbers are drawn; None draws none.
 
         Returns:
           Float32 gradients like `of`; sums over all rows. A schedule without backward actions
@@ -64,7 +70,7 @@ class Engine:
         """
         kept = "residuals" if self.keep_residuals else "recompute"
         table = slots(self.schedule, backward=kept)
-        columns, uniform, patterns = _columns(self.schedule, table)
+        columns, uniform, patterns = _columns(self.schedule, table, self.parts)
         # One array of each kind: reading a number of a loop's tick costs as much as reading all.
         own = jax.sharding.reshard(np.stack([*columns.values()], axis=-1), P(None, "pipe"))
         everyones = np.stack([*uniform.values()], axis=-1)
@@ -103,6 +109,7 @@ class Engine:
             of_outer,
             micros,
             scales,
+            step if self.parts.draws else None,
             out_specs=(
                 jax.tree.map(spec_of, of_layers),
                 jax.tree.map(lambda x: P("pipe", *spec_of(x)), of_outer),
@@ -126,27 +133,34 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def _columns(schedule: Timetable, table: Slots) -> tuple[Any, dict[str, np.ndarray], Any]:
+def _columns(
+    schedule: Timetable, table: Slots, parts: Parts
+) -> tuple[Any, dict[str, np.ndarray], Any]:
     """The table as arrays: per tick and rank, per tick, and the distinct patterns of edges."""
     rank = np.arange(schedule.ranks)[None, :]
     stage = table.chunk * schedule.ranks + rank
+    chunks = schedule.virtual_stages // parts.passes
+    busy = table.kind != Work.IDLE
+    actions = action_numbers(table, parts.passes, chunks)
     columns = {
-        "action": np.searchsorted(np.unique(table.kind), table.kind).astype(np.int32),
+        "action": np.searchsorted(np.unique(actions), actions).astype(np.int32),
         "microbatch": np.maximum(table.microbatch, 0),
-        "chunk": np.maximum(table.chunk, 0),
+        "chunk": np.maximum(table.chunk, 0) % chunks,
         "input_slot": np.maximum(table.input_slot, 0),
         "gradient_slot": np.maximum(table.gradient_slot, 0),
         "residual_slot": np.maximum(table.residual_slot, 0),
         "stash_slot": np.maximum(table.stash_slot, 0),
         "receive_input_slot": table.receive_input_slot,
         "receive_gradient_slot": table.receive_gradient_slot,
-        "first": ((stage == 0) & (table.kind != Work.IDLE)).astype(np.int32),
-        "last": ((stage == schedule.num_stages - 1) & (table.kind != Work.IDLE)).astype(np.int32),
+        "enters": ((stage % (schedule.ranks * chunks) == 0) & busy).astype(np.int32),
+        "last": ((stage == schedule.num_stages - 1) & busy).astype(np.int32),
     }
     uniform, patterns = {}, {}
-    for way, edges in zip(("forward", "backward"), sends(schedule), strict=True):
-        distinct = sorted({tuple(sorted(tick)) for tick in edges})
-        numbers = [distinct.index(tuple(sorted(tick))) for tick in edges]
-        uniform[f"{way}_pattern"] = np.array(numbers, np.int32)
-        patterns[way] = distinct
+    for name, first_pass in parts.travels.items():
+        both = sends(schedule, first_pass * schedule.ranks * chunks)
+        for way, edges in zip(("forward", "backward"), both, strict=True):
+            distinct = sorted({tuple(sorted(tick)) for tick in edges})
+            numbers = [distinct.index(tuple(sorted(tick))) for tick in edges]
+            uniform[crossing(way, name, first_pass)] = np.array(numbers, np.int32)
+            patterns[crossing(way, name, first_pass)] = distinct
     return columns, uniform, patterns

@@ -4,17 +4,20 @@ Backward is written by hand, tick by tick, so that a microbatch's activations li
 to its backward and no longer: autodiff of the loop over ticks would keep them all.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward, cut
-from jaxtrain.training.pipeline.parts import Parts, Variables
+from jaxtrain.training.pipeline.buffers import buffer, put, take, zeros
+from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
 from jaxtrain.training.pipeline.slots import Slots
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.pipeline.table import Work
@@ -52,8 +55,9 @@ class Rank:
         self._parts, self._stages, self._table, self._patterns = parts, stages, table, patterns
         self._names = names
         self._with_gradient, self._keep_residuals = with_gradient, keep_residuals
-        self._kinds = sorted({Work(kind) for kind in table.kind.flat})
-        self._split = Work.BACKWARD_INPUT in self._kinds
+        numbers = np.unique(action_numbers(table, parts.passes, stages.chunks))
+        self._actions = [(Work(n // parts.passes), int(n % parts.passes)) for n in numbers]
+        self._split = Work.BACKWARD_INPUT in {kind for kind, _ in self._actions}
         # Where backward computes the stage again, nothing waits for what the last stage gives.
         self._skip_last = table.has_backward and not keep_residuals and not self._split
 
@@ -67,6 +71,7 @@ class Rank:
         of_outer: Variables,
         micros: Batch,
         scales: Sums,
+        step: jax.Array | None,
     ) -> tuple[Variables, Variables, Sums]:
         """All ticks: gradients of the rank's layers and of what stands around them, and sums.
 
@@ -77,35 +82,59 @@ class Rank:
           of_layers, of_outer: what the gradients are taken with respect to.
           micros: the microbatches.
           scales: for each count of the objective, what the sums over it are multiplied by.
+          step: as of `Parts`.
         """
         self._layers, self._of_layers, self._outer, self._of_outer = (
             layers, of_layers, outer, of_outer
         )  # fmt: skip
         self._numbers, self._micros, self._scales = numbers, micros, scales
-        first: Any = {"chunk": 0, "microbatch": 0}
-        params, context = self._arguments(first)
-        x = jax.eval_shape(lambda: self._embed(of_outer, context))
-        self._backward_pass = Backward(
-            self._stage, params, x, context, keep_residuals=self._keep_residuals
-        )
-        y, self._auxiliary = self._backward_pass.outputs
-        # The last stage's loss begins at what it gives, so that is kept too.
-        residuals = [*self._backward_pass.kept, y] if self._keep_residuals else []
-        self._halves: Any = self._cut(params, residuals, context, x) if self._split else None
-        stash = [] if self._halves is None else self._halves.stash
+        self._parts = dataclasses.replace(self._parts, step=step)
+        self._passes = [self._of_pass(number) for number in range(self._parts.passes)]
         totals, tree = jax.tree.flatten(of_layers)
-        table = self._table
+        table, x = self._table, self._x
         carry = {
-            "inputs": _buffer(x, table.num_input_slots),
-            "gradients": _buffer(x, table.num_gradient_slots),
-            "residuals": [_buffer(r, table.num_residual_slots) for r in residuals],
-            "stash": [_buffer(s, table.num_stash_slots) for s in stash],
+            "inputs": {name: buffer(one, table.num_input_slots) for name, one in x.items()},
+            "gradients": {name: buffer(one, table.num_gradient_slots) for name, one in x.items()},
+            "residuals": [
+                [buffer(r, table.num_residual_slots) for r in own.kept] for own in self._passes
+            ],
+            "stash": [
+                [buffer(s, table.num_stash_slots) for s in own.stash] for own in self._passes
+            ],
             "layers": [jnp.zeros_like(total, jnp.float32) for total in totals],
-            "outer": jax.tree.map(lambda v: jnp.zeros_like(v, jnp.float32), of_outer),
-            "sums": self._no_sums(y),
+            "outer": [jnp.zeros_like(v, jnp.float32) for v in jax.tree.leaves(of_outer)],
+            "sums": self._no_sums(),
         }
         carry, _ = jax.lax.scan(self._tick, carry, ticks)
-        return jax.tree.unflatten(tree, carry["layers"]), carry["outer"], carry["sums"]
+        outer = jax.tree.unflatten(jax.tree.structure(of_outer), carry["outer"])
+        return jax.tree.unflatten(tree, carry["layers"]), outer, carry["sums"]
+
+    def _of_pass(self, number: int) -> "_Pass":
+        """What is known of a pass before its first tick; the first tells what goes on."""
+        row: Any = {"chunk": 0, "microbatch": 0}
+        params, context = self._arguments(row, number)
+        if number == 0:
+            self._x = jax.eval_shape(lambda: self._enter(0, self._of_outer, {}, context))
+        stage = functools.partial(self._stage, number)
+        backward = Backward(stage, params, self._x, context, keep_residuals=self._keep_residuals)
+        y, auxiliary = backward.outputs
+        # The last stage's loss begins at what it gives, and what goes into a pass is made of what
+        # the one before gave, so those are kept too.
+        before = self._before(number, self._x)
+        kept = jax.tree.leaves((backward.kept, y, before)) if self._keep_residuals else []
+        found = _Pass(
+            number, backward, auxiliary, kept, None,
+            self._places(self._of_layers, lambda tree: self._parts.of_pass(number, tree)),
+            self._places(self._of_outer, self._parts.shared),
+        )  # fmt: skip
+        if self._split:
+            found = dataclasses.replace(found, halves=self._cut(found, params, context))
+        return found
+
+    def _places(self, tree: Any, apart: Callable[[Any], tuple[Any, Any]]) -> list[int]:
+        """The numbers among a tree's leaves of those that belong to its first part."""
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.leaves(apart(jax.tree.unflatten(structure, range(len(leaves))))[0])
 
     # -- one tick --------------------------------------------------------------------------------
 
@@ -113,19 +142,23 @@ class Rank:
         row: Row = {}
         for names, numbers in zip(self._names, tick, strict=True):
             row |= {name: numbers[place] for place, name in enumerate(names)}
-        row |= {name: row[name] > 0 for name in ("first", "last")}
+        row |= {name: row[name] > 0 for name in ("enters", "last")}
         own = {name: carry[name] for name in carry if name not in ("inputs", "gradients")}
-        nothing = jnp.zeros_like(carry["inputs"][0])
-        actions: dict[Work, Callable[[Carry], tuple[Carry, jax.Array]]] = {
-            Work.IDLE: lambda own: (own, nothing),
-            Work.FORWARD: lambda own: self._forward(own, carry, row),
-            Work.BACKWARD: lambda own: self._backward(own, carry, row),
-            Work.BACKWARD_INPUT: lambda own: self._backward(own, carry, row),
-            Work.BACKWARD_WEIGHT: lambda own: (self._weight_gradients(own, row), nothing),
-        }
+        nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
+
+        def branch(kind: Work, number: int) -> Callable[[Carry], tuple[Carry, Stream]]:
+            of = self._passes[number]
+            if kind == Work.IDLE:
+                return lambda own: (own, nothing)
+            if kind == Work.FORWARD:
+                return lambda own: self._forward(of, own, carry, row)
+            if kind == Work.BACKWARD_WEIGHT:
+                return lambda own: (self._weight_gradients(of, own, row), nothing)
+            return lambda own: self._backward(of, own, carry, row)
+
         with jax.named_scope("stage"):
             own, message = jax.lax.switch(
-                row["action"], [actions[kind] for kind in self._kinds], own
+                row["action"], [branch(*action) for action in self._actions], own
             )
         return {
             **own,
@@ -133,24 +166,27 @@ class Rank:
             "gradients": self._move(message, "backward", carry["gradients"], row),
         }, None
 
-    def _forward(self, own: Carry, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        params, context = self._arguments(row)
+    def _forward(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> tuple[Carry, Stream]:
+        params, context = self._arguments(row, of.number)
+        is_last = of.number == self._parts.passes - 1
 
-        def run(own: Carry) -> tuple[Carry, jax.Array]:
-            x = self._stage_input(carry, row, context)
-            (y, auxiliary), kept = self._backward_pass.forward(params, x, context)
+        def run(own: Carry) -> tuple[Carry, Stream]:
+            x = self._stage_input(of, carry, row, context)
+            (y, auxiliary), kept = of.backward.forward(params, x, context)
             if self._keep_residuals:
-                own = {**own, "residuals": _put(own["residuals"], row["residual_slot"], [*kept, y])}
+                before = self._before(of.number, self._received(carry, row))
+                kept = jax.tree.leaves((kept, y, before))
+                own = _with(own, "residuals", of, put(own["residuals"][of.number],
+                                                       row["residual_slot"], kept))  # fmt: skip
             if not self._skip_last:
                 own = {**own, "sums": _add_sums(own["sums"], auxiliary)}
             return own, y
 
-        if self._skip_last:
-            return jax.lax.cond(
-                row["last"], lambda own: (own, jnp.zeros_like(carry["inputs"][0])), run, own
-            )
+        if self._skip_last and is_last:
+            nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
+            return jax.lax.cond(row["last"], lambda own: (own, nothing), run, own)
         own, y = run(own)
-        if self._table.has_backward:
+        if self._table.has_backward or not is_last:
             return own, y
         sums = jax.lax.cond(
             row["last"],
@@ -160,143 +196,192 @@ class Rank:
         )
         return {**own, "sums": sums}, y
 
-    def _backward(self, own: Carry, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        params, context = self._arguments(row)
-        x = self._stage_input(carry, row, context)
-        saved = _take(own["residuals"], row["residual_slot"])
-        outputs: Any = None
-        transpose: Any = None
-        if self._halves is None:
-            outputs, transpose = self._backward_pass.transpose(saved[:-1], params, x, context)
+    def _backward(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> tuple[Carry, Stream]:
+        params, context = self._arguments(row, of.number)
+        x = self._stage_input(of, carry, row, context)
+        saved = take(own["residuals"][of.number], row["residual_slot"])
+        kept, outputs, transpose = self._before(of.number, self._received(carry, row)), None, None
+        residuals, rest = saved[: len(of.backward.kept)], saved[len(of.backward.kept) :]
+        if self._keep_residuals:
+            y_kept, kept = jax.tree.unflatten(jax.tree.structure((x, kept)), rest)
+        if of.halves is None:
+            outputs, transpose = of.backward.transpose(residuals, params, x, context)
 
-        def y() -> jax.Array:
+        def y() -> Stream:
             if self._keep_residuals:
-                return saved[-1]
-            return (self._stage(params, x, context) if outputs is None else outputs)[0]
+                return y_kept
+            return (self._stage(of.number, params, x, context) if outputs is None else outputs)[0]
 
-        y_gradient, outer, sums = jax.lax.cond(
-            row["last"],
-            lambda: self._head_gradients(own, y(), context),
-            lambda: (
-                _take([carry["gradients"]], row["gradient_slot"])[0], own["outer"], own["sums"]
-            ),
-        )  # fmt: skip
-        gradient = y_gradient, self._auxiliary_gradient()
+        def arrived() -> Any:
+            gradient = {name: take([waiting], row["gradient_slot"])[0]
+                        for name, waiting in carry["gradients"].items()}  # fmt: skip
+            return gradient, own["outer"], own["sums"]
+
+        if of.number == self._parts.passes - 1:
+            y_gradient, outer, sums = jax.lax.cond(
+                row["last"], lambda: self._head_gradients(own, y(), context), arrived
+            )
+        else:
+            y_gradient, outer, sums = arrived()
+        gradient = y_gradient, self._auxiliary_gradient(of)
         if transpose is None:
-            assert self._halves is not None, "a stage that is not cut has a transpose"
-            arguments = jax.tree.leaves((params, saved[:-1], context, x, gradient))
-            results, stash = self._halves.first(*arguments)
-            by_number = dict(zip(self._halves.early, results, strict=True))
-            own = {**own, "stash": _put(own["stash"], row["stash_slot"], stash)}
+            assert of.halves is not None, "a stage that is not cut has a transpose"
+            arguments = jax.tree.leaves((params, residuals, context, x, gradient))
+            results, stash = of.halves.first(*arguments)
+            by_number = dict(zip(of.halves.early, results, strict=True))
+            stash = put(own["stash"][of.number], row["stash_slot"], stash)
+            own = _with(own, "stash", of, stash)
         else:
             by_number = dict(enumerate(jax.tree.leaves(transpose(gradient))))
-        x_gradient = by_number.pop(len(own["layers"]))
-        outer = jax.lax.cond(
-            row["first"],
-            lambda outer: self._embedding_gradients(outer, x_gradient, context),
-            lambda outer: outer,
-            outer,
-        )
+        leaves = [by_number.pop(of.count + place) for place in range(len(jax.tree.leaves(x)))]
+        message = jax.tree.unflatten(jax.tree.structure(x), leaves)
+        if of.number == 0:
+            outer = jax.lax.cond(
+                row["enters"],
+                lambda outer: self._entering(of, outer, message, kept, context)[0],
+                lambda outer: outer,
+                outer,
+            )
+        else:
+            outer, message = jax.lax.cond(
+                row["enters"],
+                lambda outer, message: self._entering(of, outer, message, kept, context),
+                lambda outer, message: (outer, message),
+                outer,
+                message,
+            )
         if self._skip_last:
+            assert outputs is not None, "a stage that is computed again gives its sums"
             sums = _add_sums(sums, outputs[1])
-        layers = self._add_layers(own["layers"], by_number, row)
-        return {**own, "layers": layers, "outer": outer, "sums": sums}, x_gradient
+        own = {**own, "outer": outer, "sums": sums}
+        return self._add(of, own, by_number, row), message
 
-    def _weight_gradients(self, own: Carry, row: Row) -> Carry:
+    def _weight_gradients(self, of: "_Pass", own: Carry, row: Row) -> Carry:
         """The second half of a backward pass that was cut in two."""
-        params, context = self._arguments(row)
-        saved = _take(own["residuals"], row["residual_slot"])[:-1]
-        results = self._halves.second(
-            _take(own["stash"], row["stash_slot"]), *jax.tree.leaves((params, saved, context))
+        params, context = self._arguments(row, of.number)
+        saved = take(own["residuals"][of.number], row["residual_slot"])[: len(of.backward.kept)]
+        results = of.halves.second(
+            take(own["stash"][of.number], row["stash_slot"]),
+            *jax.tree.leaves((params, saved, context)),
         )
-        by_number = dict(zip(self._halves.late, results, strict=True))
-        return {**own, "layers": self._add_layers(own["layers"], by_number, row)}
+        return self._add(of, own, dict(zip(of.halves.late, results, strict=True)), row)
 
     # -- the model's parts -----------------------------------------------------------------------
 
-    def _stage(self, of_layers: Variables, x: jax.Array, context: Any) -> tuple[jax.Array, Sums]:
-        layers, micro, numbers = context
-        params = self._with_gradient(layers, of_layers)
-        outer = self._with_gradient(self._outer)
-        return self._parts.run_layers(params, outer, x, micro, numbers)
+    def _stage(self, number: int, params: Any, x: Stream, context: Any) -> tuple[Stream, Sums]:
+        (of_layers, of_shared), (own, micro, numbers) = params, context
+        parts, weighed = self._parts, self._with_gradient
+        _, others = parts.of_pass(number, self._layers)
+        shared, rest = parts.shared(self._outer)
+        layers = parts.join(weighed(own, of_layers), weighed(others))
+        outer = parts.join(weighed(shared, of_shared), weighed(rest))
+        return parts.run_layers(number, layers, outer, x, micro, numbers)
 
-    def _embed(self, of_outer: Variables, context: Any) -> jax.Array:
-        layers, micro, _ = context
+    def _enter(self, number: int, of_outer: Variables, before: Stream, context: Any) -> Stream:
+        micro = context[1]
         outer = self._with_gradient(self._outer, of_outer)
-        return self._parts.embed(self._with_gradient(layers), outer, micro)
+        return self._parts.enter(number, self._with_gradient(self._layers), outer, before, micro)
 
-    def _head(self, of_outer: Variables, y: jax.Array, context: Any) -> Sums:
-        layers, micro, _ = context
+    def _head(self, of_outer: Variables, y: Stream, context: Any) -> Sums:
+        micro = context[1]
         outer = self._with_gradient(self._outer, of_outer)
-        return self._parts.head(self._with_gradient(layers), outer, y, micro)
+        return self._parts.head(self._with_gradient(self._layers), outer, y, micro)
 
-    def _head_gradients(self, own: Carry, y: jax.Array, context: Any) -> Any:
+    def _head_gradients(self, own: Carry, y: Stream, context: Any) -> Any:
         """The loss's gradient with respect to what the last layer gives; totals with it added."""
 
-        def loss(of_outer: Variables, y: jax.Array) -> tuple[jax.Array, Sums]:
+        def loss(of_outer: Variables, y: Stream) -> tuple[jax.Array, Sums]:
             sums = self._head(of_outer, y, context)
             return self._parts.objective.total(sums, self._scales), sums
 
         (of_outer, y_gradient), sums = jax.grad(loss, (0, 1), has_aux=True)(self._of_outer, y)
         return y_gradient, _add(own["outer"], of_outer), _add_sums(own["sums"], sums)
 
-    def _embedding_gradients(self, outer: Any, x_gradient: jax.Array, context: Any) -> Any:
-        _, transpose = jax.vjp(lambda outer: self._embed(outer, context), self._of_outer)
-        return _add(outer, transpose(x_gradient)[0])
+    def _entering(
+        self, of: "_Pass", outer: Any, gradient: Stream, before: Stream, context: Any
+    ) -> tuple[Any, Stream]:
+        """Totals with the gradient of what goes into a pass added, and what the pass before is
+        told of what it gave."""
+        _, transpose = jax.vjp(
+            lambda outer, before: self._enter(of.number, outer, before, context),
+            self._of_outer,
+            before,
+        )
+        of_outer, told = transpose(gradient)
+        return _add(outer, of_outer), {**jax.tree.map(jnp.zeros_like, gradient), **told}
 
-    def _auxiliary_gradient(self) -> Sums:
+    def _before(self, number: int, x: Stream) -> Stream:
+        """What the passes before a pass have made of a stream."""
+        return {name: x[name] for name, first in self._parts.travels.items() if first < number}
+
+    def _auxiliary_gradient(self, of: "_Pass") -> Sums:
         # Only what is minimised has a gradient; the other sums are metrics.
-        none = jax.tree.map(zeros, self._auxiliary)
+        none = jax.tree.map(zeros, of.auxiliary)
         return jax.grad(self._parts.objective.total)(none, self._scales)
 
-    def _no_sums(self, y: jax.ShapeDtypeStruct) -> Sums:
-        _, context = self._arguments({"chunk": 0, "microbatch": 0})  # type: ignore[dict-item] - both are indices
+    def _no_sums(self) -> Sums:
+        row: Any = {"chunk": 0, "microbatch": 0}
+        last = self._passes[-1]
+        _, context = self._arguments(row, last.number)
+        y = last.backward.outputs[0]
         sums = jax.eval_shape(lambda y: self._head(self._of_outer, y, context), y)
-        return jax.tree.map(zeros, {**self._auxiliary, **sums})
+        for of in self._passes:
+            sums = {**of.auxiliary, **sums}
+        return jax.tree.map(zeros, sums)
 
-    def _cut(self, params: Any, residuals: Sequence[Any], context: Any, x: Any) -> Any:
+    def _cut(self, of: "_Pass", params: Any, context: Any) -> Any:
         """The stage's backward pass in two halves."""
-        saved = residuals[:-1]
-        gradient = (self._backward_pass.outputs[0], self._auxiliary)
-        again = (params, saved, context)
-        leaves, tree = jax.tree.flatten((*again, x, gradient))
+        again = (params, of.backward.kept, context)
+        leaves, tree = jax.tree.flatten((*again, self._x, of.backward.outputs))
 
         def run(*leaves: jax.Array) -> list[jax.Array]:
             params, saved, context, x, gradient = jax.tree.unflatten(tree, leaves)
-            _, transpose = self._backward_pass.transpose(saved, params, x, context)
+            _, transpose = of.backward.transpose(saved, params, x, context)
             return jax.tree.leaves(transpose(gradient))
 
-        number_of_x = len(jax.tree.leaves(params))
         given_again = len(jax.tree.leaves(again))
         return cut(
             run,
             leaves,
-            early=lambda number: number == number_of_x,
+            early=lambda number: number >= of.count,
             available=lambda number: number < given_again,
         )
 
     # -- its places in the buffers ---------------------------------------------------------------
 
-    def _arguments(self, row: Row) -> tuple[Variables, Any]:
-        """Parameters that the gradient is taken by, and the rest that a stage works with."""
+    def _arguments(self, row: Row, number: int) -> tuple[Variables, Any]:
+        """Parameters that a pass's gradient is taken by, and the rest that its stage works with."""
         micro = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, row["microbatch"], keepdims=False),
             self._micros,
         )
-        context = self._rows_of(self._layers, row), micro, self._rows_of(self._numbers, row)
-        return self._rows_of(self._of_layers, row), context
-
-    def _stage_input(self, carry: Carry, row: Row, context: Any) -> jax.Array:
-        return jax.lax.cond(
-            row["first"],
-            lambda: self._embed(self._of_outer, context),
-            lambda: _take([carry["inputs"]], row["input_slot"])[0],
+        layers, of_layers = (
+            self._rows_of(self._parts.of_pass(number, tree)[0], row)
+            for tree in (self._layers, self._of_layers)
         )
+        context = layers, micro, self._rows_of(self._numbers, row)
+        return (of_layers, self._parts.shared(self._of_outer)[0]), context
 
-    def _move(self, message: jax.Array, way: str, buffer: jax.Array, row: Row) -> jax.Array:
-        """The buffer with what arrived in it: every pattern of edges is a permute of its own."""
+    def _stage_input(self, of: "_Pass", carry: Carry, row: Row, context: Any) -> Stream:
+        def entering() -> Stream:
+            before = self._before(of.number, self._received(carry, row))
+            return self._enter(of.number, self._of_outer, before, context)
 
-        slot = row["receive_input_slot" if way == "forward" else "receive_gradient_slot"]
+        return jax.lax.cond(row["enters"], entering, lambda: self._received(carry, row))
+
+    def _received(self, carry: Carry, row: Row) -> Stream:
+        return {name: take([waiting], row["input_slot"])[0]
+                for name, waiting in carry["inputs"].items()}  # fmt: skip
+
+    def _move(self, message: Stream, way: str, buffers: Stream, row: Row) -> Stream:
+        """The buffers with what arrived in them: every pattern of edges is a permute of its own."""
+        return {
+            name: self._moved(message[name], crossing(way, name, first), buffers[name], row)
+            for name, first in self._parts.travels.items()
+        }
+
+    def _moved(self, message: jax.Array, way: str, buffer: jax.Array, row: Row) -> jax.Array:
+        slot = row[f"receive_{'input' if way.startswith('forward') else 'gradient'}_slot"]
 
         def along(number: int, edges: Edges) -> Callable[[jax.Array], jax.Array]:
             def send(buffer: jax.Array) -> jax.Array:
@@ -304,7 +389,7 @@ class Rank:
                     arrived = jax.lax.ppermute(message, "pipe", edges)
                 return jax.lax.cond(
                     slot >= 0,
-                    lambda buffer: _put([buffer], slot, [arrived])[0],
+                    lambda buffer: put([buffer], slot, [arrived])[0],
                     lambda buffer: buffer,
                     buffer,
                 )
@@ -313,7 +398,7 @@ class Rank:
             return send if edges else lambda buffer: buffer
 
         senders = [along(number, edges) for number, edges in enumerate(self._patterns[way])]
-        return jax.lax.switch(row[f"{way}_pattern"], senders, buffer)
+        return jax.lax.switch(row[way], senders, buffer)
 
     def _rows_of(self, tree: Any, row: Row) -> Any:
         """The places of this tick's stage among a rank's places."""
@@ -324,49 +409,76 @@ class Rank:
             lambda x: jax.lax.dynamic_slice_in_dim(x, row["chunk"] * size, size), tree
         )
 
-    def _add_layers(self, totals: list[Any], parts: dict[int, jax.Array], row: Row) -> list[Any]:
-        """The totals with the gradients of this tick's stage added, by the number of their leaf."""
+    def _add(self, of: "_Pass", own: Carry, gradients: dict[int, jax.Array], row: Row) -> Carry:
+        """The totals with a stage's gradients added, by their numbers among its parameters."""
         start = row["chunk"] * self._stages.longest
-
-        def one(total: jax.Array, part: jax.Array) -> jax.Array:
-            new = self._rows_of(total, row) + part.astype(total.dtype)
-            if self._stages.chunks == 1:
-                return new
-            return jax.lax.dynamic_update_slice_in_dim(total, new, start, axis=0)
-
-        return [
-            one(total, parts[number]) if number in parts else total
-            for number, total in enumerate(totals)
-        ]
-
-
-def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of this shape, dtype and sharding."""
-    return _zeros(shape, ())
+        layers, outer = list(own["layers"]), list(own["outer"])
+        for number, gradient in gradients.items():
+            if number >= len(of.layers):
+                place = of.shared[number - len(of.layers)]
+                outer[place] += gradient.astype(outer[place].dtype)
+                continue
+            total = layers[of.layers[number]]
+            new = self._rows_of(total, row) + gradient.astype(total.dtype)
+            if self._stages.chunks > 1:
+                new = jax.lax.dynamic_update_slice_in_dim(total, new, start, axis=0)
+            layers[of.layers[number]] = new
+        return {**own, "layers": layers, "outer": outer}
 
 
-def _buffer(shape: jax.ShapeDtypeStruct, slots: int) -> jax.Array:
-    return _zeros(shape, (max(slots, 1),))
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """What a rank knows of a pass around the ring.
+
+    Attributes:
+      number: counted from 0.
+      backward: of a stage.
+      auxiliary: shapes of the sums that its layers give.
+      kept: shapes of what waits from a microbatch's forward to its backward.
+      halves: of the backward pass, where it is cut.
+      layers: numbers of its layers' parameters among those of all layers.
+      shared: numbers, among the parameters around the layers, of those that its layers read.
+    """
+
+    number: int
+    backward: Backward
+    auxiliary: Sums
+    kept: list[Any]
+    halves: Any
+    layers: list[int]
+    shared: list[int]
+
+    @property
+    def count(self) -> int:
+        """Arrays that a stage's gradient is taken by, its input aside."""
+        return len(self.layers) + len(self.shared)
+
+    @property
+    def stash(self) -> Sequence[Any]:
+        """Shapes of what the first half of a backward pass hands to the second."""
+        return () if self.halves is None else self.halves.stash
 
 
-def _zeros(shape: jax.ShapeDtypeStruct, leading: tuple[int, ...]) -> jax.Array:
-    spec = None if shape.sharding is None else P(*[None] * len(leading), *shape.sharding.spec)
-    return jnp.zeros((*leading, *shape.shape), shape.dtype, out_sharding=spec)
+def action_numbers(table: Slots, passes: int, chunks: int) -> np.ndarray:
+    """A number for what a rank does in a tick: the kind of work times `passes`, plus the pass.
+
+    Args:
+      table: the schedule.
+      passes: around the ring.
+      chunks: stages of each rank in one of them.
+    """
+    return table.kind * passes + np.where(table.kind == Work.IDLE, 0, table.chunk // chunks)
 
 
-def _take(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    return [jax.lax.dynamic_index_in_dim(b, slot, keepdims=False) for b in buffers]
+def _with(own: Carry, name: str, of: _Pass, new: Any) -> Carry:
+    """What is carried with something new of one pass."""
+    return {**own, name: [*own[name][: of.number], new, *own[name][of.number + 1 :]]}
 
 
-def _put(buffers: Any, slot: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
-    return [
-        jax.lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
-        for b, v in zip(buffers, values, strict=True)
-    ]
-
-
-def _add(total: Any, part: Any) -> Any:
-    return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part)
+def _add(totals: list[jax.Array], parts: Any) -> list[jax.Array]:
+    """Totals of the leaves of a tree with those of another one like it added."""
+    leaves = jax.tree.leaves(parts)
+    return [t + p.astype(t.dtype) for t, p in zip(totals, leaves, strict=True)]
 
 
 def _add_sums(total: Sums, part: Sums) -> Sums:

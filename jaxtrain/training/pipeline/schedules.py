@@ -42,12 +42,22 @@ class Pipeline:
     def __post_init__(self) -> None:
         _refuse(self.schedule, self.microbatches, self.virtual_stages)
 
+    def table(self, ranks: int, *, passes: int = 1, train: bool = True) -> Timetable:
+        """The table of these settings on so many ranks, or that of evaluation; `make_schedule`."""
+        if not train:
+            return forward_only(ranks, self.microbatches, self.virtual_stages * passes)
+        return make_schedule(
+            self.schedule, ranks=ranks, microbatches=self.microbatches,
+            virtual_stages=self.virtual_stages, passes=passes,
+        )  # fmt: skip
+
 
 def refuse(
     settings: Pipeline,
     ranks: int,
     *,
     num_layers: int | None,
+    passes: int = 1,
     scan: Scan,
     context_parallel: str | None,
 ) -> Iterator[str]:
@@ -56,7 +66,8 @@ def refuse(
     Args:
       settings: how they take turns.
       ranks: of the pipeline; 1 is none.
-      num_layers: layers that are cut into stages; None: the model has no such.
+      num_layers: layers that are cut into stages, of each pass; None: the model has no such.
+      passes: as of `make_schedule`.
       scan: the loop over a stage's layers.
       context_parallel: how sequences that are split are put together; None: they are whole.
     """
@@ -76,12 +87,7 @@ def refuse(
             "Attention.context_parallel='ulysses'"
         )
     try:
-        make_schedule(
-            settings.schedule,
-            ranks=ranks,
-            microbatches=settings.microbatches,
-            virtual_stages=settings.virtual_stages,
-        )
+        settings.table(ranks, passes=passes)
     except UserError as error:
         yield str(error)
     if num_layers is None:
@@ -114,9 +120,17 @@ def _refuse(schedule: str, microbatches: int, virtual_stages: int) -> None:
 
 @functools.lru_cache(maxsize=8)  # a plan asks for each several times, a search in a row
 def make_schedule(
-    name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1
+    name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1, passes: int = 1
 ) -> Timetable:
     """The checked table of a schedule; gradients are added up in the order of microbatches.
+
+    Args:
+      name: of the schedule.
+      ranks: devices along `pipe`.
+      microbatches: microbatches in one step.
+      virtual_stages: stages on each rank in a pass.
+      passes: how often a microbatch goes around the ring, through a stage of each rank and virtual
+        stage every time. The table takes them for virtual stages.
 
     Raises:
       UserError: an unknown name, or numbers that this schedule has no table for.
@@ -125,15 +139,28 @@ def make_schedule(
         raise UserError(f"Pipeline.schedule={name!r} is unknown{did_you_mean(name, SCHEDULES)}")
     _refuse(name, microbatches, virtual_stages)
     _refuse_no_ranks(ranks)
+    nearest = nearest_multiple(microbatches, ranks)
     if name == "interleaved" and microbatches % ranks:
+        instead = " (or use Pipeline.schedule='1f1b')" * (passes == 1)
         raise UserError(
             f"Pipeline.microbatches={microbatches} with Pipeline.schedule='interleaved': it must "
-            f"be a multiple of Mesh.pipe={ranks}; the nearest is "
-            f"{nearest_multiple(microbatches, ranks)} (or use Pipeline.schedule='1f1b')"
+            f"be a multiple of Mesh.pipe={ranks}; the nearest is {nearest}{instead}"
         )
-    kinds = _kinds_of_ticks(name, ranks, microbatches, virtual_stages)
-    ticks = _fill(kinds, ranks, microbatches, virtual_stages)
-    schedule = Timetable(name, ranks, virtual_stages, microbatches, ticks)
+    if passes > 1 and name == "zero_bubble":
+        raise UserError(
+            "Pipeline.schedule='zero_bubble': microbatches go around its ranks once, and those of "
+            "an encoder-decoder twice; use Pipeline.schedule='1f1b'"
+        )
+    if passes > 1 and microbatches % ranks:
+        raise UserError(
+            f"Pipeline.microbatches={microbatches} with Mesh.pipe={ranks}: those of an "
+            "encoder-decoder go around the ranks twice, as many at a time as there are ranks; "
+            f"use a multiple of {ranks}, such as {nearest}"
+        )
+    chunks = virtual_stages * passes
+    kinds = _kinds_of_ticks(name, ranks, microbatches, chunks)
+    ticks = _fill(kinds, ranks, microbatches, chunks)
+    schedule = Timetable(name, ranks, chunks, microbatches, ticks)
     check(schedule)
     return schedule
 

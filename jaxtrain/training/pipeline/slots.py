@@ -15,13 +15,19 @@ Edges = tuple[tuple[int, int], ...]
 _BACKWARDS = (Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
-def sends(schedule: Timetable) -> tuple[tuple[Edges, ...], tuple[Edges, ...]]:
-    """Per tick, the sorted (source rank, destination rank) pairs of activations, of gradients."""
+def sends(schedule: Timetable, first_stage: int = 0) -> tuple[tuple[Edges, ...], tuple[Edges, ...]]:
+    """Per tick, the sorted (source rank, destination rank) pairs of activations, of gradients.
+
+    Args:
+      schedule: the table.
+      first_stage: only what goes from this stage or a later one to the next, or back.
+    """
     forward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     backward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     for tick, rank, action in schedule.actions():
         to = schedule.next_rank(rank, action)
-        if to is not None:
+        lower = action.stage - (action.kind != Work.FORWARD)
+        if to is not None and lower >= first_stage:
             (forward if action.kind == Work.FORWARD else backward)[tick].append((rank, to))
     return tuple(map(tuple, forward)), tuple(map(tuple, backward))
 

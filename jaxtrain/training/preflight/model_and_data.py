@@ -160,16 +160,12 @@ def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
                 f"{type(data).__name__}.{setting}={length} is longer than {name}.context_length="
                 f"{model.context_length}; use at most {model.context_length}{more}"
             )
-    for axis, why in (
-        ("pipe", "the decoder's layers all read what the encoder's last one gives"),
-        ("context", "source and target have lengths of their own, and no ring goes through both"),
-    ):
-        size = getattr(config.mesh, axis)
-        if size != 1:
-            yield (
-                f"Mesh.{axis}={size}: {name} has two stacks of layers, which cannot be split over "
-                f"it: {why}; use Mesh.{axis}=1 and data, fsdp or tensor instead"
-            )
+    if config.mesh.context != 1:
+        yield (
+            f"Mesh.context={config.mesh.context}: {name} reads a source and a target, which have "
+            "lengths of their own, and no ring goes through both; use Mesh.context=1 and data, "
+            "fsdp, tensor or pipe instead"
+        )
 
 
 def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:

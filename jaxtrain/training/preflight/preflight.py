@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.partial import NotRead
+from jaxtrain.data.batch import example_shape
+from jaxtrain.models.model import passes_of, reads_pairs
 from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels, patterns
 from jaxtrain.nn.products import eight_bit
@@ -120,10 +122,24 @@ def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
     return schedules.refuse(
         config.pipeline,
         seen.size("pipe"),
-        num_layers=seen.model.layers if seen.model.inputs == "tokens" else None,
+        num_layers=seen.model.layers if "pipe" in seen.usable else None,
+        passes=passes_of(seen.model),
         scan=config.scan,
         context_parallel=config.attention.context_parallel if is_split else None,
     )
+
+
+def _lengths(seen: Outlook, config: Config) -> Iterable[str]:
+    data, lengths = config.train.data, {}
+    if reads_pairs(seen.model):
+        settings = (f"{type(data).__name__}.{side}_length" for side in ("source", "target"))
+        lengths = dict(zip(settings, example_shape(data.abstract_batch(1)), strict=True))
+    else:
+        lengths["TextData.sequence_length"] = seen.length
+    for written, length in lengths.items():
+        yield from sharding.refuse_length(
+            config.sharding, seen.sizes, length=length, written=written
+        )
 
 
 def _scan(seen: Outlook, config: Config) -> Iterable[str]:
@@ -145,7 +161,7 @@ def _kernel(seen: Outlook, config: Config) -> Iterable[str]:
 _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: mesh.refuse(c.mesh, seen.devices, usable=seen.usable, model=seen.name),
     lambda seen, c: sharding.refuse(c.sharding, seen.sizes, experts="experts" in seen.logical),
-    lambda seen, c: sharding.refuse_length(c.sharding, seen.sizes, length=seen.length),
+    _lengths,
     lambda seen, c: settings.refuse(
         c.train, seen.layout_if_any, microbatches=c.pipeline.microbatches
     ),

@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight
-from jaxtrain.models.model import AttentionFacts, TokenModel
+from jaxtrain.models.model import AttentionFacts, TokenModel, pair_model, reads_pairs
 from jaxtrain.nn.experts import slots_per_expert
+from jaxtrain.training.pipeline.parts import crossing
 
 
 def activation_traffic(facts: Facts) -> Iterator[Expected]:
     """Collectives of the activations and of their gradients."""
+    if facts.size("pipe") > 1:
+        yield from boundaries(facts)
     if not facts.is_text:
         return
     traffic = _Activations(facts)
@@ -33,8 +36,6 @@ def activation_traffic(facts: Facts) -> Iterator[Expected]:
         yield from traffic.ring() if ring else traffic.ulysses()
     if facts.size("expert") > 1:
         yield from traffic.experts()
-    if facts.size("pipe") > 1:
-        yield from traffic.boundaries()
 
 
 # The parts of a layer, in its order, and the logical axis that only their weights have.
@@ -324,16 +325,29 @@ class _Activations:
                 "rows for each expert", "E",
             )  # fmt: skip
 
-    def boundaries(self) -> Iterator[Expected]:
-        """A microbatch crosses a boundary of stages forward, its gradient backward
-        (arXiv 1811.06965). A run is a tick in which anything crosses."""
-        facts = self.facts
-        payload = facts.stream_bytes
-        if facts.layout.sequence_parallel:
-            payload //= facts.size("tensor")
-        for way, patterns in facts.crossings().items():
-            count = sum(patterns.values()) * facts.config.train.accumulation
+
+def boundaries(facts: Facts) -> Iterator[Expected]:
+    """A microbatch crosses a boundary of stages forward, its gradient backward
+    (arXiv 1811.06965). A run is a tick in which anything crosses.
+
+    What was read of a source goes on from stage to stage of the decoder, beside the target.
+    """
+    for name, first in facts.travels.items():
+        payload = stream_bytes(facts, name)
+        for way in ("forward", "backward"):
+            ticks = facts.crossings()[crossing(way, name, first)]
+            count = sum(ticks.values()) * facts.config.train.accumulation
+            what = "" if name == "stream" else f" of the {name}"
             yield Expected(
-                "collective-permute", "pipe", count, payload, f"pipeline boundary, {way}",
+                "collective-permute", "pipe", count, payload, f"pipeline boundary{what}, {way}",
                 "B T D each microbatch",
             )  # fmt: skip
+
+
+def stream_bytes(facts: Facts, name: str) -> int:
+    """Of a part of what goes from stage to stage, on one device."""
+    batch, model = facts.config.train.data.abstract_batch(1), facts.model
+    of = batch.source if name == "source" and batch.source is not None else batch.inputs
+    width = pair_model(model).embed_dim if reads_pairs(model) else facts.text_model.embed_dim
+    size = facts.B * of.shape[1] // facts.size("context") * width * facts.value_bytes
+    return size // facts.size("tensor") if facts.layout.sequence_parallel else size

@@ -7,7 +7,7 @@ N query heads, K kv heads, H head_dim, V vocab, L layers on a device.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.analysis.planning.textbook.steady import crossings
-from jaxtrain.models.model import Model, TokenModel, token_model
+from jaxtrain.models.model import Model, TokenModel, reads_pairs, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
 from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import tuning_of
+from jaxtrain.training.pipeline.pair_parts import PairParts
 from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.pipeline.text_parts import TextParts
 from jaxtrain.training.reduction import summed_once
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
@@ -267,8 +269,14 @@ class Facts:
         """`steady.crossings` of the configured pipeline."""
         pipeline = self.config.pipeline
         return crossings(
-            pipeline.schedule, self.size("pipe"), pipeline.microbatches, pipeline.virtual_stages
-        )
+            pipeline.schedule, self.size("pipe"), pipeline.microbatches, pipeline.virtual_stages,
+            tuple(self.travels.items()),
+        )  # fmt: skip
+
+    @property
+    def travels(self) -> Mapping[str, int]:
+        """What goes from stage to stage of a pipeline: `Parts.travels`."""
+        return PairParts.travels if reads_pairs(self.model) else TextParts.travels
 
 
 def split_over(spec: P) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import jax
 
+from jaxtrain.analysis.planning.textbook.activation_traffic import stream_bytes
+from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.profile import (
     is_on_host,
     layer_profile,
@@ -15,7 +17,7 @@ from jaxtrain.analysis.planning.textbook.profile import (
 )
 from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import TokenModel, reads_tokens, token_model
+from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_model
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
@@ -23,6 +25,7 @@ from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import is_pinned
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
@@ -431,11 +434,21 @@ class _Step:
 
 
 def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Arguments) -> Memory:
-    """A model without a loop over equal layers: what the objective's backward pass keeps."""
+    """A model without a loop over equal layers, or with two: what the objective's backward pass
+    keeps, of a pipeline's stage its part of it."""
     layout = on_platform(layout, platform, "planned")
-    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    program: Any = make_program(dataclasses.replace(config, offload=Offload()), layout).plain
+    plain = dataclasses.replace(config, offload=Offload())
+    parameters = make_program(plain, layout).plain.abstract_state().params
     rows = config.train.global_batch_size // config.train.accumulation
+    sizes, pipeline, own = dict(layout.mesh.shape), config.pipeline, layout
+    if sizes["pipe"] > 1:
+        rows //= pipeline.microbatches
+        mesh: Any = {**sizes, "pipe": 1, "dcn": {}}
+        plain = dataclasses.replace(plain, mesh=Mesh(**mesh), pipeline=Pipeline())
+        layout = abstract_layout(plain, math.prod(sizes.values()) // sizes["pipe"])
+        layout = on_platform(layout.of_microbatches, platform, "planned")
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    program: Any = make_program(plain, layout).plain
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         state = program.abstract_state()
         batch = config.train.data.abstract_batch(rows)
@@ -451,10 +464,19 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
 
         kept: Any = jax.make_jaxpr(forward)(state.params, state.statistics, batch).out_avals
     gradients = sum(
-        math.prod(layout.named(layout.gradient(logical_axes(v))).shard_shape(v.get_value().shape))
-        * 4
-        for v in jax.tree.leaves(state.params, is_leaf=is_variable)
+        math.prod(own.named(own.gradient(logical_axes(v))).shard_shape(v.get_value().shape)) * 4
+        for v in jax.tree.leaves(parameters, is_leaf=is_variable)
     )
     on_host = sum(shard_bytes(x) for x in kept if is_on_host(x))
     activations = sum(map(shard_bytes, kept)) - on_host
-    return Memory(arguments, gradients, {"activations": activations}, on_host)
+    if sizes["pipe"] == 1:
+        return Memory(arguments, gradients, {"activations": activations}, on_host)
+    table = waiting(pipeline, sizes["pipe"], passes_of(config.train.model))
+    stages = sizes["pipe"] * pipeline.virtual_stages
+    facts = Facts(config, own)
+    waits = {
+        "activations": activations * (table.residuals or 1) // stages,
+        "pipeline: inputs and gradients of stages": (table.inputs + table.gradients)
+        * sum(stream_bytes(facts, name) for name in facts.travels),
+    }
+    return Memory(arguments, gradients, waits, on_host // stages)

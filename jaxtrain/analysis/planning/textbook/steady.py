@@ -9,8 +9,10 @@ themselves), and a search does not draw a table of every length.
 import collections
 import dataclasses
 import functools
+from typing import Any
 
 from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.training.pipeline.parts import crossing
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.pipeline.slots import Backward, sends, slots
 from jaxtrain.training.pipeline.table import Timetable
@@ -33,26 +35,34 @@ class Waiting:
     residuals: int
 
 
-def waiting(pipeline: Pipeline, ranks: int) -> Waiting:
-    """The places that a schedule needs."""
+def waiting(pipeline: Pipeline, ranks: int, passes: int = 1) -> Waiting:
+    """The places that a schedule needs whose microbatches go around so often."""
     name, count = pipeline.schedule, pipeline.microbatches
     short = _ROUNDS * ranks if _repeats(name, count, ranks) else count
-    return _waiting(name, ranks, short, pipeline.virtual_stages, pipeline.backward)
+    return _waiting(name, ranks, short, pipeline.virtual_stages, passes, pipeline.backward)
 
 
-def bubble_fraction(pipeline: Pipeline, ranks: int) -> float:
+def bubble_fraction(pipeline: Pipeline, ranks: int, costs: tuple[float, ...] = (1.0,)) -> float:
     """The idle share of the schedule on this many ranks, in lockstep; 0 without a pipeline.
 
     A backward pass costs two forward passes, and one more where stages are recomputed.
+
+    Args:
+      pipeline: the settings.
+      ranks: devices along `pipe`.
+      costs: of a stage of each pass around the ring, in any unit: a tick lasts as long as the
+        longest stage that is run in it.
     """
     if ranks == 1:
         return 0.0
     name, count, chunks = pipeline.schedule, pipeline.microbatches, pipeline.virtual_stages
     again = 1.0 if pipeline.backward == "recompute" else 0.0
     if not _repeats(name, count, ranks):
-        makespan, idle = _time(name, ranks, count, chunks, again)
+        makespan, idle = _time(name, ranks, count, chunks, again, costs)
         return idle / makespan
-    short, long = (_time(name, ranks, rounds * ranks, chunks, again) for rounds in (2, _ROUNDS))
+    short, long = (
+        _time(name, ranks, rounds * ranks, chunks, again, costs) for rounds in (2, _ROUNDS)
+    )
     more = count // ranks - _ROUNDS
     makespan, idle = (last + more * (last - first) for first, last in zip(short, long, strict=True))
     return idle / makespan
@@ -60,15 +70,26 @@ def bubble_fraction(pipeline: Pipeline, ranks: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def crossings(
-    schedule: str, ranks: int, microbatches: int, chunks: int
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    travels: tuple[tuple[str, int], ...] = (("stream", 0),),
 ) -> dict[str, dict[str, int]]:
-    """Way -> name of a pattern of edges, as the engine calls it -> ticks that use it.
+    """`parts.crossing` -> name of a pattern of edges, as the engine calls it -> ticks that use it.
 
     Patterns without an edge, in which nothing moves, are left out.
+
+    Args:
+      schedule, ranks, microbatches: of the table.
+      chunks: virtual stages of a rank in a pass around the ring.
+      travels: the items of `Parts.travels`; the last part travels in the last pass.
     """
     if not _repeats(schedule, microbatches, ranks):
-        return _crossings(schedule, ranks, microbatches, chunks)
-    short, long = (_crossings(schedule, ranks, rounds * ranks, chunks) for rounds in (2, _ROUNDS))
+        return _crossings(schedule, ranks, microbatches, chunks, travels)
+    short, long = (
+        _crossings(schedule, ranks, rounds * ranks, chunks, travels) for rounds in (2, _ROUNDS)
+    )
     more = microbatches // ranks - _ROUNDS
     return {
         way: {name: ticks + more * (ticks - short[way][name]) for name, ticks in patterns.items()}
@@ -81,40 +102,55 @@ def _repeats(schedule: str, microbatches: int, ranks: int) -> bool:
     return schedule != "gpipe" and microbatches % ranks == 0 and microbatches > _ROUNDS * ranks
 
 
-def _table(schedule: str, ranks: int, microbatches: int, chunks: int) -> Timetable:
-    return make_schedule(schedule, ranks=ranks, microbatches=microbatches, virtual_stages=chunks)
+def _table(schedule: str, ranks: int, microbatches: int, chunks: int, passes: int) -> Timetable:
+    return make_schedule(
+        schedule, ranks=ranks, microbatches=microbatches, virtual_stages=chunks, passes=passes
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def _waiting(
-    schedule: str, ranks: int, microbatches: int, chunks: int, backward: Backward
+    schedule: str, ranks: int, microbatches: int, chunks: int, passes: int, backward: Backward
 ) -> Waiting:
-    found = slots(_table(schedule, ranks, microbatches, chunks), backward=backward)
+    found = slots(_table(schedule, ranks, microbatches, chunks, passes), backward=backward)
     return Waiting(found.num_input_slots, found.num_gradient_slots, found.num_residual_slots)
 
 
 @functools.lru_cache(maxsize=1024)
 def _time(
-    schedule: str, ranks: int, microbatches: int, chunks: int, again: float
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    again: float,
+    of_stages: tuple[float, ...],
 ) -> tuple[float, float]:
     """What all ticks take, in forward passes of a stage, and the part of it that a rank idles."""
-    costs = {"backward": 2 + again, "backward_input": 1 + again}
-    found = simulate(_table(schedule, ranks, microbatches, chunks), lockstep=True, **costs)
+    costs: Any = {"backward": 2 + again, "backward_input": 1 + again}
+    table = _table(schedule, ranks, microbatches, chunks, len(of_stages))
+    each = [cost for cost in of_stages for _ in range(ranks * chunks)]
+    found = simulate(table, lockstep=True, stage_costs=each, **costs)
     return found.makespan, found.bubble_fraction * found.makespan
 
 
 @functools.lru_cache(maxsize=1024)
 def _crossings(
-    schedule: str, ranks: int, microbatches: int, chunks: int
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    travels: tuple[tuple[str, int], ...],
 ) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for way, ticks in zip(
-        ("forward", "backward"), sends(_table(schedule, ranks, microbatches, chunks)), strict=True
-    ):
-        patterns = collections.Counter(tuple(sorted(edges)) for edges in ticks)
-        found[way] = {
-            f"send_{way}_{number}": patterns[pattern]
-            for number, pattern in enumerate(sorted(patterns))
-            if pattern
-        }
+    table = _table(schedule, ranks, microbatches, chunks, travels[-1][1] + 1)
+    for part, first in travels:
+        both = sends(table, first * ranks * chunks)
+        for way, ticks in zip(("forward", "backward"), both, strict=True):
+            patterns = collections.Counter(tuple(sorted(edges)) for edges in ticks)
+            name = crossing(way, part, first)
+            found[name] = {
+                f"send_{name}_{number}": patterns[pattern]
+                for number, pattern in enumerate(sorted(patterns))
+                if pattern
+            }
     return found

@@ -48,7 +48,7 @@ def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]
     accumulation, chunks = config.train.accumulation, config.pipeline.virtual_stages
 
     def count(op_name: str) -> int | None:
-        sent = re.search(r"send_(?:forward|backward)_\d+", op_name)
+        sent = re.search(r"send_(?:forward|backward)_(?:[a-z]+_)?\d+", op_name)
         if sent:
             return accumulation * ticks.get(sent.group(), 0)
         if "/stage/" not in op_name:
