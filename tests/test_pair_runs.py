@@ -169,6 +169,35 @@ def test_a_plan_knows_a_pipeline():
     }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer", "t5"])
+def test_a_pipelines_run_goes_on_without_one(name, tmp_path):
+    """And what that has saved is evaluated, and tells of sources, in a pipeline."""
+    more = ["Train.save_every = 2", "Mesh.tensor = 1", "Mesh.data = 1", "Mesh.fsdp = 1"]
+    more += [f"{'T5' if name == 't5' else 'Transformer'}.num_layers = 3"]
+    staged = config_of(name, *more, "Mesh.pipe = 2", "Pipeline.microbatches = 2")
+    alone = Trainer(config_of(name, *more), devices=jax.devices()[:1])
+    alone.train()
+    Trainer(staged, tmp_path, devices=jax.devices()[:2]).train(steps=2)
+    then = Trainer(config_of(name, *more), tmp_path, devices=jax.devices()[:1])
+    assert then.steps_done == 2
+    then.train()
+    losses, expected = (
+        [line["loss"] for line in trainer.history if "loss" in line] for trainer in (then, alone)
+    )
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    back = Trainer(staged, tmp_path, devices=jax.devices()[:2], read_only=True)
+    found = back.evaluate()
+    for key, value in then.evaluate().items():
+        assert found[key] == pytest.approx(value, rel=1e-5), key
+    sources, greedy = [list(b"123+456"), list(b"1")], Sampling(temperature=0.0)
+    one, other = (
+        [answer.tokens for answer in t.answers(sources, max_new_tokens=6, sampling=greedy)]
+        for t in (then, back)
+    )
+    assert one == other
+
+
 @pytest.mark.parametrize(("name", "more"), [("transformer", ()), ("t5", ()), ("t5", PIPE)], ids=str)
 def test_what_verify_proves_with_is_small_and_allowed(name, more):
     small = shrink(config_of(name, *more))

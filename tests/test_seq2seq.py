@@ -1,6 +1,7 @@
 """Seq2Seq equals PyTorch's GRUs, with and without attention, and one device on every mesh."""
 
 import dataclasses
+import itertools
 import types
 
 import jax
@@ -15,6 +16,8 @@ from jaxtrain.models.recurrent.seq2seq import Seq2Seq
 from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.objectives.losses import Loss
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -172,6 +175,39 @@ def test_padding_and_what_follows_change_no_logit():
     np.testing.assert_allclose(longer[:5], short, atol=1e-5)
     np.testing.assert_allclose(of_later[:4], short[:4], atol=1e-5)
     assert np.abs(of_other - short).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["attends", "last_state"])
+def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
+    """Beams of several sources, each with its own states; all 6^3 targets are told whole."""
+    V, new, begin, end = 6, 3, 1, 2
+    sizes = dataclasses.replace(SHAPES[name], vocab_size=V)
+    program = make_program(sizes, make_layout(data=2))
+    state = program.create(3)
+    state = dataclasses.replace(state, params=jax.tree.map(lambda x: 2 * x, state.params))
+    sources = [[5, 3, 4, 4], [1], [4, 5]]
+    found = targets(
+        program, sizes, state, sources, begin=begin, end=end, max_new_tokens=new,
+        sampling=BeamSearch(beams=V * V, early_stopping="never"), seed=0, batch_size=3,
+    )  # fmt: skip
+    every = np.array(list(itertools.product(range(V), repeat=new)))
+    told = jax.jit(
+        lambda s, b: program.objective.logits(program.model(s), {}, b, program.execution)
+    )
+    answers = []
+    for source, answer in zip(sources, found, strict=True):
+        rows = [pair(np.array(source), target, (4, new + 1), begin) for target in every]
+        batch = jax.tree.map(lambda *x: np.stack(x), *rows)
+        with program.layout.active():
+            logits = told(state, jax.device_put(batch, program.batch_shardings(batch)))
+        each = jax.nn.log_softmax(np.asarray(logits[:, :new], np.float32))
+        each = np.take_along_axis(np.asarray(each), every[:, :, None], 2)[..., 0]
+        lengths = np.where((every == end).any(1), (every == end).argmax(1) + 1, new)
+        scores = np.where(np.arange(new) < lengths[:, None], each, 0).sum(1) / lengths
+        best = every[scores.argmax()][: lengths[scores.argmax()]].tolist()
+        assert answer.tokens == [token for token in best if token != end]
+        answers.append(best)
+    assert len({tuple(best) for best in answers}) > 1
 
 
 def test_rows_of_several_pairs_are_refused():
