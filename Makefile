@@ -13,7 +13,7 @@ train: $(VENV)/installed
 # The test suite. Its tests start Python some hundred times: compiled modules are kept between them.
 # What `smoke` trains other tests train too.
 test: $(VENV)/installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
 
 # The long proofs.
 test-slow: $(VENV)/installed-dev

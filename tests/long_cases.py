@@ -12,6 +12,7 @@ LONG_CASES = {
         "test_every_mesh_computes_and_drops_the_same[{'fsdp': 2, 'tensor': 4, 'zero': 3}]",
     },
     "test_encoder_decoder": {
+        "test_every_mesh_computes_and_drops_the_same[zero3_accumulation]",
         "test_every_mesh_computes_and_drops_the_same[zero1_blocked]",
         "test_every_mesh_computes_and_drops_the_same[zero2_sequence_parallel_remat]",
         "test_every_mesh_computes_and_drops_the_same[pipe_gpipe]",
@@ -50,6 +51,7 @@ LONG_CASES = {
         "test_gradients_of_many_microbatches_are_one_devices[experts]",
     },
     "test_mixtral": {
+        "test_loss_and_gradients_equal_one_device[dropless-expert_tensor]",
         "test_loss_and_gradients_equal_one_device[dropless-expert8]",
         "test_loss_and_gradients_equal_one_device[dropless-expert_hsdp_zero2]",
         "test_loss_and_gradients_equal_one_device[capacity-expert_hsdp]",
@@ -61,6 +63,8 @@ LONG_CASES = {
         "test_where_one_change_is_not_enough_several_are_combined",
     },
     "test_benchmarks_tpu": {
+        "test_a_large_product_takes_about_what_the_data_sheets_promise[7x]",
+        "test_with_our_options_products_run_beside_gathers[v6e:2x2]",
         "test_with_our_options_products_run_beside_gathers[v6e:4x4]",
     },
     "test_optimizer_rules": {
@@ -78,6 +82,7 @@ LONG_CASES = {
         "test_a_step_is_that_of_a_state_on_the_devices[offload0-3]",
     },
     "test_parity_matrix": {
+        "test_loss_and_gradients_equal_one_device[context]",
         "test_loss_and_gradients_equal_one_device[data_context]",
         "test_loss_and_gradients_equal_one_device[pipe_expert]",
         "test_loss_and_gradients_equal_one_device[context_tensor]",
@@ -116,6 +121,7 @@ LONG_CASES = {
         "test_every_mesh_computes_the_same[mamba2-pipe]",
     },
     "test_bert": {
+        "test_every_mesh_computes_the_same[tensor_chunks]",
         "test_every_mesh_computes_the_same[context_sequence_parallel]",
     },
     "test_convnets": {
@@ -128,12 +134,14 @@ LONG_CASES = {
         "test_with_the_weights_of_transformers_everything_is_as_there[diloco]",
     },
     "test_context_step": {
+        "test_loss_and_gradients_equal_one_device[llama-ulysses]",
         "test_loss_and_gradients_equal_one_device[llama-data]",
     },
     "test_indivisible_layouts": {
         "test_a_vocabulary_that_tensor_does_not_divide_equals_one_device[bert-mesh1-changes1]",
     },
     "test_bucket_runs": {
+        "test_a_bucket_that_is_lost_costs_nothing_that_was_saved",
         "test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_used",
         "test_a_trainer_of_its_own_keeps_its_run_in_a_bucket",
     },
@@ -164,5 +172,17 @@ LONG_CASES = {
     },
     "test_t5": {
         "test_logits_and_every_gradient_equal_transformers[odd]",
+    },
+    "test_recipes": {
+        "test_the_recipes_of_an_objective_optimizer_kernel_and_remat_policy",
+        "test_the_recipe_of_a_model_outside_the_package",
+        "test_the_recipe_of_a_target_is_planned_for_with_them",
+    },
+    "test_cli": {
+        "test_a_run_whose_output_nobody_reads_any_more_saves_and_says_so",
+        "test_a_run_whose_terminal_is_closed_saves_and_exits_with_75",
+    },
+    "test_chat_mode": {
+        "test_a_model_of_bytes_learns_turns_and_talks",
     },
 }

@@ -88,8 +88,10 @@ def shortened(words: list[str]) -> list[str]:
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
 
 
-# The commands of these pages train for more than half a minute together.
-SLOW_PAGES = ("parallelism", "optimizers", "finetuning")
+# The commands of these pages take minutes together.
+SLOW_PAGES = (
+    "parallelism", "optimizers", "finetuning", "data", "huggingface", "inference", "models",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import types
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import tokenizers
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.run.tasks.lm_eval_model import lm_eval_model
 from jaxtrain.run.tasks.scoring import Score, paired
 from jaxtrain.run.tasks.tasks import Question, Task, results
 from jaxtrain.run.trainer import Trainer
@@ -218,11 +220,20 @@ def test_every_number_is_that_of_lm_eval_on_the_same_files(tmp_path, capsys, mon
         {**of_files, "task": "exact", "dataset_kwargs": {"data_files": exact},
          "output_type": "loglikelihood", "doc_to_target": "{{' ' + target}}",
          "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}]},
+        {**of_files, "task": "rolling", "dataset_kwargs": {"data_files": choice},
+         "output_type": "loglikelihood_rolling", "doc_to_target": "{{prompt}}", "doc_to_text": "",
+         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
+        {**of_files, "task": "written", "dataset_kwargs": {"data_files": choice},
+         "output_type": "generate_until", "doc_to_target": "{{answer}}",
+         "generation_kwargs": {"until": ["a", "th"], "max_gen_toks": 7},
+         "metric_list": [{"metric": "exact_match"}]},
     ]  # fmt: skip
-    theirs = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=fast, device="cpu"), tasks=tasks,
-        bootstrap_iters=0,
-    )["results"]  # fmt: skip
+
+    def evaluated(one):
+        return lm_eval.simple_evaluate(model=one, tasks=tasks, bootstrap_iters=0)
+
+    of_transformers = evaluated(HFLM(pretrained=model, tokenizer=fast, device="cpu"))
+    theirs = of_transformers["results"]
     run = tmp_path / "run"
     words = ["import-hf", str(source), "--workdir", str(run), "-b", "Mesh.fsdp=4"]
     assert main([*words, "-b", "Mesh.data=2", "-b", "Precision.compute='float32'"]) == 0
@@ -234,3 +245,21 @@ def test_every_number_is_that_of_lm_eval_on_the_same_files(tmp_path, capsys, mon
     assert of_choice["truncated"] > 0
     assert of_exact["exact_match"] == pytest.approx(theirs["exact"]["acc,none"])
     assert of_exact["perplexity"] == pytest.approx(theirs["exact"]["perplexity,none"], rel=1e-4)
+    # And asked by lm-eval itself, which has tasks of more kinds.
+    trainer = Trainer(load_config(run / "config.gin"), run, read_only=True)
+    asked_here = lm_eval_model(trainer)
+    of_run = evaluated(asked_here)
+    for name, numbers in theirs.items():
+        for metric, value in numbers.items():
+            if isinstance(value, float):
+                assert of_run["results"][name][metric] == pytest.approx(value, rel=1e-4), metric
+    one, other = (
+        [sample["resps"] for sample in found["samples"]["written"]]
+        for found in (of_run, of_transformers)
+    )
+    assert one == other
+    assert len({str(response) for response in one}) > 3
+    for settings, said in (({"max_gen_toks": 32}, "max_gen_toks=32"), ({"untl": "x"}, "'until'")):
+        request = types.SimpleNamespace(args=("the cat", settings))
+        with pytest.raises(UserError, match=said):
+            asked_here.generate_until([request])

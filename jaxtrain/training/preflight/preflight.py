@@ -132,8 +132,11 @@ def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
 def _lengths(seen: Outlook, config: Config) -> Iterable[str]:
     data, lengths = config.train.data, {}
     if reads_pairs(seen.model):
+        batch = data.abstract_batch(1)
+        if batch.source is None:  # other data, which is refused elsewhere
+            return
         settings = (f"{type(data).__name__}.{side}_length" for side in ("source", "target"))
-        lengths = dict(zip(settings, example_shape(data.abstract_batch(1)), strict=True))
+        lengths = dict(zip(settings, example_shape(batch), strict=True))
     else:
         lengths["TextData.sequence_length"] = seen.length
     for written, length in lengths.items():

@@ -1,0 +1,127 @@
+"""A trained language model as one of lm-eval's: all of its tasks, on the run's own mesh.
+
+lm-eval (EleutherAI, version 0.4.13) is an extra, `pip install 'jaxtrain[lm-eval]'`.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.models.model import token_model
+from jaxtrain.run.generation.generate import BATCH_SIZE
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.write import tokenizer_of
+from jaxtrain.run.tasks.scoring import Pair, Score, paired, scores
+from jaxtrain.run.trainer import Trainer
+
+_WRITTEN = 256  # tokens that a task's answer has at most where it says no number, as elsewhere
+_READ = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+
+
+def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
+    """What `lm_eval.simple_evaluate(model=...)` takes.
+
+    Args:
+      trainer: of a trained language model of text, such as `Trainer(config, workdir,
+        read_only=True)` has it.
+      batch_size: texts that are told at one time.
+
+    Raises:
+      UserError: the model is no language model, its data are no text, or lm-eval is not installed.
+        What it is asked later raises it too: for an answer that has no place in the context, or by
+        settings of generation that are not read here.
+    """
+    try:
+        base: Any = importlib.import_module("lm_eval.api.model").LM
+        utils = importlib.import_module("lm_eval.utils")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; run: pip install 'jaxtrain[lm-eval]'") from error
+    train = trainer.config.train
+    sizes, tokenizer = token_model(train.model), tokenizer_of(train, command="lm-eval")
+    length = sizes.context_length
+
+    def told(pairs: Sequence[Pair]) -> list[Score]:
+        state = trainer.program.consensus(trainer.state)
+        return scores(trainer.program.plain, sizes, state, pairs, batch_size=batch_size)
+
+    class OfRun(base):
+        """The three questions that lm-eval asks; arguments and results are its own."""
+
+        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+            pairs = [
+                paired(tokenizer, context, continuation, length=length)
+                for context, continuation in (request.args for request in requests)
+            ]
+            return [(score.log_likelihood, score.greedy) for score in told(pairs)]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+            if tokenizer.end_of_text is None:
+                raise UserError("a text of its own, and the tokenizer has no end-of-text token")
+            found = []
+            for request in requests:
+                (text,) = request.args
+                windows = utils.get_rolling_token_windows(
+                    tokenizer.encode(text), tokenizer.end_of_text, length, 1
+                )
+                pairs = []
+                for window in windows:
+                    before, after = utils.make_disjoint_window(window)
+                    pairs.append(
+                        Pair(tokens=[*before, *after][:-1], continuation=after, truncated=False)
+                    )
+                found.append(sum(score.log_likelihood for score in told(pairs)))
+            return found
+
+        def generate_until(self, requests: Sequence[Any]) -> list[str]:
+            # Requests of one task are alike: as few batches as there are kinds.
+            kinds: dict[str, list[int]] = {}
+            for number, request in enumerate(requests):
+                kinds.setdefault(repr(request.args[1]), []).append(number)
+            found = [""] * len(requests)
+            for numbers in kinds.values():
+                settings = requests[numbers[0]].args[1]
+                limit, until, sampling = _asked(settings, length=length)
+                prompts = [
+                    _last(tokenizer, requests[number].args[0], length - limit) for number in numbers
+                ]
+                answers = trainer.answers(
+                    prompts, max_new_tokens=limit, sampling=sampling, stop=until,
+                    batch_size=batch_size,
+                )  # fmt: skip
+                for number, answer in zip(numbers, answers, strict=True):
+                    found[number] = answer.text or ""
+            return found
+
+    return OfRun()
+
+
+def _asked(settings: Mapping[str, Any], *, length: int) -> tuple[int, list[str], Sampling]:
+    """The greatest length of an answer, the strings that end it, and how its tokens are drawn."""
+    for name in settings:
+        if name not in _READ:
+            raise UserError(
+                f"lm-eval's generation_kwargs {name!r} is not read here"
+                f"{did_you_mean(name, _READ)}; use some of {list(_READ)}"
+            )
+    limit, until = settings.get("max_gen_toks", _WRITTEN), settings.get("until") or []
+    if not 1 <= limit < length:
+        raise UserError(
+            f"max_gen_toks={limit} leaves no place for a prompt in the model's context of {length} "
+            f"tokens; use 1 to {length - 1}, by gen_kwargs"
+        )
+    draws = settings.get("do_sample", settings.get("temperature", 0) > 0)
+    temperature = settings.get("temperature", 1.0) if draws else 0.0
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=settings.get("top_k") if draws else None,
+        top_p=settings.get("top_p") if draws else None,
+    )
+    return limit, [until] if isinstance(until, str) else list(until), sampling
+
+
+def _last(tokenizer: Tokenizer, text: str, most: int) -> str:
+    """The text, or the end of it that has so many tokens."""
+    tokens = tokenizer.encode(text)
+    return text if len(tokens) <= most else tokenizer.decode(tokens[-most:])
