@@ -1,6 +1,7 @@
 """Groups of parameters, penalties and clipping: PyTorch's and optax's, on a mesh, in a table."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.show.report import group_table
 from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.optimizers.groups import scale_groups
 from jaxtrain.training.optimizers.lamb import LAMB
 from jaxtrain.training.optimizers.lars import LARS
 from jaxtrain.training.optimizers.muon import Muon
@@ -99,6 +101,62 @@ def test_groups_are_torchs_parameter_groups():
         assert_same(found, {name: p.detach().numpy() for name, p in params.items()})
 
 
+OF_LAYERS = {"layers/*[0:1]": 0.25, "layers/up": 3.0, "layers/bias[1:]": 2.0, "layers/*": 9.0}
+
+
+def test_rates_of_layers_are_torchs_parameter_groups():
+    torch = pytest.importorskip("torch")
+    rates = {"up": (0.25, 3.0), "bias": (0.25, 2.0)}
+    params = {
+        (name, layer): torch.nn.Parameter(torch.tensor(arrays(tree_of(0))[name][layer]))
+        for name, layer in itertools.product(NESTED, range(2))
+    }
+    theirs = torch.optim.AdamW(
+        [{"params": [p], "lr": RATE * rates[n][i]} for (n, i), p in params.items()],
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    settings = Optimizer(
+        learning_rate=RATE, weight_decay=0.0, clip_norm=None, learning_rates=OF_LAYERS
+    )
+    for seed, found in enumerate(ours(settings), start=1):
+        for (name, layer), p in params.items():
+            p.grad = torch.tensor(arrays(tree_of(seed))[name][layer])
+        theirs.step()
+        for (name, layer), p in params.items():
+            np.testing.assert_allclose(found[name][layer], p.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_in_the_order_of_stages_have_their_own_rates():
+    """Places that hold none, as a pipeline's shorter stages have, are not moved otherwise."""
+    rule = scale_groups({"layers/*[1:2]": 5.0, "layers/*[2:]": 7.0})
+    tree = {"layers": {"up": nnx.Param(jnp.ones((4, 3)), axes=("layers", "mlp"))}}
+    scaled, _ = rule.update(tree, rule.init(tree), tree, layers=(2, -1, 0, 1))
+    np.testing.assert_array_equal(scaled["layers"]["up"].get_value()[:, 0], [7, 1, 1, 5])
+
+
+@pytest.mark.parametrize(
+    ("bindings", "message"),
+    [
+        (["Optimizer.learning_rates = {'layers/*[4:]': 0.1}"],
+         "'layers/*[4:]' stands for no layer of these parameters, which have 4"),
+        (["Optimizer.learning_rates = {'token_embedding[0:1]': 0.1}"], "which have none"),
+        (["Optimizer.weight_decays = {'layers/up[0:2]': 0.1}"],
+         "decays are of all layers: use 'layers/up'"),
+        (["Optimizer.learning_rates = {'layers/up[0:2]': 0.1}",
+          "Offload.optimizer_state = 'disk'"], "in blocks that know no layers; use 'host'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layers_that_are_not_there_are_refused(bindings, message):
+    with pytest.raises(UserError) as refused:
+        preflight.check(
+            load_config("gpt_quickstart", ["Mesh.tensor=1", *bindings]),
+            device_count=4, platform="cpu",
+        )  # fmt: skip
+    assert message in str(refused.value)
+
+
 @pytest.mark.parametrize("rule", [AdamW(), LAMB(), LARS(), Muon(), ScheduleFree()], ids=repr)
 def test_a_factor_for_all_is_another_learning_rate(rule):
     """Also of what remembers rates (lars) and of iterates beside the parameters."""
@@ -158,13 +216,15 @@ def test_adaptive_clipping_is_optaxs_layer_by_layer():
     assert shortened == 4  # all but what makes logits
 
 
-def test_all_of_it_on_a_mesh_is_that_of_one_device():
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"pipe": 2, "fsdp": 2}], ids=str)
+def test_all_of_it_on_a_mesh_is_that_of_one_device(sizes):
     settings = Optimizer(
-        learning_rates={"embedding": 0.1}, weight_decays={"layers/bias": 0.5}, l1=0.1,
+        learning_rates={"embedding": 0.1, "layers/*[1:]": 0.3},
+        weight_decays={"layers/bias": 0.5}, l1=0.1,
         clip_value=1.5, clip_ratio=0.4, clip_norm=1.0,
     )  # fmt: skip
     optimizer = make_optimizer(settings, optax.constant_schedule(RATE))
-    layout, params = make_layout(fsdp=4, tensor=2), tree_of(0)
+    layout, params = make_layout(**sizes, tensor=2), tree_of(0)
     one = optimizer.update(tree_of(1), optimizer.init(params), params)[0]
     place = shardings(params, layout.moment, layout)
     spread, gradients = jax.device_put(params, place), jax.device_put(tree_of(1), place)
@@ -178,7 +238,8 @@ def test_a_table_says_which_parameter_gets_what():
         "gpt_quickstart",
         [
             "Mesh.fsdp = 1", "Mesh.tensor = 1", "Optimizer.learning_rate = 0.02",
-            "Optimizer.learning_rates = {'embedding': 0.5}", "Optimizer.weight_decay = 0.3",
+            "Optimizer.learning_rates = {'embedding': 0.5, 'layers/out[0:1]': 0.25}",
+            "Optimizer.weight_decay = 0.3",
             "Optimizer.weight_decays = {'layers/up_bias': 0.7}", "GPT.num_layers = 1",
             "TextData.source = 'synthetic'",
         ],
@@ -196,6 +257,7 @@ def test_a_table_says_which_parameter_gets_what():
     assert rows["token_embedding"] == ["embedding", "0.01", "0.3"]
     assert rows["layers/up_bias"] == ["-", "0.02", "0.7"]
     assert rows["layers/up"] == ["-", "0.02", "0.3"]
+    assert rows["layers/out"] == ["-", "0.005 (layers 0 to 0), 0.02", "0.3"]
 
 
 @pytest.mark.parametrize(

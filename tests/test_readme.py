@@ -91,6 +91,7 @@ def shortened(words: list[str]) -> list[str]:
 # The commands of these pages take minutes together.
 SLOW_PAGES = (
     "parallelism", "optimizers", "finetuning", "data", "huggingface", "inference", "models",
+    "planning",
 )  # fmt: skip
 
 

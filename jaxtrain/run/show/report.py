@@ -19,7 +19,7 @@ from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
-from jaxtrain.training.optimizers.groups import value_of
+from jaxtrain.training.optimizers.groups import Part, factors_of
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages
@@ -102,11 +102,23 @@ def group_table(state: TrainState, optimizer: Optimizer) -> Table:
     for column in ("name", "role", "learning rate", "decay"):
         table.add_column(column, overflow="fold")
     for name, param in by_name(state.params).items():
-        factor = value_of(optimizer.learning_rates, name, param)
-        rate = optimizer.learning_rate * (1.0 if factor is None else factor)
+        parts = factors_of(optimizer.learning_rates, name, param)
+        if not (parts and parts[-1][0].is_whole):
+            parts.append((Part(name), 1.0))
+        rates = ", ".join(
+            f"{optimizer.learning_rate * factor:.3g}{_layers(part)}" for part, factor in parts
+        )
         decay = optimizer.decay.of(name, param)
-        table.add_row(name, role_of(param) or "-", f"{rate:.3g}", f"{decay:.3g}")
+        table.add_row(name, role_of(param) or "-", rates, f"{decay:.3g}")
     return table
+
+
+def _layers(part: Part) -> str:
+    """Of which layers, where not of all."""
+    if part.is_whole:
+        return ""
+    last = "" if math.isinf(part.last) else int(part.last) - 1
+    return f" (layers {part.first} to {last})" if last != "" else f" (layers from {part.first})"
 
 
 def show_parameters(console: Console, state: TrainState, optimizer: Optimizer) -> None:

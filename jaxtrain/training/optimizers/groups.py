@@ -2,8 +2,10 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,56 @@ import optax
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.parallel.sharding import is_variable, logical_axes
+
+LAYERS = "layers"
+_OF_LAYERS = re.compile(r"(.+)\[(\d*):(\d*)\]")
+
+
+class Part(NamedTuple):
+    """What a pattern stands for: parameters, and of stacked ones the layers from `first` on that
+    come before `last`."""
+
+    pattern: str
+    first: int = 0
+    last: float = math.inf
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stands for all layers."""
+        return self.first == 0 and self.last == math.inf
+
+
+def part_of(written: str) -> Part:
+    """The part that a pattern such as 'layers/*' or 'layers/*[0:4]' stands for."""
+    found = _OF_LAYERS.fullmatch(written)
+    if found is None:
+        return Part(written)
+    pattern, first, last = found.groups()
+    return Part(pattern, int(first or 0), float(last) if last else math.inf)
 
 
 def fits(pattern: str, name: str, param: Any) -> bool:
     """Whether a parameter has this role, or a name such as 'layers/*_norm_*' stands for."""
     return role_of(param) == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def stacked(param: Any) -> bool:
+    """Whether a parameter has a dimension of layers."""
+    return LAYERS in logical_axes(param)
+
+
+def factors_of(groups: Mapping[str, float], name: str, param: Any) -> list[tuple[Part, float]]:
+    """The parts that fit a parameter with their values, the first that has a layer counting; none
+    after one that stands for all layers."""
+    found = []
+    for written, value in groups.items():
+        part = part_of(written)
+        if fits(part.pattern, name, param) and (part.is_whole or stacked(param)):
+            found.append((part, value))
+            if part.is_whole:
+                break
+    return found
 
 
 def value_of(groups: Mapping[str, float], name: str, param: Any) -> float | None:
@@ -67,14 +113,36 @@ def add_decay(decay: Decay) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: each_named(one, params, updates))
 
 
-def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformation:
-    """Each parameter's update times the factor of its group, 1 where it is in none."""
+def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformationExtraArgs:
+    """Each parameter's update times the factor of its group, 1 where it is in none; its `layers`
+    are those of `moments.keep_moments`."""
 
-    def one(name: str, param: Any, update: Any) -> Any:
-        factor = value_of(factors, name, param)
-        return update if factor is None else update.replace(factor * update.get_value())
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        layers: Sequence[int] | None = None,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        del extra
 
-    return optax.stateless(lambda updates, params: each_named(one, params, updates))
+        def one(name: str, param: Any, update: Any) -> Any:
+            parts = factors_of(factors, name, param)
+            if not parts:
+                return update
+            if all(part.is_whole for part, _ in parts):
+                return update.replace(parts[0][1] * update.get_value())
+            array, dim = update.get_value(), logical_axes(param).index(LAYERS)
+            number = jnp.arange(array.shape[dim]) if layers is None else jnp.asarray(layers)
+            factor = jnp.ones(number.shape, array.dtype)
+            for part, value in reversed(parts):
+                factor = jnp.where((number >= part.first) & (number < part.last), value, factor)
+            return update.replace(array * factor.reshape(-1, *[1] * (array.ndim - dim - 1)))
+
+        return each_named(one, params, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)
 
 
 def add_penalties(l1: float, l2: float) -> optax.GradientTransformation:
@@ -100,12 +168,20 @@ def refuse(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[s
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
     named = {name_of(path): param for path, param in leaves}
     roles = {role for role in map(role_of, named.values()) if role is not None}
-    for pattern in groups:
-        if not any(fits(pattern, name, param) for name, param in named.items()):
+    for written in groups:
+        part = part_of(written)
+        found = [param for name, param in named.items() if fits(part.pattern, name, param)]
+        if not found:
             yield (
-                f"{setting}: no parameter is called {pattern!r} or has that role"
-                f"{did_you_mean(pattern, [*roles, *named])}"
+                f"{setting}: no parameter is called {part.pattern!r} or has that role"
+                f"{did_you_mean(part.pattern, [*roles, *named])}"
             )
+        elif not part.is_whole:
+            depths = {one.get_value().shape[logical_axes(one).index(LAYERS)]
+                      for one in found if stacked(one)}  # fmt: skip
+            if not any(part.first < min(part.last, depth) for depth in depths):
+                has = f"which have {max(depths)}" if depths else "which have none"
+                yield f"{setting}: {written!r} stands for no layer of these parameters, {has}"
 
 
 def _float32(param: Any) -> jax.Array:

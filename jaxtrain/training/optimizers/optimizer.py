@@ -29,7 +29,8 @@ class Optimizer:
       weight_decay: matrices only, never norm scales and biases; times the learning rate beside the
         gradient or in the gradient, as the rule says.
       learning_rates: factors of the learning rate by role or name, such as {'embedding': 0.1,
-        'layers/*_norm_*': 2.0}; the first that fits a parameter counts.
+        'layers/*_norm_*': 2.0}; the first that fits a parameter counts. 'layers/*[0:4]' are the
+        first four layers of them, counted from 0, so that rates may differ from layer to layer.
       weight_decays: decays in place of weight_decay in the same way, of vectors too if they are
         named.
       l1: the sum of matrices' magnitudes is that much part of what is minimised, by its gradient;
@@ -83,6 +84,11 @@ class Optimizer:
         for pattern, decay in self.weight_decays.items():
             if decay < 0:
                 raise UserError(f"Optimizer.weight_decays: {pattern!r} has {decay}; use 0 or more")
+            if not groups.part_of(pattern).is_whole:
+                raise UserError(
+                    f"Optimizer.weight_decays: {pattern!r} names layers; decays are of all layers: "
+                    f"use {groups.part_of(pattern).pattern!r}"
+                )
         if self.average_decay is not None and not 0 < self.average_decay < 1:
             raise UserError(
                 f"Optimizer.average_decay={self.average_decay}; use None, or a number above 0 and "
@@ -122,8 +128,15 @@ def refuse_groups(settings: Optimizer, params: Any) -> Iterator[str]:
     yield from groups.refuse("Optimizer.weight_decays", settings.weight_decays, params)
 
 
-def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
-    """A sentence where what is kept does not go with this method of exchange."""
+def refuse(settings: Optimizer, *, exchange: str, on_disk: bool) -> Iterator[str]:
+    """A sentence where what is kept does not go with this method of exchange, or rates of layers
+    with a state that is updated in blocks of numbers."""
+    ranges = [one for one in settings.learning_rates if not groups.part_of(one).is_whole]
+    if on_disk and ranges:
+        yield (
+            f"Optimizer.learning_rates: {ranges[0]!r} with Offload.optimizer_state='disk', which "
+            "is updated in blocks that know no layers; use 'host'"
+        )
     said, instead = f"Optimizer.name={settings.name!r}", "another rule"
     reason = settings.rule.no_mean
     if settings.moments != "float32":
