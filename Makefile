@@ -11,9 +11,9 @@ train: $(VENV)/installed
 	$(BIN)/jaxtrain train
 
 # The test suite. Its tests start Python some hundred times: compiled modules are kept between them.
-# What `smoke` trains other tests train too.
+# What `smoke` trains other tests train too. One process more than cores: many tests wait for others.
 test: $(VENV)/installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1)) --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
 
 # The long proofs.
 test-slow: $(VENV)/installed-dev

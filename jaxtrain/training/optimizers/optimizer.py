@@ -30,7 +30,7 @@ class Optimizer:
         gradient or in the gradient, as the rule says.
       learning_rates: factors of the learning rate by role or name, such as {'embedding': 0.1,
         'layers/*_norm_*': 2.0}; the first that fits a parameter counts. 'layers/*[0:4]' are the
-        first four layers of them, counted from 0, so that rates may differ from layer to layer.
+        first four layers of that stack, so that rates may differ from layer to layer.
       weight_decays: decays in place of weight_decay in the same way, of vectors too if they are
         named.
       l1: the sum of matrices' magnitudes is that much part of what is minimised, by its gradient;
