@@ -68,8 +68,7 @@ def encode(variable: Any, *, signed: bool) -> Coded:
     boxes, dims = _boxes(x, axes)
     largest = jnp.abs(boxes).max(dims, keepdims=True)
     scaled = boxes / jnp.where(largest > 0, largest, 1.0)
-    codes = (scaled[..., None] > _between(signed)).sum(-1, dtype=jnp.int32).astype(jnp.uint8)
-    codes = reshape(codes, x.shape, _spec(x))
+    codes = reshape(_code(scaled, signed).astype(jnp.uint8), x.shape, _spec(x))
     return Coded(
         variable.replace(codes),
         variable.replace(reshape(largest, blocks_of(x.shape, axes), _spec(x))),
@@ -122,11 +121,27 @@ def dynamic_map(signed: bool) -> np.ndarray:
         return np.asarray(_value(jnp.arange(256), signed))
 
 
-@functools.cache
-def _between(signed: bool) -> np.ndarray:
-    """Halfway between neighbours."""
-    values = dynamic_map(signed)
-    return (values[:-1] + values[1:]) / 2
+def _code(scaled: jax.Array, signed: bool) -> jax.Array:
+    """Which of the map is the nearest to numbers of -1 to 1 (0 to 1): `_value` the other way.
+
+    Comparisons with where decades begin find the decade, and the place in it is read off a number's
+    size: comparing it with all 255 middles takes 250 times as long on CPUs (0.6 us a number).
+    """
+    size = jnp.abs(scaled)
+    values = dynamic_map(signed)[127 if signed else 0 :]
+    middles = (values[:-1] + values[1:]) / 2
+    decades = range(_DECADES)
+    steps = [2 ** (decade + (not signed)) for decade in decades]
+    firsts = [step - (not signed) for step in steps]  # the rank of each decade's least value
+    rank = jnp.zeros_like(size)
+    for decade, step, first in zip(decades, steps, firsts, strict=True):
+        place = (size * np.float32(10.0 ** (_DECADES - 1 - decade)) - 0.1) * (step / 0.9)
+        place = first + jnp.clip(jnp.ceil(place) - 1, 0, step - 1)
+        rank = jnp.where(size > middles[first - 1], place, rank)
+    last = firsts[-1] + steps[-1]
+    one = (scaled if signed else size) > middles[-1]  # -1 has no code of its own
+    rank = jnp.where(one, last, rank).astype(jnp.int32)
+    return 127 + jnp.where(scaled < 0, -rank, rank) if signed else rank
 
 
 def _value(code: jax.Array, signed: bool) -> jax.Array:
