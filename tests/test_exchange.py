@@ -275,20 +275,29 @@ DILOCO = [*SMALL, "Exchange.method = 'diloco'", "Exchange.period = 4", "Mesh.ten
           "Mesh.data = 4"]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_run_resumed_between_exchanges_is_the_run_never_stopped(tiny_config, tmp_path):
-    config = load_config(tiny_config, DILOCO)
-    whole = Trainer(config, tmp_path / "whole")
+def stopped_and_not(config, folder, check=lambda state: None) -> Trainer:
+    """A run that was stopped after three steps, held to one that was not, bit for bit.
+
+    `check` is given the state where it stops.
+    """
+    whole = Trainer(config, folder / "whole")
     whole.train(steps=3)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    check(whole.state)
+    shutil.copytree(folder / "whole", folder / "resumed")
     whole.train()
     whole.close()
-    second = Trainer(config, tmp_path / "resumed")
+    second = Trainer(config, folder / "resumed")
     assert second.steps_done == 3
     second.train()
     second.close()
     for a, b in zip(values(second.state), values(whole.state), strict=True):
         np.testing.assert_array_equal(a, b)
+    return second
+
+
+@pytest.mark.slow
+def test_a_run_resumed_between_exchanges_is_the_run_never_stopped(tiny_config, tmp_path):
+    second = stopped_and_not(load_config(tiny_config, DILOCO), tmp_path)
     logged = read_lines(tmp_path / "resumed" / "metrics.jsonl")
     spreads = {line["step"]: line["replica_spread"] for line in logged if "loss" in line}
     assert spreads[1] == spreads[2] == 0.0

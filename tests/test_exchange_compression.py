@@ -9,11 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_layout, make_program, text_batch
-from test_exchange import BATCHES, MODEL, compiled, program_on, run, synchronous, values
+from test_exchange import (
+    BATCHES,
+    MODEL,
+    SMALL,
+    compiled,
+    program_on,
+    run,
+    stopped_and_not,
+    synchronous,
+    values,
+)
 
+from jaxtrain import load_config
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.sharding import on_each_device
-from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantise, largest, quantise
+from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantise, quantise
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
 
@@ -88,21 +99,45 @@ def test_everything_arrives_in_the_end_the_same_for_all(codec):
         assert max(np.abs(rest).max() for rest in left) < bound
 
 
-def test_top_k_sends_exactly_its_entries_and_keeps_the_rest():
-    numbers = draw(0)
-    sent, left = exchange(TopK(0.1))(numbers, nothing())
-    for x, rest, arrived in zip(numbers, left, sent, strict=True):
-        count = max(1, math.ceil(0.1 * x[0].size))
-        expected = np.zeros_like(x[0])
-        for mine, kept in zip(x, rest, strict=True):
-            assert len(largest(jnp.asarray(mine.reshape(-1)), 0.1)) == count
-            order = np.argsort(-np.abs(mine), axis=None)[:count]
-            told = np.zeros_like(mine)
-            told.reshape(-1)[order] = mine.reshape(-1)[order]
-            assert np.count_nonzero(told) == count
-            np.testing.assert_array_equal(kept, mine - told)
-            expected += told
-        np.testing.assert_allclose(arrived[0], expected, atol=1e-6)
+def of_largest(x: np.ndarray, keep: float) -> np.ndarray:
+    """A part with its largest entries alone."""
+    told = np.zeros_like(x)
+    at = np.argsort(-np.abs(x), kind="stable")[: max(1, math.ceil(keep * x.size))]
+    told[at] = x[at]
+    return told
+
+
+def test_top_k_tells_owners_and_owners_all_each_with_a_rest_of_its_own():
+    """Replicas and owners one by one; an owner's rest joins what it is told, not what it tells."""
+    tell, left = exchange(TopK(0.1)), nothing()
+    sizes = [-(-math.prod(shape) // REPLICAS) for shape in SHAPES]  # of a part, its end padded
+    of_workers = [np.zeros((REPLICAS, REPLICAS, size), np.float32) for size in sizes]
+    of_owners = [np.zeros((REPLICAS, size), np.float32) for size in sizes]
+    for step in range(6):
+        numbers = draw(step)
+        sent, left = tell(numbers, left)
+        for i, size in enumerate(sizes):
+            flat = numbers[i].reshape(REPLICAS, -1)
+            flat = np.pad(flat, ((0, 0), (0, REPLICAS * size - flat.shape[1])))
+            parts = flat.reshape(REPLICAS, REPLICAS, size) + of_workers[i]
+            arrived = np.zeros_like(of_owners[i])
+            for owner in range(REPLICAS):
+                total = of_owners[i][owner] + parts[owner, owner]
+                of_workers[i][owner, owner] = 0  # told itself whole
+                for worker in set(range(REPLICAS)) - {owner}:
+                    told = of_largest(parts[worker, owner], 0.1)
+                    of_workers[i][worker, owner] = parts[worker, owner] - told
+                    total = total + told
+                arrived[owner] = of_largest(total, 0.1)
+                of_owners[i][owner] = total - arrived[owner]
+            count = numbers[i][0].size
+            flat = arrived.reshape(-1)[:count]
+            assert np.count_nonzero(sent[i][0]) == np.count_nonzero(flat)
+            np.testing.assert_allclose(sent[i][0].reshape(-1), flat, atol=1e-6)
+            rest = of_workers[i].copy()
+            rest[range(REPLICAS), range(REPLICAS)] = of_owners[i]
+            rest = rest.reshape(REPLICAS, -1)[:, :count]
+            np.testing.assert_allclose(left[i].reshape(REPLICAS, -1), rest, atol=1e-5)
 
 
 def test_small_numbers_beside_large_ones_only_arrive_with_error_feedback():
@@ -169,6 +204,16 @@ def test_compressed_training_ends_where_synchronous_training_does():
     assert synchronous_loss < 0.2 * first
     assert int8 == pytest.approx(synchronous_loss, abs=0.05)
     assert top_k < 0.5 * first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "top_k"])
+def test_a_run_resumed_with_a_rest_is_the_run_never_stopped(method, tiny_config, tmp_path):
+    def some(state):
+        assert all((x != 0).any() for x in values(state.exchange))
+
+    said = [*SMALL, f"Exchange.method = '{method}'", "Mesh.tensor = 1", "Mesh.data = 4"]
+    stopped_and_not(load_config(tiny_config, said), tmp_path, some)
 
 
 def test_a_gradient_that_overflows_is_skipped_and_not_kept():

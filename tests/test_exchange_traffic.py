@@ -109,10 +109,12 @@ def test_int8_moves_a_byte_a_number_each_way(sizes):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_top_k_moves_values_and_places_of_what_it_keeps(sizes):
-    found = by_kind(over_data(sizes, "top_k"))
-    kept = sum(max(1, math.ceil(0.01 * size)) for size in shard_sizes(sizes))
-    assert found.pop(("all-gather", "f32")) == 4 * kept
-    assert found.pop(("all-gather", "s32")) == 4 * kept
+    k, found = sizes["data"], by_kind(over_data(sizes, "top_k"))
+    # A part of each array is each replica's: so many of its entries to it, and so many from it.
+    kept = sum(max(1, math.ceil(0.01 * math.ceil(size / k))) for size in shard_sizes(sizes))
+    for dtype in ("f32", "s32"):
+        assert found.pop(("all-to-all", dtype)) == 4 * kept * k
+        assert found.pop(("all-gather", dtype)) == 4 * kept
     assert found.keys() <= {("all-reduce", "f32")}
     assert sum(found.values()) <= SCALARS
 

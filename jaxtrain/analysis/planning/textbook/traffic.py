@@ -91,12 +91,13 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
         case "power_sgd":
             yield from _narrow_matrices(facts, settings.rank)
         case "top_k":
-            kept = sum(max(1, math.ceil(settings.keep * size)) for size in _shards(facts))
+            kept = sum(
+                max(1, math.ceil(settings.keep * math.ceil(size / k))) for size in _shards(facts)
+            )
             for cause in ("values", "places"):
-                yield Expected(
-                    "all-gather", "data", 1, 4 * kept, f"replicas: {cause} of the largest",
-                    "keep n (k-1)",
-                )  # fmt: skip
+                cause = f"replicas: {cause} of the largest"
+                yield Expected("all-to-all", "data", 1, 4 * kept * k, cause, "keep n (k-1)/k")
+                yield Expected("all-gather", "data", 1, 4 * kept, cause, "keep n (k-1)/k")
 
 
 def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
