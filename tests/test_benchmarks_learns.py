@@ -1,11 +1,9 @@
 """The table of what models learn: rows that can be trained, and the page that has them."""
 
-import numpy as np
 import pytest
 
 from benchmarks import learns
 from jaxtrain import load_config
-from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.training.preflight.preflight import check
 
@@ -38,15 +36,6 @@ def test_rows_are_written_in_their_order_and_again_in_place():
     assert table == [len(learns.TABLE.head) + 1] * 4
     with pytest.raises(ValueError, match="has no lines"):
         learns.TABLE.with_row("no table", first, cells)
-
-
-def test_a_signal_is_a_text_of_a_byte_a_number(tmp_path):
-    x = np.linspace(-2, 2, 80).reshape(2, 40)
-    low, high = learns.as_texts(x)
-    assert (low[0], high[-1]) == ("!", chr(ord("!") + learns.LEVELS - 1))
-    assert list(low + high) == sorted(low + high)
-    data = LabelledText(sequence_length=40)
-    assert data.row(low.encode()).segment_ids.sum() == 40
 
 
 def test_words_are_pairs_of_letters_and_phonemes_without_stress(tmp_path):

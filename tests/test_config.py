@@ -268,8 +268,8 @@ def test_what_has_no_value_is_told_what_it_takes(tmp_path):
     assert "Garden" not in model
     assert data == (
         "Train.data has no value: bind it to one of @ChatData(), @ImageData(), @LabelledText(), "
-        "@Mixture(), @PairData(), @PreferenceData(), @SpanData(), @TaggedText(), @TextData(), "
-        "@VectorData(), such as Train.data = @ChatData()"
+        "@Mixture(), @PairData(), @PreferenceData(), @SequenceData(), @SpanData(), @TaggedText(), "
+        "@TextData(), @VectorData(), such as Train.data = @ChatData()"
     )
     assert steps == "Train.steps has no value: bind it, such as Train.steps = 1"
     assert batch.startswith("Train.global_batch_size has no value")

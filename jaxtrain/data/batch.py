@@ -18,7 +18,8 @@ class Batch:
 
     Attributes:
       inputs: int32 tokens [B, T], of pairs those that the target's are told from one after the
-        other; float32 images [B, H, W, C], or float32 vectors [B, D].
+        other; float32 vectors in their place [B, T, F]; float32 images [B, H, W, C], or float32
+        vectors [B, D].
       targets: int32 tokens to be told [B, T], or labels [B], of mixed images each image's [B, 2];
         or float32 numbers [B, K].
       loss_mask: float32 of the labels' or tokens' shape, of numbers [B]; 1 where the target counts,
@@ -51,10 +52,11 @@ class Batch:
 
 
 def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:
-    """What the inputs of a batch are, or of its shapes."""
+    """What the inputs of a batch are, or of its shapes; vectors that stand in the place of tokens
+    are "tokens" too."""
     if batch.source is not None:
         return "pairs"
-    if jnp.issubdtype(batch.inputs.dtype, jnp.integer):
+    if batch.positions is not None or jnp.issubdtype(batch.inputs.dtype, jnp.integer):
         return "tokens"
     return "vectors" if batch.inputs.ndim == 2 else "images"
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkabl
 import jax
 from flax import nnx
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.values import lacks
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
@@ -84,8 +84,8 @@ class Model(Protocol):
     What a model says besides stands in `TokenModel`, `PairModel`, `ImageModel` and `VectorModel`.
 
     Attributes:
-      inputs: what it reads: rows of tokens, images, pairs of rows of tokens (source and target),
-        or vectors of numbers.
+      inputs: what it reads: rows of tokens (or of vectors, see `SequenceModel`), images, pairs of
+        rows of tokens (source and target), or vectors of numbers.
       settings: logical axis -> the field that gives it its size, for messages.
     """
 
@@ -130,8 +130,8 @@ class Model(Protocol):
         Raises UserError where examples of this shape are too small for it.
 
         Args:
-          shape: of the example's inputs: (T,) tokens, an image (H, W, C), (S, T) tokens of a
-            source and a target, a vector (D,).
+          shape: of the example's inputs: (T,) tokens or (T, F) of vectors, an image (H, W, C),
+            (S, T) tokens of a source and a target, a vector (D,).
         """
         ...
 
@@ -168,6 +168,17 @@ class ClassModel(TokenModel, Protocol):
     @property
     def num_classes(self) -> int:
         """Classes to tell apart."""
+        ...
+
+
+@runtime_checkable
+class SequenceModel(ClassModel, Protocol):
+    """What is asked besides of a model that may read vectors of numbers in place of tokens, one at
+    each place: everything else of it is as of tokens."""
+
+    @property
+    def features(self) -> int | None:
+        """Numbers of such a vector; None: it reads tokens."""
         ...
 
 
@@ -280,6 +291,35 @@ def reads_images(model: Model) -> TypeGuard[ImageModel]:
 def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
     """Whether a model's inputs are vectors."""
     return model.inputs == "vectors"
+
+
+def features_of(model: Model) -> int | None:
+    """Numbers of the vectors that a model reads one after the other in place of tokens; None: it
+    reads something else."""
+    return model.features if isinstance(model, SequenceModel) else None
+
+
+def refuse_features(model: Any) -> None:
+    """Raises UserError where a model reads vectors in place of tokens, and its other settings are
+    of tokens.
+
+    Args:
+      model: the settings of a `SequenceModel`.
+    """
+    name, features = type(model).__name__, model.features
+    refuse_below(1, model, "features")
+    if features is None:
+        return
+    if model.objective != "token_classification":
+        raise UserError(
+            f"{name}.features={features} with {name}.objective={model.objective!r}, which tells "
+            f"tokens; use {name}.objective='token_classification', or {name}.features=None"
+        )
+    if model.vocab_size != type(model).vocab_size:
+        raise UserError(
+            f"{name}.vocab_size={model.vocab_size} does nothing with {name}.features={features}: "
+            f"vectors are no tokens; leave it out, or set {name}.features=None"
+        )
 
 
 def refuse_incomplete(model: Model) -> None:

@@ -1,10 +1,11 @@
 """Norms, embedding, biases and rotary positions: what models are made of beside products.
 
-Letters: B batch, T length, D embed, N heads, H head_dim, V vocab.
+Letters: B batch, T length, D embed, N heads, H head_dim, V vocab, F features.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import current_layout, logical_axes, on_each_device, parts_of, shard
 from jaxtrain.parallel.tables import MeshAxes
@@ -23,7 +26,27 @@ def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:
     return x + gather(bias).astype(x.dtype)
 
 
-def embed(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
+def map_of_vectors(key: jax.Array, features: int, embed_dim: int) -> nnx.Param:
+    """What stands in a table's place where vectors of so many numbers are read: `embed` takes both.
+
+    Of numbers with a variance of 1 it makes such, as a table with normal(1) is.
+    """
+    spread = normal(1 / math.sqrt(features))
+    return param(key, (features, embed_dim), ("narrow", "vocab_embed"), spread, role="embedding")
+
+
+def embed(inputs: jax.Array, table: nnx.Param) -> jax.Array:
+    """Rows of a [V, D] table for tokens [B, T], laid out as the residual stream [B, T, D].
+
+    Vectors [B, T, F] go through a table [F, D] as a linear map: the row of a token is what its
+    one-hot vector would give.
+    """
+    if jnp.issubdtype(inputs.dtype, jnp.integer):
+        return _rows(inputs, table)
+    return contract("BTF,FD->BTD", inputs, table, ("batch", "length", "embed"))
+
+
+def _rows(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
     """Rows of a [V, D] table, laid out as the residual stream [B, T, D].
 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it

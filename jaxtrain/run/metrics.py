@@ -301,13 +301,14 @@ def open_log(
       history: takes the lines where no file does.
     """
     train = config.train
-    shape = train.data.abstract_batch(train.global_batch_size).inputs.shape
+    batch = train.data.abstract_batch(train.global_batch_size)
+    in_order = batch.positions is not None  # tokens, or vectors in their place
     peak = peak_flops(devices[0].device_kind)
     return MetricsLog(
         folder,
         total_steps=last,
         unit=dataset.unit,
-        units_per_step=train.global_batch_size * (shape[1] if dataset.unit == "tokens" else 1),
+        units_per_step=train.global_batch_size * (batch.inputs.shape[1] if in_order else 1),
         # Of rows of several lengths those of a step are no one number.
         flops_per_step=flops_per_step(config) if dataset.by_length is None else None,
         peak_flops=None if peak is None else peak * len(devices),

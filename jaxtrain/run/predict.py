@@ -18,12 +18,15 @@ from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.data.source import existing_path, walk_files
+from jaxtrain.data.vectors import sequence_files
 from jaxtrain.data.vectors.columns import read_vectors
+from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
     ClassModel,
     ImageModel,
     Model,
+    SequenceModel,
     VectorModel,
     reads_images,
     reads_vectors,
@@ -82,12 +85,14 @@ def predict(
     top: int,
     say: Callable[[str], object],
 ) -> Iterator[Prediction]:
-    """A prediction for each image, text or vector, or for each word of texts with tags, prepared as
-    in evaluation.
+    """A prediction for each image, text, vector or sequence of them, or for each word of texts with
+    tags, prepared as in evaluation. Of a sequence each of whose places has a class it is that of
+    the place that `SequenceData.place` names.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
-        .txt files with one in each; .npz or .csv files of vectors, or arrays of them.
+        .txt files with one in each; .npz or .csv files of vectors, or arrays of them; .npz or .ts
+        files of sequences of vectors, or an array [T, F] for each.
       model: the model's settings.
       data: what the model was trained on: the preparation, and the names of the classes.
       logits: as of `Trainer.logits`.
@@ -104,6 +109,8 @@ def predict(
         asked = _of_texts(given, model, data, logits)
     elif isinstance(model, ClassModel) and isinstance(data, TaggedText):
         asked = _of_words(given, model, data, logits)
+    elif isinstance(model, SequenceModel) and isinstance(data, SequenceData):
+        asked = _of_sequences(given, model, data, logits)
     elif reads_vectors(model) and isinstance(data, VectorData) and data.num_classes is not None:
         asked = _of_vectors(given, model, data, logits)
     else:
@@ -156,13 +163,8 @@ def _of_texts(
 ) -> _Asked:
     tokenizer = data.open_tokenizer()
     rows = [data.row(tokenizer.encode(text)) for text in _texts(given, model)]
-
-    def of(numbers: Sequence[int]) -> np.ndarray:
-        batch = _stacked([rows[number] for number in numbers])
-        told_BTC = logits(batch)
-        return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
-
-    return _Asked([str(source) for source in given], of, data.class_names, model.num_classes)
+    called = [str(source) for source in given]
+    return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
 
 
 def _of_words(
@@ -240,6 +242,44 @@ def _of_vectors(
         return [str(label) for label in range(model.outputs)]
 
     return _Asked(called, lambda numbers: logits(vectors[list(numbers)]), names, model.outputs)
+
+
+def _of_sequences(
+    given: list[Given], model: ClassModel, data: SequenceData, logits: Callable[[Any], np.ndarray]
+) -> _Asked:
+    called, found = list[str](), list[np.ndarray]()
+    for source in given:
+        if isinstance(source, Image.Image):
+            raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
+        if isinstance(source, np.ndarray):
+            name, sequences = "sequence", [source.reshape(len(source), -1)]
+        else:
+            path = existing_path("predict INPUT", str(source))
+            said, name = f"predict INPUT = {str(path)!r}", str(path)
+            sequences = sequence_files.read(path, said, labelled=False).x
+        features = sequences[0].shape[1]
+        if features != data.features:
+            raise UserError(
+                f"predict: {name} has vectors of {features} numbers; {type(model).__name__} reads "
+                f"{data.features}"
+            )
+        called += [f"{name} {len(called) + number}" for number in range(1, len(sequences) + 1)]
+        found += sequences
+    rows = data.prepared(found)
+    return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
+
+
+def _where_told(
+    rows: list[Batch], logits: Callable[[Any], np.ndarray]
+) -> Callable[[Sequence[int]], np.ndarray]:
+    """The logits [N, C] of rows, at the place of each whose class is told."""
+
+    def of(numbers: Sequence[int]) -> np.ndarray:
+        batch = _stacked([rows[number] for number in numbers])
+        told_BTC = logits(batch)
+        return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
+
+    return of
 
 
 def _images(source: Given) -> Iterator[Place | Image.Image]:

@@ -171,13 +171,13 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         # The loss is a sum of mask x loss over the targets that count: where all of them do, its
         # gradient by the mask is each loss.
         find, all_count = jax.grad(losses, argnums=(0, 1)), jnp.ones_like(batch.loss_mask)
-        in_order_BT = jnp.zeros_like(batch.inputs) + jnp.arange(batch.inputs.shape[1])
+        in_order_BT = jnp.zeros_like(batch.targets) + jnp.arange(batch.targets.shape[1])
         places_BT = along_context(in_order_BT, method)
         return *find(all_count, shift_BTD, state, batch), places_BT
 
     created = bench.one_device.created
     state = program.trained(jax.device_put(created, program.state_shardings(created)))
-    shape = (*bench.batch.inputs.shape, model.embed_dim)
+    shape = (*bench.batch.targets.shape, model.embed_dim)
     rows = mesh.layout.named(mesh.layout.activation(("batch",)))
     shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)
     compiled = mesh.compiled(jax.jit(run), state, mesh.place(bench.batch), shift_BTD)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset, Examples, Part
 from jaxtrain.data.text.packing import PackedText, pack
-from jaxtrain.models.model import reads_pairs, reads_tokens
+from jaxtrain.models.model import SequenceModel, reads_pairs, reads_tokens
 from jaxtrain.training.objectives.classification import classes_of
 from jaxtrain.training.settings import Config
 
@@ -23,9 +23,12 @@ class UnevenText:
 
     Attributes:
       rows: the rows as the packer makes them.
+      vectors: float32 [V, F], what stands in place of each token where vectors are read; None:
+        tokens are.
     """
 
     rows: PackedText
+    vectors: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -34,7 +37,8 @@ class UnevenText:
         """Row `index`, tokens [T]; the same for any `rng`."""
         row = self.rows.example(index, rng)
         mask = row.loss_mask * _keep(index, row.loss_mask.shape)
-        return dataclasses.replace(row, loss_mask=mask)
+        inputs = row.inputs if self.vectors is None else self.vectors[row.inputs]
+        return dataclasses.replace(row, inputs=inputs, loss_mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +98,13 @@ def dataset(config: Config) -> Dataset:
     rng = np.random.default_rng(SEED)
     examples: Examples
     if reads_tokens(model):
-        length = batch.inputs.shape[1]
+        length, different, vectors = batch.inputs.shape[1], model.vocab_size, None
+        if isinstance(model, SequenceModel) and model.features is not None:
+            different = model.num_classes  # what is drawn is told too
+            vectors = rng.normal(size=(different, model.features)).astype(np.float32)
         # At most half a row, so that every row holds two documents at least.
         documents = [
-            rng.integers(0, model.vocab_size, rng.integers(3, length // 2))
+            rng.integers(0, different, rng.integers(3, length // 2))
             for _ in range(rows * length // 3)
         ]
         packed = pack(
@@ -107,7 +114,7 @@ def dataset(config: Config) -> Dataset:
         kept = int(np.searchsorted(packed.offsets, len(tokens)))
         offsets = np.append(packed.offsets[:kept], len(tokens))
         packed = dataclasses.replace(packed, tokens=tokens, offsets=offsets)
-        examples = UnevenText(packed)
+        examples = UnevenText(packed, vectors)
     elif reads_pairs(model):
         opened = config.train.data.open(seed=SEED)
         examples = UnevenPairs(Part(opened.train, range(rows)))
@@ -150,7 +157,9 @@ def documents_alone(batch: Batch) -> list[Batch]:
         here = np.arange(length) < taken.sum(1, keepdims=True)
 
         def one(x: Any, order: Any = order, here: Any = here) -> np.ndarray:
-            return np.where(here, np.take_along_axis(x, order, axis=1), 0).astype(x.dtype)
+            of_each = (*x.shape[:2], *(1,) * (x.ndim - 2))
+            found = np.take_along_axis(x, order.reshape(of_each), axis=1)
+            return np.where(here.reshape(of_each), found, 0).astype(x.dtype)
 
         alone.append(
             Batch(
@@ -177,14 +186,21 @@ def packed_again(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
 
 
 def with_one_document_changed(batch: Batch, vocab_size: int) -> tuple[Batch, np.ndarray]:
-    """The batch with other tokens in one document of each row, and where they are: bool [B, T]."""
+    """The batch with other tokens or vectors in one document of each row, and where they are: bool
+    [B, T]."""
     rows = np.arange(len(batch.inputs))
     segment_ids: Any = batch.segment_ids
     counts = segment_ids.max(1)
     chosen = segment_ids == (rows % counts + 1)[:, None]
-    shift = np.random.default_rng(SEED).integers(1, vocab_size, batch.inputs.shape)
-    other = ((batch.inputs + shift) % vocab_size).astype(np.int32)
-    return dataclasses.replace(batch, inputs=np.where(chosen, other, batch.inputs)), chosen
+    rng = np.random.default_rng(SEED)
+    if batch.inputs.ndim > 2:
+        other = batch.inputs + rng.normal(size=batch.inputs.shape).astype(np.float32)
+        inputs = np.where(chosen[..., None], other, batch.inputs)
+    else:
+        shift = rng.integers(1, vocab_size, batch.inputs.shape)
+        other = ((batch.inputs + shift) % vocab_size).astype(np.int32)
+        inputs = np.where(chosen, other, batch.inputs)
+    return dataclasses.replace(batch, inputs=inputs), chosen
 
 
 def _stack(examples: list[Batch]) -> Batch:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
+from jaxtrain.data.classed_rows import ClassedRows
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
     AttentionFacts,
@@ -20,6 +22,7 @@ from jaxtrain.models.model import (
     PairModel,
     TokenModel,
     VectorModel,
+    features_of,
     reads_images,
     reads_pairs,
     reads_tokens,
@@ -244,6 +247,10 @@ def _text(
         text = dataclasses.replace(
             data, source="synthetic", synthetic_vocab_size=tokens, sequence_length=SEQUENCE
         )
+    elif isinstance(data, SequenceData):
+        text = dataclasses.replace(
+            data, source="synthetic", heldout_source=None, sequence_length=SEQUENCE
+        )
     elif own_text is not None:
         text = dataclasses.replace(
             own_text,
@@ -298,7 +305,9 @@ def _of_tokens(
         small |= _routes(fields, small)
     if "key_value_rank" in fields:
         small |= _latents(fields, layers)
-    if isinstance(data, ClassedText):
+    if features_of(model) is not None:
+        del small["vocab_size"]
+    if isinstance(data, ClassedRows):
         small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
     small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
     for name in ("sliding_window", "rope_original_context_length"):

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.classed_rows import Labelled, Labels
 from jaxtrain.data.pairs import files
-from jaxtrain.data.pairs.classed import ClassedText, Labelled, Labels
-from jaxtrain.data.source import existing_path, is_heldout
+from jaxtrain.data.pairs.classed import ClassedText
+from jaxtrain.data.source import existing_path
 from jaxtrain.data.tokenizer import Tokenizer
 
 
@@ -46,17 +48,10 @@ class LabelledText(ClassedText[files.Texts]):
         """As in ClassedText: one each."""
         return rng.integers(0, self.num_classes, len(lengths)).tolist()
 
-    def row(self, tokens: Sequence[int], label: int = 0) -> Batch:
+    def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
         """As in ClassedText, with the text's one label."""
-        begun = self.begun(tokens)
-        place = 0 if self.place == "first" else len(begun) - 1
-        told_T = np.arange(self.sequence_length) == place
-        return self.laid_out(begun, np.full(self.sequence_length, label), told_T)
+        return self.told_once(self.begun(places), label)
 
     def held_out(self, labels: list[Labels]) -> np.ndarray:
         """As in ClassedText: the same share of each class."""
-        classes, held = np.array(labels), np.zeros(len(labels), bool)
-        for label in range(self.num_classes):
-            (of_class,) = np.nonzero(classes == label)
-            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
-        return held
+        return self.spread_over_classes(labels)

@@ -5,13 +5,15 @@ Letter: T length.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.classed_rows import Labelled, Labels
 from jaxtrain.data.pairs import tagged_files
-from jaxtrain.data.pairs.classed import ClassedText, Labelled, Labels
+from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.tagged_files import Sentence
 from jaxtrain.data.source import existing_path, is_heldout
 from jaxtrain.data.tokenizer import Tokenizer
@@ -66,13 +68,10 @@ class TaggedText(ClassedText[Sentence]):
         """As in ClassedText: one for each token."""
         return [rng.integers(0, self.num_classes, length).astype(np.int32) for length in lengths]
 
-    def row(self, tokens: Sequence[int], label: Labels = 0) -> Batch:
+    def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
         """As in ClassedText, with labels of the tokens; one stands for all."""
-        begun, label_T = self.begun(tokens), np.full(self.sequence_length, -1, np.int32)
         first = 0 if self.begin is None else 1
-        own = np.broadcast_to(label, (len(tokens),))[: self.sequence_length - first]
-        label_T[first : first + len(own)] = own
-        return self.laid_out(begun, label_T, label_T >= 0)
+        return self.told_everywhere(self.begun(places), label, first=first)
 
     def held_out(self, labels: list[Labels]) -> np.ndarray:
         """As in ClassedText."""

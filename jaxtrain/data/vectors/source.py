@@ -157,7 +157,7 @@ class VectorData:
         if self.scaling == "unit":
             least, most = x[train].min(), x[train].max()
             return least, (most - least) or 1.0
-        return _standard(x, train) if self.scaling == "standard" else (0.0, 1.0)
+        return standard(x, train) if self.scaling == "standard" else (0.0, 1.0)
 
     def _scaled(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x as float32 [N, D], y as int32 [N] or float32 [N, K]."""
@@ -167,12 +167,12 @@ class VectorData:
         if self.num_classes is not None:
             return x, y[:, 0].astype(np.int32)
         if self.scaling == "standard":
-            shift, spread = _standard(y, train)
+            shift, spread = standard(y, train)
             y = (y - shift) / spread
         return x, y.astype(np.float32)
 
 
-def _standard(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def standard(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each column's mean, and its standard deviation where it has one, of these rows."""
     spread = x[train].std(0)
     return x[train].mean(0), np.where(spread > 0, spread, 1)

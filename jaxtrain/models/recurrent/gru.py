@@ -26,6 +26,8 @@ class GRU(RecurrentSizes):
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
       num_classes: classes that are told apart; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
+      features: numbers of the vector that is read at each place in place of a token; None: tokens
+        are read. Of 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -35,6 +37,7 @@ class GRU(RecurrentSizes):
     objective: Literal["next_token", "token_classification"] = "next_token"
     num_classes: int = 2
     bidirectional: bool = False
+    features: int | None = None
 
     def one_way(self, state_dim: int) -> Recurrent:
         """What a layer computes in one direction, with a state of this width."""

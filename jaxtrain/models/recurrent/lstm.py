@@ -47,6 +47,8 @@ class LSTM(RecurrentSizes):
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
       num_classes: classes that are told apart; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
+      features: numbers of the vector that is read at each place in place of a token; None: tokens
+        are read. Of 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -56,6 +58,7 @@ class LSTM(RecurrentSizes):
     objective: Literal["next_token", "token_classification"] = "next_token"
     num_classes: int = 2
     bidirectional: bool = False
+    features: int | None = None
 
     states: ClassVar[int] = 2  # its output and its cell
 

@@ -10,11 +10,12 @@ from typing import ClassVar, Protocol
 import jax
 
 from jaxtrain.config.errors import UserError, refuse_below
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, refuse_features
 from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.both_ways import BothWays
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder, Layer
+from jaxtrain.nn.layers import map_of_vectors
 from jaxtrain.nn.parameters import normal, param
 
 
@@ -77,6 +78,8 @@ class RecurrentSizes(Protocol):
     def num_classes(self) -> int: ...
     @property
     def bidirectional(self) -> bool: ...
+    @property
+    def features(self) -> int | None: ...
 
     def one_way(self, state_dim: int) -> RecurrentLayer:
         """What a layer computes in one direction, with a state of this width."""
@@ -101,6 +104,7 @@ class RecurrentSizes(Protocol):
                 f"is to tell; use {name}.objective='token_classification', or False"
             )
         refuse_odd_halves(self)
+        refuse_features(self)
 
     @property
     def layer(self) -> RecurrentLayer:
@@ -138,13 +142,17 @@ class RecurrentSizes(Protocol):
         shape, axes = (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
         spread = normal(1 / math.sqrt(3 * self.embed_dim))
         told, told_axes = shape, axes
+        if self.features is None:
+            table = param(key_tokens, shape, axes, normal(1.0), role="embedding")
+        else:
+            table = map_of_vectors(key_tokens, self.features, self.embed_dim)
         if self.objective != "next_token":
             told, told_axes = (self.num_classes, self.embed_dim), ("narrow", "vocab_embed")
         return Decoder(
             self.layer,
             key_layers,
             num_layers=self.num_layers,
-            token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
+            token_embedding=table,
             output=param(key_output, told, told_axes, spread, role="output"),
             stream=HIDDEN,
         )
@@ -152,7 +160,8 @@ class RecurrentSizes(Protocol):
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token (the N of 6N)."""
         told = self.vocab_size if self.objective == "next_token" else self.num_classes
-        return self.num_layers * self.layer.matmul_parameters() + told * self.embed_dim
+        around = told + (self.features or 0)
+        return self.num_layers * self.layer.matmul_parameters() + around * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N, whatever the length."""
@@ -160,5 +169,5 @@ class RecurrentSizes(Protocol):
         return 6.0 * self.matmul_parameters()
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
+        """Training FLOPs of one sequence of shape (T,), or (T, F)."""
         return shape[0] * self.flops_per_token(shape[0])

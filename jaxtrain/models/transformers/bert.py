@@ -15,10 +15,10 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import AttentionFacts, Inputs
+from jaxtrain.models.model import AttentionFacts, Inputs, refuse_features
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block, post_norm
-from jaxtrain.nn.layers import add_bias, embed
+from jaxtrain.nn.layers import add_bias, embed, map_of_vectors
 from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
@@ -47,6 +47,8 @@ class BERT:
       objective: 'masked_token', or 'token_classification', whose head is that of sentences: a layer
         and tanh, and a matrix of classes.
       num_classes: classes that are told apart; of 'token_classification' alone.
+      features: numbers of the vector that is read at each place in place of a token; None: tokens
+        are read. Of 'token_classification' alone.
     """
 
     vocab_size: int = 30522
@@ -60,6 +62,7 @@ class BERT:
     norm_eps: float = 1e-12
     objective: Literal["masked_token", "token_classification"] = "masked_token"
     num_classes: int = 2
+    features: int | None = None
 
     inputs: ClassVar[Inputs] = "tokens"
     experts = None
@@ -76,6 +79,7 @@ class BERT:
         refuse_below(1, self, *(name for name in sizes if name not in others))
         refuse_below(0, self, "first_position")
         refuse_not_positive(self, "norm_eps")
+        refuse_features(self)
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(
@@ -123,7 +127,8 @@ class BERT:
         D, told = self.embed_dim, self.vocab_size
         if self.objective == "token_classification":
             told = self.num_classes
-        return self.num_layers * self.block.matmul_parameters() + D * D + told * D
+        around = told + (self.features or 0)
+        return self.num_layers * self.block.matmul_parameters() + D * D + around * D
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N, logits of all tokens, and attention in full."""
@@ -131,7 +136,7 @@ class BERT:
         return 6.0 * self.matmul_parameters() + self.num_layers * scores
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
+        """Training FLOPs of one sequence of shape (T,), or (T, F)."""
         return shape[0] * self.flops_per_token(shape[0])
 
 
@@ -141,9 +146,11 @@ class BERTModel(nnx.Module):
     def __init__(self, sizes: BERT, key: jax.Array) -> None:
         key_tokens, key_places, key_types, key_layers, key_head = jax.random.split(key, 5)
         V, D, spread = sizes.vocab_size, sizes.embed_dim, normal(0.02)
-        self.token_embedding = param(
-            key_tokens, (V, D), ("vocab", "vocab_embed"), spread, role="embedding"
-        )
+        if sizes.features is None:
+            axes = ("vocab", "vocab_embed")
+            self.token_embedding = param(key_tokens, (V, D), axes, spread, role="embedding")
+        else:
+            self.token_embedding = map_of_vectors(key_tokens, sizes.features, D)
         self.position_embedding = param(
             key_places, (sizes.first_position + sizes.context_length, D), ("place", "vocab_embed"),
             spread, role="position",

@@ -94,17 +94,18 @@ def along_context(x_BT: jax.Array, method: str) -> jax.Array:
     that nothing but attention sees the order. No communication: the batch is whole on every rank.
 
     Args:
-      x_BT: numbers in the order of the text; a device's own part of them stays as it is.
+      x_BT: numbers in the order of the text, or vectors [B, T, F]; a device's own part of them
+        stays as it is.
       method: an `Attention.context_parallel`.
     """
     c = split() // split_before()
     if c > 1 and method == "ring":
-        B, T = x_BT.shape
+        B, T, *rest = x_BT.shape
         if T % (2 * c):
             raise UserError("\n".join(refuse(method, context=c, length=T)))
-        x = x_BT.reshape(B, 2, c, T // (2 * c))
-        x_BT = jnp.stack([x[:, 0], jnp.flip(x[:, 1], 1)], axis=2).reshape(B, T)
-    return shard(x_BT, ("batch", "length"))
+        x = x_BT.reshape(B, 2, c, T // (2 * c), *rest)
+        x_BT = jnp.stack([x[:, 0], jnp.flip(x[:, 1], 1)], axis=2).reshape(B, T, *rest)
+    return shard(x_BT, ("batch", "length", "narrow")[: x_BT.ndim])
 
 
 @dataclasses.dataclass(frozen=True)

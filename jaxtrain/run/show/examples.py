@@ -106,9 +106,12 @@ def drawn(example: Batch) -> list[str]:
 
 def _numbers(example: Batch, dataset: Dataset) -> str:
     numbers, what = example.inputs, "pixels" if dataset.unit == "images" else "numbers"
-    size = " x ".join(map(str, numbers.shape))
+    size, told = " x ".join(map(str, numbers.shape)), example.targets
+    if example.positions is not None:  # of a sequence: without padding, and where labels are told
+        numbers, told = numbers[example.segment_ids > 0], told[example.loss_mask > 0]
+        size = " x ".join(map(str, numbers.shape))
     return (
-        f"{_told(example.targets, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
+        f"{_told(told, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
         f"{numbers.max():.3g}, mean {numbers.mean():.3g}, standard deviation {numbers.std():.3g}"
     )
 

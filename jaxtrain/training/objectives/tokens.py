@@ -14,7 +14,14 @@ import numpy as np
 
 from jaxtrain.config.errors import nearest_multiple
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Inputs, Model, MultiTokenModel, TokenModel, token_model
+from jaxtrain.models.model import (
+    Inputs,
+    Model,
+    MultiTokenModel,
+    TokenModel,
+    features_of,
+    token_model,
+)
 from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.softcap import capped
@@ -177,11 +184,12 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def reading(self, inputs: Any) -> Batch:
-        """Rows of tokens, each one text from its beginning."""
-        places = np.arange(inputs.shape[-1] if inputs.ndim else 1, dtype=np.int32)
-        every = np.ones(inputs.shape, np.float32)
-        targets = np.zeros_like(inputs) if self.labels else inputs
-        return Batch(inputs, targets, every, None, np.array(np.broadcast_to(places, inputs.shape)))
+        """Rows of tokens, or of vectors, each one text from its beginning."""
+        shape = inputs.shape if np.issubdtype(inputs.dtype, np.integer) else inputs.shape[:-1]
+        places = np.arange(shape[-1] if shape else 1, dtype=np.int32)
+        targets = np.zeros(shape, np.int32) if self.labels else inputs
+        place_BT = np.array(np.broadcast_to(places, shape))
+        return Batch(inputs, targets, np.ones(shape, np.float32), None, place_BT)
 
     @final
     def logits(
@@ -200,9 +208,12 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
         Inputs are looked at everywhere, in padding too; targets where they count.
         """
-        found = list(refuse_form(batch, "inputs", "int32", ("B", "T")))
+        features = features_of(model)
+        dtype = "int32" if features is None else "float32"
+        of_place = () if features is None else (features,)
+        found = list(refuse_form(batch, "inputs", dtype, ("B", "T", *of_place)))
         if not found:
-            shape = batch.inputs.shape
+            shape = batch.inputs.shape[:2]
             found += refuse_form(batch, "targets", "int32", shape)
             found += refuse_form(batch, "loss_mask", "float32", shape)
             found += refuse_form(batch, "positions", "int32", shape)
@@ -239,7 +250,10 @@ def _refuse_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> It
     of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
     of_context = f" ({name}.context_length={model.context_length})"
     yield from refuse_values(batch, "loss_mask", 0, None)
-    yield from refuse_values(batch, "inputs", 0, last, why=of_vocabulary)
+    if features_of(model) is None:
+        yield from refuse_values(batch, "inputs", 0, last, why=of_vocabulary)
+    elif isinstance(batch.inputs, np.ndarray) and not np.isfinite(batch.inputs).all():
+        yield "Batch.inputs has what is no finite number; use finite ones, in padding too"
     yield from refuse_values(batch, "targets", 0, count - 1, why=of_targets, counted=True)
     yield from refuse_values(batch, "positions", 0, model.context_length - 1, why=of_context)
     yield from refuse_values(batch, "segment_ids", 0, None)
@@ -286,5 +300,5 @@ def added(total: Sums, more: Sums) -> Sums:
 def _tokens(batch: Batch) -> jax.Array:
     """How many tokens are a document's."""
     if batch.segment_ids is None:
-        return jnp.asarray(batch.inputs.size, jnp.float32)
+        return jnp.asarray(batch.loss_mask.size, jnp.float32)
     return (batch.segment_ids != 0).sum(dtype=jnp.float32)

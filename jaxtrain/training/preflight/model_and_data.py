@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.data.batch import Batch, example_shape, kind_of
+from jaxtrain.data.classed_rows import ClassedRows
 from jaxtrain.data.mixture import text_of
-from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.templated import Templated
+from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.models.model import (
     ClassModel,
     ImageModel,
@@ -18,6 +19,7 @@ from jaxtrain.models.model import (
     PairModel,
     TokenModel,
     VectorModel,
+    features_of,
     reads_images,
     reads_pairs,
     reads_tokens,
@@ -55,10 +57,15 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
     inputs = batch.inputs
     wants, source = _KINDS[model.inputs]
     if model.inputs != kind_of(batch):
+        gives = _KINDS[kind_of(batch)][0]
+        if isinstance(data, SequenceData):
+            gives = "sequences of vectors"
         yield (
             f"Train.model=@{name}() learns from {wants}, but Train.data=@{type(data).__name__}() "
-            f"gives {_KINDS[kind_of(batch)][0]}; use @{source}()"
+            f"gives {gives}; use @{source}()"
         )
+    elif features_of(model) is not None or isinstance(data, SequenceData):
+        yield from _sequences(config, model, batch)
     elif reads_tokens(model):
         yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
         yield from config.train.task.refuse_loss(config.loss)
@@ -82,7 +89,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 def _section(data: Any) -> str:
     """Whose settings are said of text; a mixture and text with spans have TextData's."""
-    has_own = isinstance(data, Templated | ClassedText | PairData)
+    has_own = isinstance(data, Templated | ClassedRows | PairData)
     return type(data).__name__ if has_own else "TextData"
 
 
@@ -129,7 +136,7 @@ def _labels(config: Config, model: TokenModel) -> Iterator[str]:
     data, name, objective = config.train.data, type(model).__name__, config.train.task
     if not isinstance(objective, TokenObjective):
         return
-    has_labels = isinstance(data, ClassedText)
+    has_labels = isinstance(data, ClassedRows)
     if objective.labels and not isinstance(model, ClassModel):
         yield f"{name}.objective={objective.name!r} tells classes, and {name} has no num_classes"
     elif objective.labels != has_labels:
@@ -193,6 +200,26 @@ def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
             f"{name} reads vectors of {model.features} numbers, but those of "
             f"{type(data).__name__} have {features}; set {setting} to {features}"
         )
+
+
+def _sequences(config: Config, model: Model, batch: Batch) -> Iterator[str]:
+    """A model that reads vectors in place of tokens, or data that give such."""
+    name, data, features = type(model).__name__, config.train.data, features_of(model)
+    if not isinstance(data, SequenceData):
+        yield (
+            f"{name}.features={features} reads vectors, but Train.data=@{type(data).__name__}() "
+            f"gives tokens; use @SequenceData(), or {name}.features=None"
+        )
+    elif features != data.features:
+        has = "features" in vars(model)
+        use = f"set {name}.features={data.features}" if has else "use @GRU() or another that has it"
+        yield (
+            f"{name} reads {f'vectors of {features} numbers' if features else 'tokens'}, but those "
+            f"of Train.data=@SequenceData() have {data.features} numbers each; {use}"
+        )
+    elif reads_tokens(model):
+        yield from _text(config, model, batch.inputs.shape[1], _section(data))
+        yield from _labels(config, model)
 
 
 def _images(model: ImageModel, data: Any, channels: int) -> Iterator[str]:

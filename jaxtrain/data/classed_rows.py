@@ -1,0 +1,123 @@
+"""Rows some of whose places have a label: one for a whole example, or one for each of its places.
+
+Letters: T length, F numbers of a place where it has a vector.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.values import PathOr
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.source import check_heldout_fraction, is_heldout
+
+# An example's label, or one for each place of it, -1 where none is told.
+Labels = int | np.ndarray
+# The places of an example: tokens, int32 [T], or vectors, float32 [T, F]; and its labels.
+Labelled = tuple[np.ndarray, Labels]
+
+S = TypeVar("S", bound="ClassedRows")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassedRows(abc.ABC):
+    """Examples with classes, one of them in a row.
+
+    Attributes:
+      source: the file; or `'synthetic'`, random examples and labels.
+      num_classes: different classes; their labels follow the order of their names.
+      sequence_length: places of a row; of longer examples the rest is left out, and counted.
+      place: at which place an example's one class is told: the `'first'`, or the `'last'`, as a
+        recurrent model needs it that goes one way.
+      heldout_fraction: share of the examples that is held out, evenly spaced; where an example has
+        one class, of each.
+    """
+
+    source: Annotated[str, PathOr(("synthetic",))] = "synthetic"
+    num_classes: int = 2
+    sequence_length: int = 128
+    place: Literal["first", "last"] = "first"
+    heldout_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        refuse_below(2, self, "num_classes", "sequence_length")
+        check_heldout_fraction(f"{self.section}.heldout_fraction", self.heldout_fraction)
+
+    @abc.abstractmethod
+    def row(self, places: Any, label: Any = 0) -> Batch:
+        """One example as a row [T]: its labels stand where they are told, and nothing else
+        counts."""
+
+    @property
+    def section(self) -> str:
+        """What names its settings."""
+        return type(self).__name__
+
+    def laid_out(self, begun: np.ndarray, label_T: np.ndarray, told_T: np.ndarray) -> Batch:
+        """A row [T], or [T, F], of at most so many places, with these labels where some are
+        told."""
+        place_T = np.arange(self.sequence_length, dtype=np.int32)
+        return Batch(
+            np.pad(begun, ((0, len(place_T) - len(begun)), *((0, 0),) * (begun.ndim - 1))),
+            np.where(told_T, label_T, 0).astype(np.int32),
+            told_T.astype(np.float32),
+            (place_T < len(begun)).astype(np.int32),
+            place_T,
+        )
+
+    def told_once(self, begun: np.ndarray, label: int) -> Batch:
+        """A row with one label."""
+        place = 0 if self.place == "first" else len(begun) - 1
+        told_T = np.arange(self.sequence_length) == place
+        return self.laid_out(begun, np.full(self.sequence_length, label), told_T)
+
+    def told_everywhere(self, begun: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
+        """A row with labels of its places from `first` on; one stands for all."""
+        label_T = np.full(self.sequence_length, -1, np.int32)
+        count = len(begun) - first
+        own = np.full(count, labels) if np.ndim(labels) == 0 else np.asarray(labels)[:count]
+        label_T[first : first + len(own)] = own
+        return self.laid_out(begun, label_T, label_T >= 0)
+
+    def spread_over_classes(self, labels: Sequence[Labels]) -> np.ndarray:
+        """Which of the examples with these labels are held out, bool: the same share of each."""
+        classes, held = np.array(labels), np.zeros(len(labels), bool)
+        for label in range(self.num_classes):
+            (of_class,) = np.nonzero(classes == label)
+            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
+        return held
+
+    def refuse_empty_split(self, held: np.ndarray, of: str) -> None:
+        """Raises UserError where all examples, or none of them, would be held out."""
+        if held.all() or not held.any():
+            raise UserError(
+                f"{self.section}.source = {self.source!r}: of its {len(held)} {of} {held.sum()} "
+                f"would be held out; use more, or another {self.section}.heldout_fraction (now "
+                f"{self.heldout_fraction})"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Generic[S]):
+    """Examples and their labels, in memory; implements Examples.
+
+    Attributes:
+      each: the places and the labels of every example.
+      data: makes rows of them.
+    """
+
+    each: list[Labelled]
+    data: S
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """Example `index`, a row [T]; the same for any `rng`."""
+        del rng
+        places, label = self.each[index]
+        return self.data.row(places, label)
