@@ -93,7 +93,10 @@ def read(row: dict[str, str]) -> Point:
     def counted_with(policy: str) -> Pieces:
         remat = dataclasses.replace(config.remat, policy=policy)
         made = dataclasses.replace(config, remat=remat)
-        return pieces(made, layout, target, moved, peak=peak, update_bytes=needed.update_bytes)
+        return pieces(
+            made, layout, target, moved, peak=peak,
+            update_bytes=needed.update_bytes, to_host=needed.to_host,
+        )  # fmt: skip
 
     counted = counted_as_repeated(row["recomputed_products"], config, counted_with)
     return Point(

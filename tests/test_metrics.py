@@ -439,3 +439,5 @@ def test_peaks():
     assert chips.peak_flops("NVIDIA H200") == 989e12
     assert chips.peak_flops("TPU v5 lite") == 197e12
     assert chips.peak_flops("cpu") is None
+    assert chips.peak_flops("NVIDIA H200", "float8") == 1979e12
+    assert chips.peak_flops("cpu", "float8") is None

@@ -5,16 +5,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conftest import needs_libtpu
+from jax.experimental import mesh_utils
 from test_planning_memory import TINY_GPT, T, config_of
 
 from jaxtrain.analysis.planning.fitted import FITTED, error_bar
 from jaxtrain.analysis.planning.machines import links
-from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
 from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.analysis.planning.timing import (
     activation_bytes,
     executed_flops,
+    pieces,
     row_flops,
     slow_axes,
     step_time,
@@ -24,6 +28,7 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
 
@@ -96,6 +101,9 @@ def test_products_of_8_bits_are_those_inside_the_layers_and_take_half_the_time(
     share = FITTED[target.partition(":")[0]].products
     saved = inside * ROWS / 8 * (1 / peaks[0] - 1 / peaks[1]) / share
     assert took[0].compute - took[1].compute == pytest.approx(saved, rel=1e-9)
+    # An MFU is a part of the peak of the fastest products.
+    for time, best in zip(took, peaks, strict=True):
+        assert time.mfu == pytest.approx(time.model_flops_per_device / time.seconds / best)
     assert assumption in took[1].assumptions[0]
 
 
@@ -114,22 +122,54 @@ def test_a_torus_is_shared_by_the_axes_that_use_it():
     assert links.torus_bandwidth(["fsdp"], both, V5E, NO_DCN) == 2 * 1 * link
     assert links.torus_bandwidth(["fsdp", "tensor"], both, V5E, NO_DCN) == 2 * 2 * link
     three = {"data": 2, "fsdp": 2, "tensor": 2}
-    assert links.torus_bandwidth(["data"], three, V5E, NO_DCN) == pytest.approx(2 * link * 2 / 3)
+    assert links.torus_bandwidth(["data"], three, V5E, NO_DCN) == 2 * link / 2
     # An axis that lies between slices leaves the torus to the others.
-    assert links.torus_bandwidth(["fsdp"], three, V5E, {"data": 2}) == 2 * 1 * link
+    over = {"data": 2, "fsdp": 4, "tensor": 2}
+    assert links.torus_bandwidth(["fsdp"], over, V5E, {"data": 2}) == 2 * 1 * link
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("target", "sizes"),
+    [
+        ("v5p:4x4x8", {"fsdp": 16, "tensor": 8}),
+        ("v5p:4x4x8", {"data": 4, "fsdp": 8, "tensor": 4}),
+        ("v5p:4x4x8", {"fsdp": 4, "tensor": 32}),
+        ("v5p:8x8x8", {"fsdp": 32, "tensor": 16}),  # half of one direction each
+        ("v5p:4x4x4", {"fsdp": 32, "tensor": 2}),
+        ("v5e:16x16", {"data": 16, "fsdp": 2, "tensor": 8}),
+    ],
+)
+def test_axes_have_the_directions_of_the_torus_that_jax_gives_them(target, sizes):
+    """`mesh_utils` orders the devices of a slice: along which coordinates does an axis go?"""
+    devices = tpu_devices(target)
+    try:
+        mesh = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)
+    except NotImplementedError:
+        mesh = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), devices, allow_split_physical_axes=True
+        )
+    shape = np.array([*parse_target(target).shape, 1, 1])[:3]  # a flat slice is one chip high
+    goes = {}
+    for place, (name, size) in enumerate(sizes.items()):
+        group = np.moveaxis(mesh, place, 0).reshape(size, -1)[:, 0]
+        goes[name] = np.array([len(set(c)) for c in zip(*(d.coords for d in group), strict=True)])
+    shares = {name: (steps > 1) * np.where(steps == shape, 1, 0.5) for name, steps in goes.items()}
+    expected = {name: float(share.sum()) for name, share in shares.items()}
+    assert links.directions(sizes, parse_target(target)) == expected
 
 
 def test_between_slices_only_shards_are_sent():
-    """An all-reduce of n over 2 slices of 4: reduced and gathered inside, 2 n 3/4 at 180 GB/s, and
-    a quarter of it once across, 2 (n / 4) 1/2 at 3.125 GB/s."""
-    sizes = {"data": 2, "fsdp": 4, "tensor": 1}
+    """An all-reduce of n over 2 slices of 8: reduced and gathered inside, 2 n 7/8 at 180 GB/s, and
+    an eighth of it once across, 2 (n / 8) 1/2 at 3.125 GB/s."""
+    sizes = {"data": 2, "fsdp": 8, "tensor": 1}
     inside, across = links.seconds("all-reduce", "data+fsdp", MIB, sizes, V5E, {"data": 2})
-    assert inside == pytest.approx(2 * MIB * 3 / 4 / (4 * 45e9))
-    assert across == pytest.approx(MIB / 4 / 3.125e9)
+    assert inside == pytest.approx(2 * MIB * 7 / 8 / (4 * 45e9))
+    assert across == pytest.approx(MIB / 8 / 3.125e9)
     assert links.seconds("all-reduce", "fsdp", MIB, sizes, V5E, {"data": 2})[1] == 0
     # A gather of a shard over fsdp that spans the slices: each chip fetches one shard from beyond.
-    inside, across = links.seconds("all-gather", "fsdp", MIB, {"fsdp": 8}, V5E, {"fsdp": 2})
-    assert inside == pytest.approx(3 * MIB / (4 * 45e9))
+    inside, across = links.seconds("all-gather", "fsdp", MIB, {"fsdp": 16}, V5E, {"fsdp": 2})
+    assert inside == pytest.approx(7 * MIB / (4 * 45e9))
     assert across == pytest.approx(MIB / 3.125e9)
 
 
@@ -328,3 +368,54 @@ def test_a_chip_without_figures_has_no_time_and_says_so():
     assert nothing == (None,) * 6
     assert found.flops_per_device == closed_form_row() * ROWS / 8
     assert found.assumptions == ("no peak FLOP/s are known of cpu: no time is predicted",)
+
+
+# -- the host's memory -----------------------------------------------------------------------------
+
+
+def test_activations_go_to_the_host_beside_the_forward_pass_and_come_back_beside_the_backward():
+    """Each layer's input, two bytes a number, whatever the microbatches; what takes longer than a
+    third of the computation, and than two thirds, is waited for."""
+    found = {}
+    for link in (1.0, 1e3, 1e12):
+        chip = dataclasses.replace(V5E.chip, host_bandwidth=link)
+        one = config({"fsdp": 2}, remat=Remat(policy="offload"), accumulation=4)
+        layout = abstract_layout(one, 2)
+        needed = memory(one, layout, "tpu")
+        assert needed.to_host == (2 * TINY_GPT.num_layers * TINY_GPT.embed_dim * T * ROWS / 2, 0)
+        found[link] = step_time(
+            one, layout, dataclasses.replace(V5E, chip=chip), [],
+            update_bytes=0, to_host=needed.to_host,
+        )  # fmt: skip
+    compute, sent = found[1e12].compute, needed.to_host[0]
+    assert found[1e12].exposed == 0
+    assert found[1.0].exposed == pytest.approx(2 * sent - compute)
+    assert found[1e3].exposed == pytest.approx(2 * sent / 1e3 - compute)
+
+
+def test_a_state_on_the_host_is_read_before_it_is_updated():
+    """adamw: eight bytes a parameter of moments; parameters for the copy, the sum and the rule."""
+    one = config({"fsdp": 8}, offload=Offload(optimizer_state="host", parameters="host"))
+    layout = abstract_layout(one, 8)
+    needed = memory(one, layout, "tpu")
+    plain = memory(config({"fsdp": 8}), layout, "tpu").arguments
+    scalars = plain.optimizer - 2 * plain.params  # counters stay on the device
+    assert needed.to_host == (0, plain.optimizer - scalars + 3 * plain.params)
+    assert scalars < 100
+    time = step_time(one, layout, V5E, [], update_bytes=0, to_host=needed.to_host)
+    assert time.exposed == pytest.approx(needed.to_host[1] / 1.5e10)
+
+
+@pytest.mark.parametrize(
+    ("remat", "passes"),
+    [
+        (Remat(policy="full"), 1 + 1 + 2.5),
+        (Remat(policy="full", save=("attention",)), 1 + 2.5),
+        (Remat(policy="full", offload=("attention",)), 1 + 2.5),
+    ],
+)
+def test_a_kernel_whose_results_are_kept_does_not_run_again(remat, passes):
+    one = config({"fsdp": 8}, remat=remat, attention=Attention(kernel="tpu"))
+    found = pieces(one, abstract_layout(one, 8), V5E, [], peak=197e12, update_bytes=0)
+    forward = 4 * TINY_GPT.num_layers * T * TINY_GPT.embed_dim * T / 2
+    assert found.scores == pytest.approx(passes * forward / 197e12)

@@ -76,6 +76,7 @@ class Chip:
       links: axes of the torus of ICI links, each with two neighbours; 1 for a switch.
       dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for what
         is in no machine with a network of its own.
+      host_bandwidth: bytes/s between a device's memory and its host's, each way.
       devices: JAX devices of one chip.
       watts: its power limit; None where none is published.
       most_together: GPUs that one switch, or one host's PCIe, joins at most.
@@ -96,12 +97,17 @@ class Chip:
     link_bandwidth: float | None
     links: int
     dcn_bandwidth: float | None
+    host_bandwidth: float | None = None
     devices: int = 1
     watts: float | None = None
     most_together: int = 8
     slices: Slices | None = None
     processor: Processor | None = None
     also_called: tuple[str, ...] = ()
+
+    def narrow_flops(self, matmul: str) -> float | None:
+        """Peak FLOP/s of products of 8 bits, by `Precision.matmul`; None where there are none."""
+        return {"float8": self.float8_flops, "int8": self.int8_flops}.get(matmul)
 
 
 # Slices that exist, by chip: cloud.google.com/tpu/docs, page of each version.
@@ -127,6 +133,8 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   is v5p's: the documentation gives both the same 1200 GB/s per chip over the same six links.
 # - dcn_bandwidth: the documentation's "DCN bandwidth per chip", 50 Gb/s for v5p, 100 Gb/s for v6e
 #   and TPU7x, and 6.4 Tb/s per pod of 256 for v5e; v4: scaling-book's 25 GB/s per host of 4 chips.
+# - host_bandwidth: jax-ml.github.io/scaling-book/tpus, 16 GB/s each way of v4, 32 of v6e and
+#   "typically" 15; that of TPU7x, which no page gives, likewise.
 # A v4 or v5p chip is one device (its two cores work as one, "megacore"). A TPU7x chip is two, which
 # share its figures: half of its compute, memory and links each.
 #
@@ -138,6 +146,8 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   of openxla/xla; for H200 the "total capacity of 139.80 GiB" that PyTorch reports).
 # - dcn_bandwidth: data sheets of DGX A100 (eight 200 Gb/s adapters for eight GPUs), DGX H100, H200
 #   and B200 (eight of 400 Gb/s).
+# - host_bandwidth: 16 lanes of PCI Express 4.0 (A100, L40S, L4, RTX 3090 and 4090) or 5.0. Grace in
+#   GB200 and GB300 gives its two GPUs 450 GB/s each way together (NVLink-C2C, the racks' sheets).
 # RTX 3090, 4090, 5090 and L4 have PCIe slots in place of NVLink's switch:
 # - bf16_flops, float32_flops: NVIDIA's white papers "Ampere GA102", "Ada" (with L4 in its version
 #   2) and "RTX Blackwell", the dense rates that accumulate in float32, as XLA's products do: half
@@ -170,6 +180,7 @@ _ALL = (
         name="v4", kind="tpu", device_kinds=("TPU v4",),
         bf16_flops=275e12, float32_flops=275e12, float8_flops=None,
         int8_flops=None,
+        host_bandwidth=1.6e10,
         hbm_bytes=int(30.75 * _GIB), hbm_bandwidth=1200e9,
         link_bandwidth=4.5e10, links=3, dcn_bandwidth=6.25e9, watts=192,
         slices=Slices(_CUBES, most_chips=4096),
@@ -178,6 +189,7 @@ _ALL = (
         name="v5e", kind="tpu", device_kinds=("TPU v5 lite", "TPU v5e"),
         bf16_flops=197e12, float32_flops=197e12, float8_flops=None,
         int8_flops=393e12,
+        host_bandwidth=1.5e10,
         hbm_bytes=int(15.75 * _GIB), hbm_bandwidth=819e9,
         link_bandwidth=4.5e10, links=2, dcn_bandwidth=3.125e9,
         slices=Slices(_FLAT),
@@ -186,6 +198,7 @@ _ALL = (
         name="v5p", kind="tpu", device_kinds=("TPU v5", "TPU v5p"),
         bf16_flops=459e12, float32_flops=459e12, float8_flops=None,
         int8_flops=918e12,
+        host_bandwidth=1.5e10,
         hbm_bytes=int(95.74 * _GIB), hbm_bandwidth=2765e9,
         link_bandwidth=9e10, links=3, dcn_bandwidth=6.25e9,
         slices=Slices((*_CUBES, "16x16x24", "16x20x28"), most_chips=6144),
@@ -194,6 +207,7 @@ _ALL = (
         name="v6e", kind="tpu", device_kinds=("TPU v6 lite", "TPU v6e"),
         bf16_flops=918e12, float32_flops=918e12, float8_flops=None,
         int8_flops=1836e12,
+        host_bandwidth=3.2e10,
         hbm_bytes=int(31.25 * _GIB), hbm_bandwidth=1638e9,
         link_bandwidth=9e10, links=2, dcn_bandwidth=12.5e9,
         slices=Slices(_FLAT), also_called=("trillium",),
@@ -202,6 +216,7 @@ _ALL = (
         name="7x", kind="tpu", device_kinds=("TPU7x",),
         bf16_flops=2307e12 / 2, float32_flops=2307e12 / 2, float8_flops=4614e12 / 2,
         int8_flops=None,
+        host_bandwidth=1.5e10 / 2,
         hbm_bytes=int(94.75 * _GIB), hbm_bandwidth=7380e9 / 2,
         link_bandwidth=9e10 / 2, links=3, dcn_bandwidth=12.5e9 / 2,
         devices=2, also_called=("tpu7x", "v7x", "ironwood"),
@@ -213,6 +228,7 @@ _ALL = (
         name="a100", kind="gpu", device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
         int8_flops=624e12,
+        host_bandwidth=_PCIE4,
         hbm_bytes=int(85_100_068_864 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9, watts=400,
         processor=_A100, also_called=("a100-80",),
@@ -222,6 +238,7 @@ _ALL = (
         device_kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
         int8_flops=624e12,
+        host_bandwidth=_PCIE4,
         hbm_bytes=int(42_331_013_120 * GPU_MEMORY_FRACTION), hbm_bandwidth=1555e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9, watts=400,
         processor=_A100,
@@ -230,6 +247,7 @@ _ALL = (
         name="h100", kind="gpu", device_kinds=("NVIDIA H100 80GB HBM3",),
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
         int8_flops=1979e12,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=3350e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9, watts=700,
         processor=_HOPPER,
@@ -238,6 +256,7 @@ _ALL = (
         name="h100-nvl", kind="gpu", device_kinds=("NVIDIA H100 NVL",),
         bf16_flops=835e12, float32_flops=417.5e12, float8_flops=1670.5e12,
         int8_flops=1670.5e12,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(93.00 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=3900e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=400,
         processor=dataclasses.replace(_HOPPER, clock_ghz=1.785),
@@ -246,6 +265,7 @@ _ALL = (
         name="h100-pcie", kind="gpu", device_kinds=("NVIDIA H100 PCIe",),
         bf16_flops=756e12, float32_flops=378e12, float8_flops=1513e12,
         int8_flops=1513e12,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755),
@@ -254,6 +274,7 @@ _ALL = (
         name="h200", kind="gpu", device_kinds=("NVIDIA H200",),
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
         int8_flops=1979e12,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(139.80 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=4800e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9, watts=700,
         processor=_HOPPER,
@@ -262,6 +283,7 @@ _ALL = (
         name="b200", kind="gpu", device_kinds=("NVIDIA B200",),
         bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
         int8_flops=4500e12,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(191_514_411_008 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=50e9, watts=1000,
         processor=Processor(
@@ -272,6 +294,7 @@ _ALL = (
         name="gb200", kind="gpu", device_kinds=("NVIDIA GB200",),
         bf16_flops=2500e12, float32_flops=1250e12, float8_flops=5000e12,
         int8_flops=5000e12,
+        host_bandwidth=2.25e11,
         hbm_bytes=int(197_897_748_480 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=50e9, watts=1200, most_together=72,
         processor=Processor(
@@ -282,6 +305,7 @@ _ALL = (
         name="b300", kind="gpu", device_kinds=("NVIDIA B300", "NVIDIA B300 SXM6 AC"),
         bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
         int8_flops=None,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(267.69 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=100e9, watts=1100,
         processor=Processor(
@@ -292,6 +316,7 @@ _ALL = (
         name="gb300", kind="gpu", device_kinds=("NVIDIA GB300",),
         bf16_flops=2500e12, float32_flops=1250e12, float8_flops=5000e12,
         int8_flops=None,
+        host_bandwidth=2.25e11,
         hbm_bytes=int(297_021_079_552 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=100e9, watts=1400, most_together=72,
         processor=Processor(
@@ -302,6 +327,7 @@ _ALL = (
         name="mi300x", kind="gpu", device_kinds=("AMD Instinct MI300X",),
         bf16_flops=1307.4e12, float32_flops=653.7e12, float8_flops=None,
         int8_flops=None,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(191.98 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=5300e9,
         link_bandwidth=448e9, links=1, dcn_bandwidth=50e9, watts=750,
     ),
@@ -309,6 +335,7 @@ _ALL = (
         name="l40s", kind="gpu", device_kinds=("NVIDIA L40S",),
         bf16_flops=366.5e12, float32_flops=183e12, float8_flops=733e12,
         int8_flops=733e12,
+        host_bandwidth=_PCIE4,
         hbm_bytes=int(44.42 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=864e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=Processor((8, 9), False, 142, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.52),
@@ -317,6 +344,7 @@ _ALL = (
         name="l4", kind="gpu", device_kinds=("NVIDIA L4",),
         bf16_flops=121e12, float32_flops=60e12, float8_flops=242.5e12,
         int8_flops=242.5e12,
+        host_bandwidth=_PCIE4,
         hbm_bytes=int(22.03 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=300e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=1.5625e9, watts=72,
         processor=Processor((8, 9), False, 58, 128, 1536, *_GEFORCE_SHARED, 48 * 2**20, 2.04),
@@ -325,6 +353,7 @@ _ALL = (
         name="rtx3090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 3090",),
         bf16_flops=71e12, float32_flops=35.6e12, float8_flops=None,
         int8_flops=None,
+        host_bandwidth=_PCIE4,
         hbm_bytes=int(23.70 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=936e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=Processor((8, 6), False, 82, 128, 1536, *_GEFORCE_SHARED, 6 * 2**20, 1.695),
@@ -334,6 +363,7 @@ _ALL = (
         name="rtx4090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 4090",),
         bf16_flops=165.2e12, float32_flops=82.6e12, float8_flops=None,
         int8_flops=None,
+        host_bandwidth=_PCIE4,
         hbm_bytes=int(23.64 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1008e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=450,
         processor=Processor((8, 9), False, 128, 128, 1536, *_GEFORCE_SHARED, 72 * 2**20, 2.52),
@@ -343,6 +373,7 @@ _ALL = (
         name="rtx5090", kind="gpu", device_kinds=("NVIDIA GeForce RTX 5090",),
         bf16_flops=209.5e12, float32_flops=104.8e12, float8_flops=None,
         int8_flops=None,
+        host_bandwidth=2 * _PCIE4,
         hbm_bytes=int(31.36 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1792e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=575,
         processor=Processor((12, 0), False, 170, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.407),
@@ -367,7 +398,8 @@ def chip_of(device_kind: str) -> Chip | None:
     return None
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of one JAX device of this kind; None where it is not known."""
+def peak_flops(device_kind: str, matmul: str = "compute") -> float | None:
+    """Peak dense FLOP/s of one JAX device of this kind, which an MFU is a part of: of bfloat16, or
+    of what `Precision.matmul` makes of its fastest products; None where it is not known."""
     chip = chip_of(device_kind)
-    return None if chip is None else chip.bf16_flops
+    return None if chip is None else chip.narrow_flops(matmul) or chip.bf16_flops

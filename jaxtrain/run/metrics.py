@@ -303,7 +303,7 @@ def open_log(
     train = config.train
     batch = train.data.abstract_batch(train.global_batch_size)
     in_order = batch.positions is not None  # tokens, or vectors in their place
-    peak = peak_flops(devices[0].device_kind)
+    peak = peak_flops(devices[0].device_kind, config.precision.matmul)
     return MetricsLog(
         folder,
         total_steps=last,

@@ -143,6 +143,7 @@ def _plan(
         machine,
         moved or textbook,
         update_bytes=estimate.update_bytes,
+        to_host=estimate.to_host,
         text=compiled.text if compiled else "",
         thorough=effort == "thorough",
     )

@@ -74,7 +74,10 @@ def price(
     layout = layouts.abstract_layout(config, devices) if layout is None else layout
     needed = memory(config, layout, target.chip.kind) if needed is None else needed
     moved = expected(config, layout)
-    time = step_time(config, layout, target, moved, update_bytes=needed.update_bytes)
+    time = step_time(
+        config, layout, target, moved,
+        update_bytes=needed.update_bytes, to_host=needed.to_host,
+    )  # fmt: skip
     return Price(needed, time, target.chip.hbm_bytes, devices)
 
 

@@ -1,16 +1,19 @@
 """Predicts the time of a train step, piece by piece, by a formula of few terms.
 
     C    = P / (s_p peak) + A / (s_a peak) + (c X + U) / (h HBM)
-    E    = k min(W, C) + max(W - C, 0) + t N + R + D
+    E    = k min(W, C) + max(W - C, 0) + t N + R + D + H
+    H    = max(O - C / 3, 0) + max(O - 2 C / 3, 0) + S
     step = (C + E) / (1 - bubble) (1 + g log2 slices)
 
 P the products' FLOPs as they are executed; A those of attention scores: a forward pass and its
 recomputations, and 2.5 for the backward pass, which makes the scores again (arXiv 2307.08691,
 section 3.1); X the bytes of activations that products read and write; U those of the update, read
 and written once. W seconds of what moves weights and gradients, and of permutes; N of what moves
-activations over `tensor`; R of the other collectives; D between slices.
+activations over `tensor`; R of the other collectives; D between slices. O of activations that go to
+the host's memory, beside the forward pass, a third of C, and come back beside the backward pass; S
+of a state that comes from there for the update, and goes back at the same time.
 
-P, A, X, U, W, N, R and D are counted. The shares s, h and k, t, c, g are fitted on published runs
+The capitals but C, E and H are counted. The shares s, h and k, t, c, g are fitted on published runs
 (`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of ours.
 """
 
@@ -96,7 +99,8 @@ class StepTime:
       hidden: communication that computation hides; not part of `seconds`.
       flops_per_device: FLOPs of products that one device executes.
       model_flops_per_device: those the model needs (6 N and causal attention), for the MFU.
-      mfu: the model's FLOPs over what the device could do in `seconds`; None without a peak.
+      mfu: the model's FLOPs over what the device could do in `seconds`, in products of 8 bits where
+        the step has some; None without a peak.
       by_axis: mesh axis -> seconds of its collectives, if nothing hid them.
       error_bar: relative half width within which two of three published runs lie; None without a
         time.
@@ -227,11 +231,14 @@ def _work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, floa
     passes, backward = (4, 3) if _by_pattern(config) else (3, _SCORES_BACKWARD)
     forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / passes
     again = row.scores / forward - passes if forward else 0.0
+    kernel = KERNELS[config.attention.kernel]
+    if "attention" in config.remat.kept.names and not (kernel.plain or kernel.by_pattern):
+        again = 0.0  # a kernel's results are all that its backward pass asks for
     products = float(row.executed - row.scores)
     if pipelined:
         products += _again(config) * products
         again += config.pipeline.backward == "recompute"
-    kept = 0.5 if KERNELS[config.attention.kernel].skips_hidden else 1.0
+    kept = 0.5 if kernel.skips_hidden else 1.0
     return products * rows, kept * forward * (1 + again + backward) * rows
 
 
@@ -289,8 +296,7 @@ def peak_flops(config: Config, target: Target) -> float | None:
 
 def _narrow_peak(config: Config, target: Target) -> float | None:
     """FLOP/s of one device in products with operands of 8 bits; None where there are none."""
-    chip = target.chip
-    return {"float8": chip.float8_flops, "int8": chip.int8_flops}.get(config.precision.matmul)
+    return target.chip.narrow_flops(config.precision.matmul)
 
 
 def _product_seconds(config: Config, target: Target, flops: float, peak: float) -> float:
@@ -351,6 +357,8 @@ class Pieces:
       tensor: N.
       others: R.
       between: D.
+      offloaded: O.
+      streamed: S.
       bubble: the idle share of the pipeline's schedule.
       slices: over which the mesh goes.
       portable: whether attention's kernel is written for no generation of chips.
@@ -365,6 +373,8 @@ class Pieces:
     tensor: float
     others: float
     between: float
+    offloaded: float
+    streamed: float
     bubble: float
     slices: int
     portable: bool
@@ -386,7 +396,14 @@ class Pieces:
     def waited(self, shares: Fitted) -> float:
         """E of the module's formula."""
         of_weights = self.weights - self.hidden(shares)
-        return of_weights + shares.activations * self.tensor + self.others + self.between
+        moved = of_weights + shares.activations * self.tensor + self.others
+        return moved + self.beyond(self.compute(shares))
+
+    def beyond(self, compute: float) -> float:
+        """Of E, what leaves the slice, and what leaves the device for its host."""
+        forward, backward = compute / 3, 2 * compute / 3
+        hosts = max(self.offloaded - forward, 0) + max(self.offloaded - backward, 0)
+        return self.between + hosts + self.streamed
 
     def stretched(self, shares: Fitted, busy: float) -> float:
         """A step that is busy for so long: with the bubble, and the wait for the slowest slice."""
@@ -405,6 +422,7 @@ def pieces(
     *,
     peak: float,
     update_bytes: int,
+    to_host: tuple[int, int] = (0, 0),
 ) -> Pieces:
     """Counts a step; arguments as of `step_time`, and the peak FLOP/s of the compute dtype."""
     sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
@@ -441,6 +459,8 @@ def pieces(
         tensor=tensor,
         others=others,
         between=between,
+        offloaded=to_host[0] / (target.chip.host_bandwidth or math.inf),
+        streamed=to_host[1] / (target.chip.host_bandwidth or math.inf),
         bubble=bubble_fraction(config.pipeline, sizes["pipe"], stack_costs(config)),
         slices=math.prod(config.mesh.dcn.values()),
         portable=config.attention.kernel == PORTABLE,
@@ -455,6 +475,7 @@ def step_time(
     moved: Iterable[Moved],
     *,
     update_bytes: int,
+    to_host: tuple[int, int] = (0, 0),
     text: str = "",
     thorough: bool = False,
 ) -> StepTime:
@@ -467,6 +488,8 @@ def step_time(
       moved: the step's collectives.
       update_bytes: bytes of parameters, gradients and optimizer state on one device, which the
         update reads and writes once.
+      to_host: bytes of activations that go to the host's memory and come back, and of a state that
+        is read from there (`Memory.to_host`).
       text: of the compiled program, whose own schedule then counts; "" without one.
       thorough: whether it was compiled as for a run.
     """
@@ -478,16 +501,19 @@ def step_time(
     if peak is None or chip.hbm_bandwidth is None:
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
         return StepTime(None, None, None, None, flops, model, None, {}, None, words)
-    counted = pieces(config, layout, target, moved, peak=peak, update_bytes=update_bytes)
+    counted = pieces(
+        config, layout, target, moved, peak=peak, update_bytes=update_bytes, to_host=to_host
+    )
     shares = fitted(target)
     assumed = _assumptions(config, target, peak, compiled=bool(text))
     bar = error_bar(target)
+    best = _narrow_peak(config, target) or peak
 
     def time(compute: float, waited: float, hidden: float) -> StepTime:
         total = counted.stretched(shares, compute + waited)
         idle = counted.bubble * total
         return StepTime(
-            compute, total - idle - compute, idle, hidden, flops, model, model / peak / total,
+            compute, total - idle - compute, idle, hidden, flops, model, model / best / total,
             counted.by_axis, bar, assumed,
         )  # fmt: skip
 
@@ -496,7 +522,8 @@ def step_time(
         return closed
     attention = counted.attention(shares)
     found = scheduled(config, layout, target, text, attention=attention, thorough=thorough)
-    made = time(found.compute, found.waited + counted.between, found.sent - found.waited)
+    waited = found.waited + counted.beyond(found.compute)
+    made = time(found.compute, waited, found.sent - found.waited)
     return dataclasses.replace(made, estimate=closed, kernels=found.of_kernels)
 
 
@@ -522,12 +549,15 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         hides = "what the schedule puts beside a collective hides it; by closed forms "
         within = "closed forms, which alone were held against them"
     untimed = ()
-    if config.offload != Offload():
-        where = "disks" if config.offload.optimizer_state == "disk" else "host memory"
-        untimed = (f"the time in which state comes from {where} and goes back is not in it",)
-    if config.remat.offloads:
-        copies = "the time in which activations go to host memory and come back is not in it"
-        untimed = (*untimed, copies)
+    if config.offload.optimizer_state == "disk":
+        untimed = ("the time in which state comes from disks and goes back is not in it",)
+    if config.offload != Offload() or config.remat.offloads:
+        link = f"{(chip.host_bandwidth or 0) / 1e9:.0f} GB/s each way"
+        untimed = (
+            *untimed,
+            f"host memory at {link}: activations go there beside the forward pass and come back "
+            "beside the backward pass; a state waits for the gradients",
+        )
     return (
         *untimed,
         f"{shares.products:.0%} of {peaks} in products, {attention:.0%} in attention scores, "

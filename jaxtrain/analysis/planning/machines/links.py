@@ -1,7 +1,8 @@
 """What a collective takes on a machine's links: inside a slice or a host, and between them."""
 
+import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
@@ -37,6 +38,8 @@ def seconds(
     """
     names = names_of(axis)
     devices = math.prod(sizes[name] for name in names)
+    if devices == 1:
+        return 0.0, 0.0
     if target.chip.kind != "tpu":
         rate = gpu_bandwidth(kind, names, sizes, target)
         return wire_bytes(kind, payload, devices) / rate, 0.0
@@ -55,16 +58,50 @@ def seconds(
 def torus_bandwidth(
     names: Collection[str], sizes: Mapping[str, int], target: Target, dcn: Mapping[str, int]
 ) -> float:
-    """Bytes/s that a TPU chip sends along mesh axes inside its slice.
-
-    The torus's directions are shared out evenly among the axes that use them, both ways round each
-    ring; an axis that lies between slices alone uses none.
-    """
+    """Bytes/s that a TPU chip sends along mesh axes inside its slice, both ways round each ring of
+    the torus that they have (`directions`); an axis that lies between slices alone uses none."""
     chip = target.chip
     assert chip.link_bandwidth is not None, "a TPU has links"
-    inside = sum(size > dcn.get(name, 1) for name, size in sizes.items())
-    share = chip.links / max(inside, 1) * len(names)
-    return 2 * chip.link_bandwidth * min(share, chip.links)
+    inside = {name: size // dcn.get(name, 1) for name, size in sizes.items()}
+    found = directions(inside, target)
+    return 2 * chip.link_bandwidth * min(sum(found.get(name, 0) for name in names), chip.links)
+
+
+def directions(sizes: Mapping[str, int], target: Target) -> dict[str, float]:
+    """The directions of a slice's torus that each mesh axis has; axes of one device have none.
+
+    As `jax.experimental.mesh_utils` lays a mesh over a torus: the innermost axis chooses first, and
+    takes the most whole directions whose sizes multiply to its own. Where none do, it takes those
+    that divide it and shares one more evenly with the others that need a part of it. A chip's
+    several devices are one direction more, which has no links.
+
+    Args:
+      sizes: all mesh axes inside the slice, outermost first.
+      target: the slice.
+    """
+    left = [(size, 1) for size in target.shape if size > 1]
+    left += [(target.chip.devices, 0)] if target.chip.devices > 1 else []
+    needs = {name: size for name, size in reversed(list(sizes.items())) if size > 1}
+    found = dict.fromkeys(needs, 0.0)
+
+    def take(name: str, some: Sequence[tuple[int, int]]) -> None:
+        for one in some:
+            left.remove(one)
+            needs[name] //= one[0]
+            found[name] += one[1]
+
+    for name, size in needs.items():
+        ways = (itertools.combinations(left, count) for count in range(len(left), 0, -1))
+        whole = (some for some in itertools.chain(*ways) if math.prod(d for d, _ in some) == size)
+        take(name, next(whole, ()))
+    for name in needs:
+        for one in sorted(left, reverse=True):
+            if needs[name] % one[0] == 0:
+                take(name, [one])
+    parted = [name for name, size in needs.items() if size > 1]
+    for name in parted:
+        found[name] += sum(links for _, links in left) / len(parted)
+    return {name: count or 1 for name, count in found.items()}
 
 
 def gpu_bandwidth(

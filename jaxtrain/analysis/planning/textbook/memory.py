@@ -43,6 +43,7 @@ class Arguments:
       host: what of a state lies in the memory of the device's host, and in none of the others.
       streamed: the most of both that is on the device at a time, to be updated.
       disk: what of a state lies in files of the device's host, and in no memory.
+      read: what a step reads of `host`, an array as often as it is asked for.
     """
 
     params: int
@@ -51,6 +52,7 @@ class Arguments:
     host: int = 0
     streamed: int = 0
     disk: int = 0
+    read: int = 0
 
     @property
     def total(self) -> int:
@@ -67,17 +69,24 @@ class Memory:
       gradients: accumulators and the gradients of one microbatch.
       parts: everything else that is alive then: name -> bytes.
       activations_on_host: what the backward pass has in the memory of the device's host.
+      sent: what of them a step sends there, and reads again.
     """
 
     arguments: Arguments
     gradients: int
     parts: dict[str, int]
     activations_on_host: int = 0
+    sent: int = 0
 
     @property
     def host(self) -> int:
         """All that lies in the memory of the device's host."""
         return self.arguments.host + self.activations_on_host
+
+    @property
+    def to_host(self) -> tuple[int, int]:
+        """Bytes of a step to and from the host: of activations, and of a state that is read."""
+        return self.sent, self.arguments.read
 
     @property
     def temporaries(self) -> int:
@@ -160,6 +169,10 @@ def _state(config: Config) -> _State:
     return _State(config, make_program(config, layout).shapes())
 
 
+# Parameters in host memory: for the copy to compute with, for the sum of squares, for the rule.
+_READS = {"params": 3}
+
+
 @functools.lru_cache(maxsize=4096)
 def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
     """The arguments of a step without its batch."""
@@ -167,7 +180,7 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
     program = make_program(dataclasses.replace(state.config, offload=offload), layout)
     placed = program.state_shardings(shapes)
     held = {"params": 0, "opt_state": 0, "exchange": 0}
-    host, disk, together = 0, 0, dict[int, int]()
+    host, disk, read, together = 0, 0, 0, dict[int, int]()
     for (path, leaf), where in zip(
         jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable),
         jax.tree.leaves(placed, is_leaf=is_variable),
@@ -180,6 +193,7 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
             disk += size
         elif is_pinned(sharding):
             host += size
+            read += size * _READS.get(path[0].name, 1)
             stacked = is_variable(leaf) and logical_axes(leaf)[:1] == ("layers",)
             count = shape.shape[0] if stacked else 1
             together[count] = together.get(count, 0) + size // count
@@ -193,7 +207,7 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
         whole = with_shardings(shapes, placed)
         blocks = BLOCKS_ALIVE * largest_block(whole.params, whole.opt_state)
         streamed, host = streamed + blocks // 2, host + blocks  # `_streaming` has them both ways
-    return Arguments(params, optimizer, sum(held.values()), host, streamed, disk)
+    return Arguments(params, optimizer, sum(held.values()), host, streamed, disk, read)
 
 
 # What a sum of parameters is over, and how they lie.
@@ -262,7 +276,7 @@ class _Step:
         if self._copies:
             largest["parameters in the compute dtype"] = self._copies
         alive = {name: size for name, size in largest.items() if size}
-        return Memory(self.arguments, gradients, alive, self._offloaded)
+        return Memory(self.arguments, gradients, alive, self._offloaded, self._sent)
 
     # -- what is alive all the time --------------------------------------------------------------
 
@@ -347,6 +361,12 @@ class _Step:
         if self._ranks > 1:
             layers = math.ceil(layers / self._ranks / self.config.pipeline.virtual_stages)
         return round(self._profile.offloaded * self._rows) * layers
+
+    @property
+    def _sent(self) -> int:
+        """What goes there in a step: of all microbatches, and of all stages of a rank."""
+        stages = self.config.pipeline.virtual_stages if self._ranks > 1 else 1
+        return self._offloaded * self._microbatches * stages
 
     @property
     def _stream(self) -> int:
@@ -470,7 +490,8 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
     on_host = sum(shard_bytes(x) for x in kept if is_on_host(x))
     activations = sum(map(shard_bytes, kept)) - on_host
     if sizes["pipe"] == 1:
-        return Memory(arguments, gradients, {"activations": activations}, on_host)
+        sent = on_host * config.train.accumulation
+        return Memory(arguments, gradients, {"activations": activations}, on_host, sent)
     table = waiting(pipeline, sizes["pipe"], passes_of(config.train.model))
     stages = sizes["pipe"] * pipeline.virtual_stages
     facts = Facts(config, own)
@@ -479,4 +500,5 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         "pipeline: inputs and gradients of stages": (table.inputs + table.gradients)
         * sum(stream_bytes(facts, name) for name in facts.travels),
     }
-    return Memory(arguments, gradients, waits, on_host // stages)
+    sent = on_host * config.train.accumulation * pipeline.microbatches // sizes["pipe"]
+    return Memory(arguments, gradients, waits, on_host // stages, sent)
