@@ -169,17 +169,19 @@ def test_a_training_run_equals_pytorch_with_requires_grad_false(tmp_path):
 def frozen_run(tiny_config, tmp_path_factory) -> tuple[Path, Trainer]:
     """A run of 4 steps with frozen layers, restarted after 2."""
     folder = tmp_path_factory.mktemp("frozen")
-    for steps in (2, 4):
-        trainer = Trainer(_config(tiny_config, steps), folder / "run")
-        trainer.train()
+    for _ in range(2):
+        trainer = Trainer(_config(tiny_config, 4), folder / "run")
+        trainer.train(2)
         trainer.close()
     return folder / "run", trainer
 
 
 def _config(tiny_config, steps: int, *bindings: str):
     freeze = "Finetune.freeze=('layers/u*', 'token_embedding')"
+    # The run is stopped while the one layer waits and the other has begun.
+    unfreeze = "Finetune.unfreeze={'layers/*[0:1]': 3, 'layers/*[1:2]': 1}"
     return load_config(
-        tiny_config, [f"Train.steps={steps}", "Schedule.decay_steps=4", freeze, *bindings]
+        tiny_config, [f"Train.steps={steps}", "Schedule.decay_steps=4", freeze, unfreeze, *bindings]
     )
 
 

@@ -528,7 +528,7 @@ class Trainer:
 
     def table(self) -> Table:
         """Every parameter: shape, logical axes, placement, bytes on each device."""
-        return report.parameter_table(self.state)
+        return report.parameter_table(self.state, self.program.plain.unfreezing)
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.optimizers.average import averaged, begun
 from jaxtrain.training.optimizers.plateau import rate_taken
 from jaxtrain.training.optimizers.rounding import apply_updates
+from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.pipeline.cutting import parts_of
 from jaxtrain.training.pipeline.engine import Engine
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -94,6 +95,7 @@ class Program:
       seed: of what training draws in its steps, as dropout does.
       tuning: which parameters are trained.
       bias_speed: by how much a step moves the biases of routers; see `balancing`.
+      unfreezing: which of these wait, and for what step; the optimizer knows of it too.
     """
 
     build: Callable[[jax.Array], nnx.Module]
@@ -111,6 +113,7 @@ class Program:
     seed: int = 0
     tuning: Tuning = Tuning()
     bias_speed: float | None = None
+    unfreezing: Unfreezing = Unfreezing()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -310,7 +313,7 @@ class Program:
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
         load = metrics.pop(EXPERT_LOAD, None)
         frozen = rebalanced(state.frozen, load, self.bias_speed, self.layer_order)
-        more: dict[str, Any] = {"value": metrics["loss"]}
+        more: dict[str, Any] = {"value": metrics["loss"], "step": state.step}
         if curvature is not None:
             more["curvature"] = curvature[0], reshard(curvature[1], layout.moment, layout)
         metrics["grad_norm"] = optax.global_norm(grads)
@@ -388,6 +391,7 @@ class Program:
             with layout.current():
                 grads, sums, statistics = self._of_batch(layout, batch, whole, *arguments)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        grads = self.unfreezing.held_back(grads, state.step, self.layer_order)
         return grads, self.objective.means(sums, counts), statistics
 
     def _of_batch(

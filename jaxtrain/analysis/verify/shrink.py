@@ -139,6 +139,8 @@ def shrink(own: Config) -> Small:
         own,
         train=train,
         offload=offload,
+        # A first step's gradients are compared, of which what waits has none.
+        finetune=dataclasses.replace(own.finetune, unfreeze={}),
         mesh=Mesh(fsdp=1),
         sharding=_sharding(own.sharding, 1),
         pipeline=Pipeline(),

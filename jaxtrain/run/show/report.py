@@ -21,10 +21,13 @@ from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.optimizers.groups import Part, factors_of
 from jaxtrain.training.optimizers.optimizer import Optimizer
+from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.settings import Config, Train
 from jaxtrain.training.step import Program, TrainState
+
+_NO_WAIT = Unfreezing()
 
 
 def human_bytes(count: float) -> str:
@@ -74,11 +77,11 @@ def _part(part: str | tuple[str, ...] | None) -> str:
     return part if isinstance(part, str) else "x".join(part)
 
 
-def parameter_table(state: TrainState) -> Table:
+def parameter_table(state: TrainState, waits: Unfreezing = _NO_WAIT) -> Table:
     """Every parameter: shape, logical axes, where they lie, bytes on each device; and, where some
-    are not, whether it is trained."""
+    are not, whether it is trained, or from which step on."""
     rows, trained = parameter_rows(state), by_name(state.params)
-    tells = bool(by_name(state.frozen))
+    tells = bool(by_name(state.frozen)) or bool(waits.steps)
     table = Table(title="Parameters", title_justify="left", show_footer=True)
     total = f"{sum(row[4] for row in rows):,}"
     per_device = human_bytes(sum(row[5] for row in rows))
@@ -92,8 +95,19 @@ def parameter_table(state: TrainState) -> Table:
         table.add_column("trained", footer=f"{count:,}", justify="right")
     for name, shape, axes, placement, _, size in rows:
         row = [name, " x ".join(map(str, shape)), axes, placement, human_bytes(size)]
-        table.add_row(*row, *(["yes" if name in trained else "frozen"] if tells else []))
+        told = _when(waits, name, trained[name]) if name in trained else "frozen"
+        table.add_row(*row, *([told] if tells else []))
     return table
+
+
+def _when(waits: Unfreezing, name: str, param: Any) -> str:
+    """Whether a parameter is trained from the start, or which of its layers are from when on."""
+    parts = waits.parts(name, param)
+    if not (parts and parts[-1][0].is_whole):
+        parts.append((Part(name), 0))
+    return ", ".join(
+        ("yes" if not step else f"from step {step:,.0f}") + _layers(part) for part, step in parts
+    )
 
 
 def group_table(state: TrainState, optimizer: Optimizer) -> Table:
@@ -121,10 +135,12 @@ def _layers(part: Part) -> str:
     return f" (layers {part.first} to {last})" if last != "" else f" (layers from {part.first})"
 
 
-def show_parameters(console: Console, state: TrainState, optimizer: Optimizer) -> None:
+def show_parameters(
+    console: Console, state: TrainState, optimizer: Optimizer, waits: Unfreezing
+) -> None:
     """Prints the parameter table, that of groups if there are some, and what the state takes on
     each device."""
-    console.print(parameter_table(state))
+    console.print(parameter_table(state, waits))
     if optimizer.learning_rates or optimizer.weight_decays:
         console.print(group_table(state, optimizer))
     sizes = {
@@ -203,7 +219,7 @@ def show_run(
     if config.corruption.compare_replicas_every:
         share = f"{replicated_fraction(state):.0%}"
         console.print(f"Replicas: {share} of the state's bytes have copies to be compared with")
-    show_parameters(console, state, config.optimizer)
+    show_parameters(console, state, config.optimizer, program.unfreezing)
 
 
 def show_config(console: Console, gin_text: str) -> None:

@@ -29,6 +29,9 @@ class Finetune:
       freeze: patterns of parameters that stay as they are, by the names that `Trainer.table` gives:
         `('layers/*', 'token_embedding')`; `*` stands for any characters, slashes too. They have no
         gradient and no optimizer state.
+      unfreeze: how many steps leave parameters as they are before they are trained too, by pattern
+        or role, such as {'layers/*[0:6]': 200, 'layers/*': 100}; the first that fits counts, what
+        none fits is trained from the start. 'layers/*[0:6]' are the first six layers.
       fresh: patterns of parameters that are drawn and not taken from Train.start_from, such as a
         new head, `('output',)`; there they may be missing, or have another shape.
       lora_rank: the rank of adapters, which alone are trained (LoRA, arXiv 2106.09685); None: there
@@ -51,6 +54,7 @@ class Finetune:
     """
 
     freeze: tuple[str, ...] = ()
+    unfreeze: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
     fresh: tuple[str, ...] = ()
     lora_rank: int | None = None
     lora_alpha: float = 16.0
@@ -64,6 +68,9 @@ class Finetune:
 
     def __post_init__(self) -> None:
         refuse_below(1, self, "lora_rank")
+        for pattern, step in self.unfreeze.items():
+            if step < 0:
+                raise UserError(f"Finetune.unfreeze: {pattern!r} has {step}; use 0 or more steps")
         refuse_not_positive(self, "lora_alpha")
         if self.lora_rank is not None and self.freeze:
             raise UserError(

@@ -51,7 +51,7 @@ class OnDisk(OnHost):
         nothing, before = state[: len(self.first)], self._of_rule(state)
         if self.first:
             clip: Any = optax.chain(*self.first)
-            grads, nothing = clip.update(grads, nothing, on_device(old.params))
+            grads, nothing = clip.update(grads, nothing, on_device(old.params), **more)
         # Of no parameters the rule still counts: every block's counts are these.
         none = part((grads, old.params, more), _NONE)
         _, after = self.rule.update(none[0], before, none[1], **none[2])

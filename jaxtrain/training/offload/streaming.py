@@ -94,15 +94,17 @@ def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
 
 def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it
     """The same tree, each State in it with the variables of these names alone."""
-    return _states(lambda state: told_apart(state, lambda name, _: name in names)[0], tree)
+    return over_states(lambda state: told_apart(state, lambda name, _: name in names)[0], tree)
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """The tree whose parts these are; of what stands beside its States the first part's."""
-    return _states(lambda *states: nnx.merge_state(*states), *parts)
+    return over_states(lambda *states: nnx.merge_state(*states), *parts)
 
 
-def _states(function: Callable[..., Any], *trees: Any) -> Any:
+def over_states(function: Callable[..., Any], *trees: Any) -> Any:
+    """`function` of the States of trees; of what stands beside them the first tree's."""
+
     def one(first: Any, *others: Any) -> Any:
         return function(first, *others) if isinstance(first, nnx.State) else first
 
@@ -131,7 +133,7 @@ def streamed(
         """As optax's; where `good` is given and false the state stays as it was."""
         none = ()
         if first:
-            updates, none = before.update(updates, state[: len(first)], on_device(params))
+            updates, none = before.update(updates, state[: len(first)], on_device(params), **extra)
         found = [
             _update(after, names, layers, updates, state[len(first) :], params, good, extra)
             for layers, names in stacks(params)

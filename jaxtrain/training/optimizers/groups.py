@@ -66,6 +66,23 @@ def factors_of(groups: Mapping[str, float], name: str, param: Any) -> list[tuple
     return found
 
 
+def by_layer(
+    parts: Sequence[tuple[Part, float]], otherwise: jax.Array, layers: Sequence[int] | None
+) -> jax.Array:
+    """What the parts of a stacked parameter, as of `factors_of`, say of the layer at each place.
+
+    Args:
+      parts: with their values.
+      otherwise: of layers that are in none, [places].
+      layers: as of `moments.keep_moments`.
+    """
+    number = jnp.arange(otherwise.shape[0]) if layers is None else jnp.asarray(layers)
+    found = otherwise
+    for part, value in reversed(parts):
+        found = jnp.where((number >= part.first) & (number < part.last), value, found)
+    return found
+
+
 def value_of(groups: Mapping[str, float], name: str, param: Any) -> float | None:
     """What the first pattern that fits a parameter gives it; None where none fits."""
     return next((value for pattern, value in groups.items() if fits(pattern, name, param)), None)
@@ -134,10 +151,7 @@ def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformationEx
             if all(part.is_whole for part, _ in parts):
                 return update.replace(parts[0][1] * update.get_value())
             array, dim = update.get_value(), logical_axes(param).index(LAYERS)
-            number = jnp.arange(array.shape[dim]) if layers is None else jnp.asarray(layers)
-            factor = jnp.ones(number.shape, array.dtype)
-            for part, value in reversed(parts):
-                factor = jnp.where((number >= part.first) & (number < part.last), value, factor)
+            factor = by_layer(parts, jnp.ones(array.shape[dim], array.dtype), layers)
             return update.replace(array * factor.reshape(-1, *[1] * (array.ndim - dim - 1)))
 
         return each_named(one, params, updates), state

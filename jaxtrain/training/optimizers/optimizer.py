@@ -16,6 +16,7 @@ from jaxtrain.training.optimizers.clipping import clip_adaptively, clip_each
 from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
 from jaxtrain.training.optimizers.moments import ROUNDED, Moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
+from jaxtrain.training.optimizers.unfreezing import Unfreezing
 
 
 @configurable
@@ -163,6 +164,7 @@ def make_optimizer(
     schedule: optax.Schedule,
     join: Callable[[Parts, Parts], Joined] = chained,
     scaled: Sequence[optax.GradientTransformation] = (),
+    unfreezing: Unfreezing = Unfreezing(),  # noqa: B008 - frozen
 ) -> Joined:
     """The optax transformation: penalties, clips, update rule, learning rate, and the average
     behind them.
@@ -175,10 +177,13 @@ def make_optimizer(
       join: makes one of what needs all gradients at once, and of what updates each parameter on its
         own.
       scaled: what multiplies the updates that the rule has made.
+      unfreezing: which parameters wait for their step; the update then takes `step` too.
     """
     first: Parts = []
     if settings.l1 or settings.l2:
         first.append(add_penalties(settings.l1, settings.l2))
+        if unfreezing.steps:
+            first.append(unfreezing.holding_back())
     if settings.clip_value is not None:
         first.append(clip_each(settings.clip_value))
     if settings.clip_ratio is not None:
@@ -188,5 +193,8 @@ def make_optimizer(
     *rule, last = settings.rule.chain(schedule, decay=settings.decay, moments=settings.moments)
     if settings.learning_rates:
         rule.append(scale_groups(settings.learning_rates))
+    rule.append(last)
+    if unfreezing.steps:
+        rule = [unfreezing.waiting(optax.chain(*rule))]
     average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
-    return join(first, [*rule, last, *scaled, *average])
+    return join(first, [*rule, *scaled, *average])

@@ -22,7 +22,7 @@ from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.objectives import losses
 from jaxtrain.training.offload import offload
-from jaxtrain.training.optimizers import optimizer, plateau
+from jaxtrain.training.optimizers import optimizer, plateau, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data, named
 from jaxtrain.training.preflight.outlook import Outlook
@@ -206,6 +206,14 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     ),
     lambda seen, c: c.optimizer.rule.refuse_layout(seen.trained, seen.layout),
     lambda seen, c: optimizer.refuse_groups(c.optimizer, seen.trained),
+    lambda seen, c: unfreezing.refuse(
+        c.finetune.unfreeze,
+        seen.trained,
+        rule=c.optimizer.rule,
+        exchange=c.exchange.method,
+        last=c.train.steps,
+        trains=seen.trains,
+    ),
     lambda seen, c: curvature.refuse(
         c.optimizer.rule,
         c.train.task,

@@ -33,6 +33,7 @@ from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
 from jaxtrain.training.optimizers.plateau import on_plateau
 from jaxtrain.training.optimizers.schedule import make_schedule
+from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.settings import Config
 from jaxtrain.training.sharpness import with_sharpness
 from jaxtrain.training.step import Program, parameter_shapes
@@ -108,9 +109,11 @@ def make_program(
     if config.attention.kernel == "auto":
         config = resolved(config, platform_of(layout.mesh))
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.steps)
+    waits = Unfreezing(tuple(config.finetune.unfreeze.items()))
     first, rest = make_optimizer(
-        config.optimizer, schedule, lambda first, rest: (first, rest), on_plateau(config.schedule)
-    )
+        config.optimizer, schedule, lambda first, rest: (first, rest), on_plateau(config.schedule),
+        waits,
+    )  # fmt: skip
     where = config.offload.optimizer_state
     made = Program
     if where == "disk":
@@ -145,6 +148,7 @@ def make_program(
             tuning_of(config.finetune, config.train.model.build, biases(config.train.model))
         ),
         bias_speed=speed_of(config.train.model),
+        unfreezing=waits,
     )
     exchanged = with_exchange(config.exchange, program)
     measured = with_noise(config.train.noise_scale_every, exchanged)

@@ -1,0 +1,228 @@
+"""Parameters that wait for their step: until it neither they nor what a rule keeps of them change.
+
+It is what PyTorch does with `requires_grad = False` until then: no gradient in any norm, no decay,
+no moment; and what a rule counts, such as for Adam's debiasing, counts from there. Layers of one
+array may wait for different steps. Source: Howard & Ruder 2018 (arXiv 1801.06146), section 3.3.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.training.finetune.tuning import named
+from jaxtrain.training.offload.streaming import joined, over_states, part
+from jaxtrain.training.optimizers import groups
+from jaxtrain.training.optimizers.groups import LAYERS, Part, by_layer, each_named, factors_of
+from jaxtrain.training.optimizers.rule import Rule
+
+_NONE = frozenset[str]()
+
+
+class Waiting(NamedTuple):
+    """The state of a rule whose parameters do not all begin with the first step.
+
+    Attributes:
+      rule: the rule's own, its counts those of what is trained from the start.
+      later: of each later step in order, what is counted from there on.
+    """
+
+    rule: Any
+    later: tuple[list[jax.Array], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfreezing:
+    """Which parameters wait, and for what step.
+
+    Attributes:
+      steps: pattern, as of `Optimizer.learning_rates`, and how many steps leave what it fits as it
+        is; the first that fits counts, and what none fits does not wait.
+    """
+
+    steps: tuple[tuple[str, int], ...] = ()
+
+    def held_back(self, grads: Any, step: jax.Array, layers: Sequence[int] | None) -> Any:
+        """Gradients, or updates, with zeros for what still waits.
+
+        Args:
+          grads: named arrays.
+          step: int32 scalar, optimizer steps taken.
+          layers: as of `moments.keep_moments`.
+        """
+        if not self.steps:
+            return grads
+
+        def one(name: str, grad: Any) -> Any:
+            if self.starts(name, grad) == {0}:
+                return grad
+            open_now = step >= self._start(name, grad, layers)
+            return jax.tree.map(lambda g: jnp.where(_along(open_now, g), g, 0), grad)
+
+        return each_named(one, grads)
+
+    def holding_back(self) -> optax.GradientTransformationExtraArgs:
+        """`held_back` of updates; its update takes `step` and `layers`."""
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            del params
+            return self.held_back(updates, extra["step"], extra.get("layers")), state
+
+        return optax.GradientTransformationExtraArgs(optax.identity().init, update)
+
+    def waiting(self, rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """The rule, which updates each parameter and each of its layers on its own, with those that
+        wait left out; its update takes `step` and `layers`.
+
+        It is computed once for each of the steps, over the arrays that have a layer of that step.
+        """
+        of_rule = optax.with_extra_args_support(rule)
+        steps = sorted({0, *dict(self.steps).values()})
+
+        def init(params: Any) -> Waiting:
+            state = of_rule.init(params)
+            counts = jax.tree.leaves(part(state, _NONE))
+            # Copies: a step takes its state's buffers away, and may not be given one twice.
+            return Waiting(
+                state, tuple([jnp.array(x, copy=True) for x in counts] for _ in steps[1:])
+            )
+
+        def update(
+            updates: Any, state: Any, params: Any = None, **extra: Any
+        ) -> tuple[Any, Waiting]:
+            step = extra.pop("step")
+            form = jax.tree.structure(part(state.rule, _NONE))
+            given = [part(state.rule, _NONE), *map(form.unflatten, state.later)]
+            found = jax.tree.map(jnp.zeros_like, updates), state.rule
+            counted = []
+            for start, counts in zip(steps, given, strict=True):
+                names = frozenset(
+                    name for name, param in named(params).items() if start in
+                    self.starts(name, param)
+                )  # fmt: skip
+                mine, kept, own, more = (
+                    part(tree, names) for tree in (updates, state.rule, params, extra)
+                )
+                moved, after = of_rule.update(mine, joined([counts, kept]), own, **more)
+                counted.append(_counted(step >= start, part(after, _NONE), counts))
+                opened = {
+                    name: self._opened(name, param, start, step, extra.get("layers"))
+                    for name, param in named(own).items()
+                }
+                found = _taken(opened, (moved, after), found)
+            updates, after = found
+            later = tuple(jax.tree.leaves(counts) for counts in counted[1:])
+            return updates, Waiting(joined([counted[0], after]), later)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def starts(self, name: str, param: Any) -> set[int]:
+        """The steps that a parameter or parts of it wait for; 0 is none."""
+        parts = self.parts(name, param)
+        last = {0} if not (parts and parts[-1][0].is_whole) else set()
+        return {int(start) for _, start in parts} | last
+
+    def _start(self, name: str, param: Any, layers: Sequence[int] | None) -> int | jax.Array:
+        """The step that a parameter waits for, or each place of a stacked one, [places]."""
+        parts, starts = self.parts(name, param), self.starts(name, param)
+        if len(starts) == 1:
+            return starts.pop()
+        assert logical_axes(param)[0] == LAYERS, "what is stacked is so first"
+        places = jax.tree.leaves(param)[0].shape[0]
+        return by_layer(parts, jnp.zeros(places, jnp.int32), layers)
+
+    def _opened(
+        self, name: str, param: Any, start: int, step: jax.Array, layers: Sequence[int] | None
+    ) -> bool | jax.Array:
+        """Which places wait for this step, and need not any more."""
+        own = self._start(name, param, layers)
+        if isinstance(own, int):
+            return True if own == 0 else step >= start
+        return (own == start) & (step >= start)
+
+    def parts(self, name: str, param: Any) -> list[tuple[Part, float]]:
+        """The parts of a parameter that are named with a step, as of `factors_of`."""
+        return factors_of(dict(self.steps), name, param)
+
+
+def _along(mask: bool | jax.Array, x: jax.Array) -> jax.Array:
+    """A mask of places as one of an array's numbers."""
+    mask = jnp.asarray(mask)
+    return mask.reshape(-1, *[1] * (x.ndim - 1)) if mask.ndim else mask
+
+
+def _taken(opened: Mapping[str, bool | jax.Array], new: Any, old: Any) -> Any:
+    """`old` with what `opened` says of arrays by name taken from `new`, which may have fewer."""
+
+    def of_states(old: Any, new: Any) -> Any:
+        found = dict(nnx.to_flat_state(new))
+        after = {}
+        for path, was in nnx.to_flat_state(old):
+            mask = opened.get("/".join(map(str, path)), False)
+            after[path] = was if mask is False else found[path]
+            if not isinstance(mask, bool):
+                after[path] = jax.tree.map(
+                    lambda a, b, mask=mask: jnp.where(_along(mask, a), a, b), found[path], was
+                )
+        return nnx.from_flat_state(after)
+
+    return over_states(of_states, old, new)
+
+
+def _counted(is_open: jax.Array, new: Any, old: Any) -> Any:
+    """Counts that begin with their step, but for the learning rate's, which is the run's."""
+
+    def one(new: Any, old: Any) -> Any:
+        return new if _of_schedule(new) else jnp.where(is_open, new, old)
+
+    return jax.tree.map(one, new, old, is_leaf=_of_schedule)
+
+
+def _of_schedule(x: Any) -> bool:
+    return isinstance(x, optax.ScaleByScheduleState)
+
+
+def refuse(
+    steps: Mapping[str, int], params: Any, *, rule: Rule, exchange: str, last: int, trains: bool
+) -> Iterator[str]:
+    """A sentence for each reason why a run cannot wait so.
+
+    Args:
+      steps: `Finetune.unfreeze`.
+      params: those that are trained, of which no array need be there.
+      rule: the update rule.
+      exchange: the method by which replicas agree.
+      last: the run's last step.
+      trains: whether anything is to be trained.
+    """
+    if not steps:
+        return
+    yield from groups.refuse("Finetune.unfreeze", steps, params)
+    if exchange != "synchronous":
+        yield (
+            f"Finetune.unfreeze={dict(steps)!r} with Exchange.method={exchange!r}: such replicas "
+            "train all parameters; use Exchange.method='synchronous'"
+        )
+    if rule.averages:
+        yield (
+            f"Finetune.unfreeze={dict(steps)!r} with Optimizer.name={rule.name!r}, whose average "
+            "is over the iterates of all steps; use another rule, such as 'adamw'"
+        )
+    for pattern, start in steps.items():
+        if trains and start >= last:
+            yield (
+                f"Finetune.unfreeze: {pattern!r} waits for {start} steps, and the run ends after "
+                f"Train.steps={last}; use at most {last - 1}, or Finetune.freeze, which keeps no "
+                "moments"
+            )
+    waits = Unfreezing(tuple(steps.items()))
+    if not any(0 in waits.starts(name, param) for name, param in named(params).items()):
+        yield (
+            f"Finetune.unfreeze={dict(steps)!r} leaves nothing to train at the first step; give "
+            "what learns first the step 0, or no pattern"
+        )
