@@ -15,6 +15,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import raw, read_header, write
+from jaxtrain.run.ancestry import of_published
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
@@ -254,3 +255,47 @@ def test_from_huggingface_starts_with_the_folders_parameters(source, tmp_path):
     for name, value in tensors(source).items():
         assert np.array_equal(raw(written[name]), raw(value)), name
     assert (tmp_path / "out" / "generation_config.json").exists()
+
+
+def test_a_checkpoint_names_what_it_came_from_through_restart_export_and_import(
+    run, source, tmp_path, capsys
+):
+    def seal(folder: Path, step: int) -> str:
+        return "blake2b:" + json.loads((folder / f"checkpoints/{step}/manifest.json").read_text())[
+            "blake2b"]  # fmt: skip
+
+    start = [f"Train.start_from='{run}'", "Train.steps=2"]
+    for _ in range(2):  # the second goes on
+        trainer = Trainer(load_config(run / "config.gin", start), tmp_path / "child")
+        if not trainer.steps_done:
+            trainer.train(1)
+        trainer.close()
+    published = {"path": str(source), "step": None}
+    newest = max(int(folder.name) for folder in (run / "checkpoints").iterdir())
+    expected = [{"path": str(run), "step": newest, "digest": seal(run, newest)}, published]
+    told = [*trainer.ancestors]
+    assert told[0] == {
+        "path": str(tmp_path / "child"), "step": 1, "digest": seal(tmp_path / "child", 1)
+    }  # fmt: skip
+    first = told[-1].pop("digest")
+    assert told[1:] == expected
+    assert main(["inspect", "--workdir", str(tmp_path / "child")]) == 0
+    said = capsys.readouterr().out
+    assert f"Its parameters began as those of {run}, step {newest} ({seal(run, newest)})" in said
+    assert f"which began as those of {source} ({first})" in said
+
+    assert trainer.export_huggingface(tmp_path / "out").passed
+    found = of_published(tmp_path / "out")
+    assert found[0]["path"] == str(tmp_path / "out")
+    assert [{k: one[k] for k in ("path", "step")} for one in found[1:]] == [
+        {k: one[k] for k in ("path", "step")} for one in told
+    ]
+    # The digest is of the content: another file, another digest.
+    (tmp_path / "out" / "model.safetensors").unlink()
+    save(tmp_path / "out" / "model.safetensors", seed=1)
+    other = of_published(tmp_path / "out")[0]
+    assert other["path"] == found[0]["path"]
+    assert other["digest"] != found[0]["digest"]
+    # What is no list of ancestors is passed over.
+    (tmp_path / "out" / "parity.json").write_text('{"ancestors": [3]}')
+    assert len(of_published(tmp_path / "out")) == 1

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtrain.data.order import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import FORMAT
 from jaxtrain.run.checkpoint.store import Checkpoints
@@ -38,7 +39,11 @@ _OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
 
 
 def describe(
-    config: Config, program: Program | ExchangeProgram, digest: str, next_batch: int
+    config: Config,
+    program: Program | ExchangeProgram,
+    digest: str,
+    next_batch: int,
+    ancestors: Sequence[Ancestor] = (),
 ) -> dict[str, Any]:
     """What is saved beside a state.
 
@@ -47,9 +52,11 @@ def describe(
       program: the run's program.
       digest: the data's sha256.
       next_batch: the number of the batch that the next step takes.
+      ancestors: what the run's first parameters came from.
     """
     return {
         "format": FORMAT,
+        "ancestors": list(ancestors),
         "config": config.operative(),
         "data": {"next_batch": next_batch, **_position(config, digest)},
         "layer_order": program.layer_order,
@@ -57,15 +64,19 @@ def describe(
     }
 
 
-def describe_parameters(config: Config, program: Program) -> dict[str, Any]:
+def describe_parameters(
+    config: Config, program: Program, ancestors: Sequence[Ancestor]
+) -> dict[str, Any]:
     """What is saved beside parameters alone, of a run that has not begun.
 
     Args:
       config: the run's configuration.
       program: whose layout and order of layers they have.
+      ancestors: what they came from.
     """
     return {
         "format": FORMAT,
+        "ancestors": list(ancestors),
         "config": config.operative(),
         "data": {"next_batch": 0},
         "layer_order": program.layer_order,

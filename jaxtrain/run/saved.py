@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.data.source import Dataset
 from jaxtrain.run import resume
+from jaxtrain.run.ancestry import Ancestor, of_checkpoint
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import refuse_held
 from jaxtrain.run.attempts.phases import Phases
@@ -18,7 +19,13 @@ from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
-from jaxtrain.run.start import first_parameters, restored_parameters, with_teacher
+from jaxtrain.run.start import (
+    ancestors_of,
+    first_parameters,
+    newest_step,
+    restored_parameters,
+    with_teacher,
+)
 from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.run.weights import with_trained
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
@@ -34,6 +41,7 @@ class SavedRun:
 
     Attributes:
       extra: what the checkpoint that was restored last says beside its state; None: none was.
+      ancestors: what the run's first parameters came from, the nearest first.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class SavedRun:
         self._workdir, self._config, self._program = workdir, config, program
         self._read_only, self._report, self._phases = read_only, report, phases
         self.extra: dict[str, Any] | None = None
+        self.ancestors: list[Ancestor] = []
         self._checkpoints = None
         if workdir is not None:
             if not read_only and jax.process_index() == 0:
@@ -137,9 +146,16 @@ class SavedRun:
         """
         if self._checkpoints is None:
             return
-        extra = resume.describe(self._config, self._program, digest, next_batch)
+        extra = resume.describe(self._config, self._program, digest, next_batch, self.ancestors)
         with jax.transfer_guard("allow"):
             self._checkpoints.save(step, state, extra)
+
+    def line(self, step: int) -> list[Ancestor]:
+        """The ancestors of what is made of the state of `step`: its checkpoint first, if any."""
+        if self._checkpoints is None or step not in self._checkpoints.steps():
+            return self.ancestors
+        assert self._workdir is not None, "checkpoints without a folder"
+        return of_checkpoint(self._checkpoints, self._workdir, step)
 
     @property
     def keeps(self) -> bool:
@@ -168,7 +184,11 @@ class SavedRun:
     def _fresh(self) -> TrainState:
         train, params = self._config.train, None
         if train.start_from is not None:
-            params = first_parameters(train.start_from, self._config, self._program.plain)
+            step = newest_step(train.start_from)
+            params = first_parameters(
+                train.start_from, self._config, self._program.plain, step=step
+            )
+            self.ancestors = ancestors_of(train.start_from, step, self._config.checkpoint)
             self._report(f"Parameters from {train.start_from}; everything else is fresh")
         return self._created(params)
 
@@ -185,6 +205,7 @@ class SavedRun:
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         assert self._checkpoints is not None
         extra = self._checkpoints.extra(step)
+        self.ancestors = extra.get("ancestors", [])  # none of a checkpoint from before they stood
         if extra.get("only_parameters"):
             params = restored_parameters(self._checkpoints, step, self._config, self._program.plain)
             self.extra = extra

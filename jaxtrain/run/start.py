@@ -5,11 +5,12 @@ from pathlib import Path
 
 from flax import nnx
 
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import Place, on_disk, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import CONFIG
 from jaxtrain.models.weights.published import published
 from jaxtrain.run import resume
+from jaxtrain.run.ancestry import Ancestor, of_checkpoint, of_published
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
@@ -18,12 +19,17 @@ from jaxtrain.training.finetune.finetune import Finetune, matching
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.finetune.tuning import named as by_name
 from jaxtrain.training.objectives.distillation import Distillation
-from jaxtrain.training.settings import Config
+from jaxtrain.training.settings import Checkpoint, Config
 from jaxtrain.training.step import Program
 
 
 def first_parameters(
-    source: str, config: Config, program: Program, *, named: str = "Train.start_from"
+    source: str,
+    config: Config,
+    program: Program,
+    *,
+    named: str = "Train.start_from",
+    step: int | None = None,
 ) -> nnx.State:
     """The parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF file, and
     running statistics, where there are such.
@@ -33,13 +39,14 @@ def first_parameters(
       config: the run that starts with them.
       program: its program, in whose layout they come.
       named: the setting that names the source, for messages.
+      step: of the run's checkpoint; None: its newest.
 
     Raises:
       UserError: there is neither there, or another model.
       CheckpointError: the checkpoint is damaged.
     """
     folder, program = place(source), _of_model(config, program)
-    if isinstance(folder, Path) and (folder.suffix == ".gguf" or (folder / CONFIG).is_file()):
+    if _is_published(folder):
         found = published(source, named=named)
         return read_parameters(found, program, config.train.model, _fresh(config, program))
     if not sealed_steps(folder / FOLDER):
@@ -49,9 +56,38 @@ def first_parameters(
         )
     checkpoints = Checkpoints(folder, config.checkpoint, read_only=True)
     try:
-        return restored_parameters(checkpoints, max(checkpoints.steps()), config, program)
+        step = max(checkpoints.steps()) if step is None else step
+        return restored_parameters(checkpoints, step, config, program)
     finally:
         checkpoints.close()
+
+
+def newest_step(source: str) -> int | None:
+    """The step of a run's newest checkpoint; None of what is no run, or has none."""
+    folder = place(source)
+    return None if _is_published(folder) else max(sealed_steps(folder / FOLDER), default=None)
+
+
+def ancestors_of(source: str, step: int | None, settings: Checkpoint) -> list[Ancestor]:
+    """What parameters that `first_parameters` has read came from, the nearest first.
+
+    Args:
+      source: as there.
+      step: of the run's checkpoint; None of what is published.
+      settings: of checkpoints.
+    """
+    folder = place(source)
+    if step is None:
+        return of_published(on_disk(source))
+    checkpoints = Checkpoints(folder, settings, read_only=True)
+    try:
+        return of_checkpoint(checkpoints, folder, step)
+    finally:
+        checkpoints.close()
+
+
+def _is_published(folder: Place) -> bool:
+    return isinstance(folder, Path) and (folder.suffix == ".gguf" or (folder / CONFIG).is_file())
 
 
 def restored_parameters(

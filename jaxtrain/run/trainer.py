@@ -233,14 +233,11 @@ class Trainer:
         """
         state = self.program.consensus(self.state)
         return export_run(
-            str(path),
-            self.config,
+            str(path), self.config,
             dataclasses.replace(self.program.plain.whole, build=self.config.train.model.build),
             nnx.merge_state(merged(self.program.plain, state), state.statistics),
-            self.workdir,
-            dtype=dtype,
-            console=self.console,
-        )
+            self.workdir, dtype=dtype, ancestors=self.ancestors, console=self.console,
+        )  # fmt: skip
 
     def export_adapter(self, path: str | Path) -> None:
         """Writes the adapters that evaluation and generation use as a folder of PEFT's.
@@ -276,6 +273,11 @@ class Trainer:
     def steps_done(self) -> int:
         """Optimizer steps it has taken, known without asking the device."""
         return self._loop.steps_done
+
+    @property
+    def ancestors(self) -> list[dict[str, Any]]:
+        """Its checkpoint, if any, and what its first parameters came from; see `run.ancestry`."""
+        return self._saved.line(self.steps_done)
 
     @property
     def state(self) -> TrainState:

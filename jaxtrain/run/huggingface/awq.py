@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.products.quantised import Quantised, unpacked
 from jaxtrain.parallel.sharding import is_variable, logical_axes
+from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
@@ -50,6 +51,7 @@ def export_awq(
     state: TrainState,
     workdir: Place | None,
     *,
+    ancestors: Sequence[Ancestor],
     console: Console,
 ) -> receipt.Receipt:
     """Writes the folder, whole or not at all, and compares what it holds with the run.
@@ -60,6 +62,7 @@ def export_awq(
       program: whose state it is.
       state: what is written.
       workdir: the run's folder, with what an import has carried along; None: there is none.
+      ancestors: of the run, which the receipt has too.
       console: where the receipt goes.
 
     Raises:
@@ -101,6 +104,7 @@ def export_awq(
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = ((name, _tensor(name, x)) for name, x in their_tensors(names, params, order))
         found = _compared(beside, family.architecture, made, program, model, state, called=folder)
+        found = dataclasses.replace(found, ancestors=tuple(ancestors))
         written = json.dumps(found.to_json(), indent=1).encode()
         write_atomically(beside / receipt.FILE, written)
     found.show(console)

@@ -49,7 +49,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     if arguments.awq:
         found = export_awq(
             arguments.out, trainer.config, trainer.program.plain, trainer.state, trainer.workdir,
-            console=trainer.console,
+            ancestors=trainer.ancestors, console=trainer.console,
         )  # fmt: skip
         return DONE if found.passed else FAILED
     found = trainer.export_huggingface(arguments.out, dtype=arguments.dtype)

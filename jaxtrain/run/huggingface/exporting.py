@@ -1,9 +1,10 @@
 """A run becomes a published model: safetensors, config.json, and what was carried along."""
 
+import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder
 from jaxtrain.models.weights.names import their_shapes
+from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
@@ -41,6 +43,7 @@ def export_run(
     workdir: Place | None,
     *,
     dtype: Dtype,
+    ancestors: Sequence[Ancestor],
     console: Console,
     file_bytes: int = FILE_BYTES,
 ) -> receipt.Receipt:
@@ -53,6 +56,7 @@ def export_run(
       params: what is exported, running statistics with it.
       workdir: the run's folder, with what an import has carried along; None: there is none.
       dtype: of the files.
+      ancestors: of the run, which the receipt has too.
       console: where the receipt goes.
       file_bytes: the tensors are cut into files of at most this size.
 
@@ -82,6 +86,7 @@ def export_run(
         found = receipt.compare(
             beside, family.architecture, stored, made, program, model, params, called=folder
         )
+        found = dataclasses.replace(found, ancestors=tuple(ancestors))
         content = json.dumps(found.to_json(), indent=1).encode()
         write_atomically(beside / receipt.FILE, content)
     found.show(console)

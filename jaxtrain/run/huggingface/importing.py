@@ -20,6 +20,7 @@ from jaxtrain.models.weights.published import Published, published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run import resume
+from jaxtrain.run.ancestry import of_published
 from jaxtrain.run.checkpoint.retention import refuse_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
@@ -73,7 +74,7 @@ def import_run(
             write_atomically(carried / name, content)
     checkpoints = Checkpoints(workdir, config.checkpoint, report=say)
     try:
-        extra = resume.describe_parameters(config, program)
+        extra = resume.describe_parameters(config, program, of_published(folder.path))
         checkpoints.save(0, _told_apart(params, program), extra)
         checkpoints.wait()
     finally:

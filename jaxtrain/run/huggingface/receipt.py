@@ -77,6 +77,7 @@ class Receipt:
       differing: names of the tensors that are not what our parameters are there.
       logits: of both models; None where they were not compared.
       why_not: the reason, where they were not.
+      ancestors: of an export, the run's checkpoint and what it came from: see `run.ancestry`.
     """
 
     folder: str
@@ -86,6 +87,7 @@ class Receipt:
     differing: tuple[str, ...]
     logits: Logits | None
     why_not: str | None
+    ancestors: tuple[dict[str, Any], ...] = ()
 
     @property
     def passed(self) -> bool:

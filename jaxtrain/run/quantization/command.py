@@ -117,7 +117,7 @@ def write_quantised(
         # What is handed in is taken away, and the trainer's own may be among it.
         made = program.create(config.train.seed, jax.tree.map(jnp.copy, params))
     made = dataclasses.replace(made, step=state.step)
-    extra = resume.describe_parameters(config, program)
+    extra = resume.describe_parameters(config, program, trainer.ancestors)
     del extra["only_parameters"]
     with refused_path(f"--out {out}", needs="use a folder that can be made and written"):
         if isinstance(out, Path):

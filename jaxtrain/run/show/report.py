@@ -16,6 +16,7 @@ from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
+from jaxtrain.run.ancestry import told
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
@@ -291,6 +292,8 @@ def show_checkpoint(
     console.print(f"Format {extra['format']}, written with {words}", soft_wrap=True)
     for name, value in extra["data"].items():
         console.print(f"{name}: {value}", soft_wrap=True)
+    for line in told(extra.get("ancestors", [])):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     show_config(console, extra["config"])
     table = Table(title="Arrays", title_justify="left", show_footer=True)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in tree.values())
