@@ -147,9 +147,8 @@ def test_a_layer_at_a_time_waits_as_all_do():
         assert_same(found[0], expected)
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param({"fsdp": 4}, marks=pytest.mark.slow), {"pipe": 2, "fsdp": 2}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"pipe": 2, "fsdp": 2}], ids=str)
 def test_on_a_mesh_it_is_that_of_one_device(sizes):
     """In a pipeline the layers stand in another order."""
     layout = make_layout(**sizes, tensor=2)
