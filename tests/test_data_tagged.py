@@ -125,13 +125,19 @@ def test_predictions_are_of_the_words_places(source):
         told[..., 2] = np.isin(batch.inputs, [ord("P"), ord("U")]) * np.log(2)
         return told
 
-    found = list(predicting.predict(["Up Paul", "so"], model, data, logits, top=1, say=print))
+    found = list(
+        predicting.predict(["Up Paul", "so"], model, data, logits, logits, top=1, say=print)
+    )
     assert [(one.name, one.label) for one in found] == [
         ("text 1, Up", "PER"), ("text 1, Paul", "PER"), ("text 2, so", "O"),
     ]  # fmt: skip
     assert found[0].classes[0][1] == pytest.approx(0.5)
     with pytest.raises(UserError, match=r"'sixteen' of text 1 is behind TaggedText.sequence_len"):
-        list(predicting.predict("fifteen or more sixteen", model, data, logits, top=1, say=print))
+        list(
+            predicting.predict(
+                "fifteen or more sixteen", model, data, logits, logits, top=1, say=print
+            )
+        )
 
 
 def test_models_fit_and_verify_shrinks(source):

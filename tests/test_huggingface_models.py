@@ -156,6 +156,9 @@ CASES = {
     "roberta-one-layer": ("Roberta", {**ROBERTA, "num_hidden_layers": 1, "type_vocab_size": 2,
                                       "pad_token_id": 3, "max_position_embeddings": 28},
                           ["Mesh.data=8"], "float16"),
+    "bert-embeddings": ("BertEmbeddings", BERT, ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
+    "roberta-embeddings": ("RobertaEmbeddings", {**ROBERTA, "vocab_size": 61, "hidden_size": 36},
+                           ["Mesh.pipe=2", "Mesh.fsdp=4"], "float32"),
     "bert": ("Bert", BERT, ["Mesh.fsdp=2", "Mesh.tensor=4"], "bfloat16"),
 }  # fmt: skip
 ALWAYS = (
@@ -183,9 +186,13 @@ def random_model(kind: str, settings: dict) -> torch.nn.Module:
     made = {
         "GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "Roberta": "RobertaForMaskedLM",
         "BertSentences": "BertForSequenceClassification", "ViT": "ViTForImageClassification",
-        "ResNet": "ResNetForImageClassification",
+        "ResNet": "ResNetForImageClassification", "BertEmbeddings": "BertModel",
+        "RobertaEmbeddings": "RobertaModel",
     }.get(kind, f"{kind}ForCausalLM")  # fmt: skip
-    config = {"Gemma3": "Gemma3TextConfig", "BertSentences": "BertConfig"}
+    config = {
+        "Gemma3": "Gemma3TextConfig", "BertSentences": "BertConfig", "BertEmbeddings": "BertConfig",
+        "RobertaEmbeddings": "RobertaConfig",
+    }  # fmt: skip
     settings = getattr(transformers, config.get(kind, f"{kind}Config"))(**settings)
     made = getattr(transformers, made)(settings)
     with torch.no_grad():
@@ -204,7 +211,10 @@ def random_model(kind: str, settings: dict) -> torch.nn.Module:
 
 def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.float().numpy()
+        told = model(torch.from_numpy(tokens))
+        if "logits" not in told:  # without a head: what the transposed embedding makes
+            return (told.last_hidden_state @ model.get_input_embeddings().weight.T).float().numpy()
+        return told.logits.float().numpy()
 
 
 @functools.cache

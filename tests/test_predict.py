@@ -109,7 +109,13 @@ def test_classes_without_names_are_numbers_and_that_is_said(folder, monkeypatch)
         return np.tile(np.array([0.0, 2.0, 1.0]), (len(rows), 1))
 
     found = predicting.predict(
-        str(folder / "fruit" / "plum"), nowhere.model, nowhere.data, logits, top=1, say=told.append
+        str(folder / "fruit" / "plum"),
+        nowhere.model,
+        nowhere.data,
+        logits,
+        logits,
+        top=1,
+        say=told.append,
     )
     assert [one.label for one in found] == ["1"] * 4
     assert "Classes are told by number" in told[0]
@@ -138,12 +144,12 @@ def test_vectors_are_scaled_as_the_training_part_was(tmp_path):
 
     (tmp_path / "some.csv").write_text("\n".join(",".join(map(str, row)) for row in x[places]))
     given = str(tmp_path / "some.csv")
-    found = list(predicting.predict(given, model, data, logits, top=1, say=print))
+    found = list(predicting.predict(given, model, data, logits, logits, top=1, say=print))
     rows = np.stack([heldout.example(index, None).inputs for index in range(len(heldout))])
     np.testing.assert_array_equal(seen[0], rows)
     assert [one.label for one in found] == [str(row[:3].argmax()) for row in rows]
     assert found[1].name == f"{given} 2"
-    (one,) = predicting.predict(x[places[0]], model, data, logits, top=1, say=print)
+    (one,) = predicting.predict(x[places[0]], model, data, logits, logits, top=1, say=print)
     assert (one.name, one.label) == ("vector 1", found[0].label)
     with pytest.raises(UserError, match="vectors of 3 numbers; MLP reads 4"):
-        list(predicting.predict(np.zeros(3), model, data, logits, top=1, say=print))
+        list(predicting.predict(np.zeros(3), model, data, logits, logits, top=1, say=print))

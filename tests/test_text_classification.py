@@ -269,7 +269,7 @@ def test_probabilities_are_those_of_the_logits(labelled):
         told[..., 0] = batch.inputs * np.log(2) / ord("e")  # log 2 at an "e"
         return told
 
-    (one,) = predicting.predict("plum apple", model, data, logits, top=2, say=print)
+    (one,) = predicting.predict("plum apple", model, data, logits, logits, top=2, say=print)
     assert dict(one.classes) == pytest.approx({"fruit": 2 / 3, "tool": 1 / 3})
 
 

@@ -118,7 +118,9 @@ MODELS = {
     ),
     "bert": BERT(**SMALL, mlp_dim=7, token_types=3, norm_eps=1e-6),
     "bert of sentences": BERT(**SMALL, mlp_dim=7, objective="token_classification", num_classes=5),
+    "bert of embeddings": BERT(**SMALL, mlp_dim=7, pooling="mean"),
     "roberta": BERT(**SMALL, mlp_dim=7, token_types=1, first_position=2),
+    "roberta of embeddings": BERT(**SMALL, mlp_dim=7, first_position=2, pooling="mean"),
     "vit": ViT(
         num_classes=5,
         channels=2,

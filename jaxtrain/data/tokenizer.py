@@ -72,6 +72,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
+        """As of `FileTokenizer`: nothing is put around."""
+        ids = self.encode(text)
+        return ids[:at_most], len(ids) > at_most
+
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         sizes = [len(character.encode("utf-8")) for character in text]
         return self.encode(text), np.repeat(np.arange(len(text)), sizes).tolist()
@@ -122,7 +127,8 @@ class FileTokenizer:
         # A file may ask for cutting and padding, which would lose or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # It adds special tokens, which are not asked for, and may leave spaces out of the places.
+        # It adds special tokens, which few ask for, and may leave spaces out of the places.
+        self._around = self._tokenizer.post_processor
         self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         # The largest id and not the count: files with holes in their ids exist.
@@ -140,6 +146,16 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
+        """The ids of a text with those that the file puts around it, such as [CLS] and [SEP], and
+        whether it was cut: of what is longer than so many tokens the rest is left out."""
+        encoded, around = self._tokenizer.encode(text, add_special_tokens=False), self._around
+        own = 0 if around is None else around.num_special_tokens_to_add(False)
+        room = max(at_most - own, 0)
+        cut = len(encoded.ids) > room
+        encoded.truncate(room)
+        return (encoded if around is None else around.process(encoded)).ids, cut
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -190,7 +206,7 @@ def split_at_lines(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
 
 def open_tokenizer(
     path_or_byte: str, *, end_of_text: str | None, path: Place | None, section: str = "TextData"
-) -> Tokenizer:
+) -> ByteTokenizer | FileTokenizer:
     """The tokenizer that a setting names; `path` is where its file was found."""
     if path is None:
         assert path_or_byte == "byte", path_or_byte

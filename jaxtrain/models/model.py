@@ -10,6 +10,7 @@ from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.values import lacks
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.pooling import Pooling
 
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
 __all__ = [
@@ -183,6 +184,21 @@ class SequenceModel(ClassModel, Protocol):
 
 
 @runtime_checkable
+class EmbeddingModel(TokenModel, Protocol):
+    """What is asked besides of a model that may make one vector of a text."""
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How it is made of the tokens' hidden states; None: it makes none."""
+        ...
+
+    @property
+    def normalized(self) -> bool:
+        """Whether it is divided by its length."""
+        ...
+
+
+@runtime_checkable
 class MultiTokenModel(TokenModel, Protocol):
     """What is asked besides of a model that may tell tokens after the next one.
 
@@ -320,6 +336,11 @@ def refuse_features(model: Any) -> None:
             f"{name}.vocab_size={model.vocab_size} does nothing with {name}.features={features}: "
             f"vectors are no tokens; leave it out, or set {name}.features=None"
         )
+
+
+def embeds(model: Model) -> TypeGuard[EmbeddingModel]:
+    """Whether a model makes one vector of a text."""
+    return isinstance(model, EmbeddingModel) and model.pooling is not None
 
 
 def refuse_incomplete(model: Model) -> None:

@@ -223,7 +223,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Prints the likeliest classes of each image, text or vector."""
+    """Prints the likeliest classes of each image, text or vector, or a text's embedding."""
     for prediction in open_run(arguments).predict(arguments.inputs, top=arguments.top):
         print(prediction)  # noqa: T201
     return DONE

@@ -1,4 +1,4 @@
-"""What a trained model says of inputs of one's own: logits on the host."""
+"""What a trained model says of inputs of one's own: logits, or embeddings, on the host."""
 
 import dataclasses
 import functools
@@ -10,10 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import EmbeddingModel, Model, embeds
+from jaxtrain.nn.pooling import pooled
+from jaxtrain.nn.transformer import hidden
 from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.objective import TellsLogits
+from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.step import Program, TrainState
 
 
@@ -33,18 +36,39 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
     Raises:
       UserError: the model cannot read them, or gives no logits.
     """
-    objective, layout = program.objective, for_one_text(program.layout)
+    objective = program.objective
     if not isinstance(objective, TellsLogits):
         raise UserError(f"Trainer.logits: a model of objective {objective.name!r} gives none")
     batch = inputs if isinstance(inputs, Batch) else objective.reading(np.asarray(inputs))
-    found = list(objective.refuse(batch, model, Loss(), layout))
+    program = _of_any_rows(program)
+    found = list(objective.refuse(batch, model, Loss(), program.layout))
     if found:
         raise UserError("\n".join(f"Trainer.logits: {line}" for line in found))
-    # The reference kernel takes any length, and documents.
-    execution = dataclasses.replace(program.execution, kernel="reference")
-    program = dataclasses.replace(program, layout=layout, execution=execution)
-    with layout.active(), program.precision.products():
+    with program.layout.active(), program.precision.products():
         return np.array(_logits(program, state, batch))
+
+
+def embeddings(program: Program, model: Model, state: TrainState, batch: Batch) -> np.ndarray:
+    """The vector of each text, float32 [B, D], computed as `logits` is.
+
+    Args:
+      program: the synchronous program.
+      model: the model's settings.
+      state: from `consensus`.
+      batch: one text in a row, and padding behind it.
+    """
+    assert embeds(model), "asked before"
+    program = _of_any_rows(program)
+    with program.layout.active(), program.precision.products():
+        return np.array(_embeddings(program, model, state, batch))
+
+
+def _of_any_rows(program: Program) -> Program:
+    """With all rows on every device, and the reference kernel: it takes any length, and
+    documents."""
+    execution = dataclasses.replace(program.execution, kernel="reference")
+    layout = for_one_text(program.layout)
+    return dataclasses.replace(program, layout=layout, execution=execution)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -54,3 +78,20 @@ def _logits(program: Program, state: TrainState, batch: Batch) -> jax.Array:
     found = program.objective.logits(model, state.statistics, batch, program.execution)
     # Whole on every device, so that each process can read them.
     return jax.sharding.reshard(found, P())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _embeddings(
+    program: Program, model: EmbeddingModel, state: TrainState, batch: Batch
+) -> jax.Array:
+    objective, ids_BT = program.objective, batch.segment_ids
+    assert isinstance(objective, TokenObjective), "of hidden states"
+    assert model.pooling is not None, "asked before"
+    assert ids_BT is not None, "texts have padding"
+    assert batch.positions is not None, "and places"
+    h_BTD, _, _ = hidden(
+        program.model(state), batch.inputs, batch.positions, objective.mask(batch),
+        program.execution,
+    )  # fmt: skip
+    found_BD = pooled(h_BTD, ids_BT, model.pooling, normalized=model.normalized)
+    return jax.sharding.reshard(found_BD, P())

@@ -106,7 +106,7 @@ def add_run_commands(add: Add) -> None:
     )
     add_config_options(command)
 
-    command = add("predict", "names the likeliest classes of images, texts or vectors")
+    command = add("predict", "names the likeliest classes, or tells the embeddings of texts")
     _add_checkpoint_options(command)
     command.add_argument(
         "inputs",
@@ -114,9 +114,7 @@ def add_run_commands(add: Add) -> None:
         metavar="INPUT",
         help="a PNG or JPEG file, or a folder of them; a text; a .npz or .csv file of vectors",
     )
-    command.add_argument(
-        "--top", type=int, default=3, metavar="N", help="classes of each; %(default)s"
-    )
+    command.add_argument("--top", type=int, default=None, metavar="N", help="classes of each; 3")
     add_config_options(command)
 
     command = add("inspect", "prints what a checkpoint holds")

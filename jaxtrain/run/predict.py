@@ -1,4 +1,4 @@
-"""What a trained classifier says of images, texts, words or vectors: the likeliest classes."""
+"""What a trained model says of images, texts, words or vectors: the likeliest classes."""
 
 import dataclasses
 import io
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from PIL import Image
 
@@ -28,11 +27,12 @@ from jaxtrain.models.model import (
     Model,
     SequenceModel,
     VectorModel,
+    embeds,
     reads_images,
     reads_vectors,
 )
-
-AT_ONCE = 64  # examples that go through the model together
+from jaxtrain.run.embedding import Embedding, embedded
+from jaxtrain.run.texts import AT_ONCE, stacked, texts_of
 
 Given = str | Path | Image.Image | np.ndarray
 
@@ -59,6 +59,10 @@ class Prediction:
         return f"{self.name}: {told}"
 
 
+# Of one input.
+Told = Prediction | Embedding
+
+
 @dataclasses.dataclass(frozen=True)
 class _Asked:
     """Examples whose classes are wanted.
@@ -81,13 +85,14 @@ def predict(
     model: Model,
     data: object,
     logits: Callable[[Any], np.ndarray],
+    vectors: Callable[[Batch], np.ndarray],
     *,
-    top: int,
+    top: int | None,
     say: Callable[[str], object],
-) -> Iterator[Prediction]:
+) -> Iterator[Told]:
     """A prediction for each image, text, vector or sequence of them, or for each word of texts with
-    tags, prepared as in evaluation. Of a sequence each of whose places has a class it is that of
-    the place that `SequenceData.place` names.
+    tags, prepared as in evaluation; of a model that makes embeddings, those of texts. Of a sequence
+    each of whose places has a class it is that of the place that `SequenceData.place` names.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
@@ -96,13 +101,33 @@ def predict(
       model: the model's settings.
       data: what the model was trained on: the preparation, and the names of the classes.
       logits: as of `Trainer.logits`.
-      top: classes that are named, or all where there are fewer.
-      say: is told where the names of the classes are not known.
+      vectors: the embeddings of a batch of texts, [B, D].
+      top: classes that are named, or all where there are fewer; None: 3.
+      say: is told where the names of the classes are not known, and where texts are cut.
 
     Raises:
-      UserError: the model does not tell classes; a file is missing or is none of what it reads.
+      UserError: the model tells neither; a file is missing or is none of what it reads.
     """
     given = [inputs] if isinstance(inputs, Given) else list(inputs)
+    if not embeds(model):
+        return _classes(given, model, data, logits, 3 if top is None else top, say)
+    if top is not None:
+        raise UserError(
+            f"--top {top}: {type(model).__name__} makes embeddings and tells no classes; leave it "
+            "out"
+        )
+    return embedded(given, model, data, vectors, say=say)
+
+
+def _classes(
+    given: list[Given],
+    model: Model,
+    data: object,
+    logits: Callable[[Any], np.ndarray],
+    top: int,
+    say: Callable[[str], object],
+) -> Iterator[Prediction]:
+    """The likeliest classes."""
     if reads_images(model) and isinstance(data, ImageData):
         asked = _of_images(given, model, data, logits)
     elif isinstance(model, ClassModel) and isinstance(data, LabelledText):
@@ -162,7 +187,7 @@ def _of_texts(
     given: list[Given], model: ClassModel, data: LabelledText, logits: Callable[[Any], np.ndarray]
 ) -> _Asked:
     tokenizer = data.open_tokenizer()
-    rows = [data.row(tokenizer.encode(text)) for text in _texts(given, model)]
+    rows = [data.row(tokenizer.encode(text)) for text in texts_of(given, model)]
     called = [str(source) for source in given]
     return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
 
@@ -173,7 +198,7 @@ def _of_words(
     """Every word of every text is an example."""
     tokenizer, called = data.open_tokenizer(), list[str]()
     rows, places = list[Batch](), list[tuple[int, int]]()
-    for number, text in enumerate(_texts(given, model)):
+    for number, text in enumerate(texts_of(given, model)):
         words = text.split()
         tokens, of_words = data.tokens_of(words, tokenizer)
         for word, place in zip(words, of_words, strict=True):
@@ -192,29 +217,13 @@ def _of_words(
             called.append(word if len(given) == 1 else f"text {number + 1}, {word}")
         rows.append(data.row(tokens))
     told_BTC = np.concatenate(
-        [logits(_stacked(rows[begin : begin + AT_ONCE])) for begin in range(0, len(rows), AT_ONCE)]
+        [logits(stacked(rows[begin : begin + AT_ONCE])) for begin in range(0, len(rows), AT_ONCE)]
     )
 
     def of(numbers: Sequence[int]) -> np.ndarray:
         return np.stack([told_BTC[places[number]] for number in numbers])
 
     return _Asked(called, of, data.class_names, model.num_classes)
-
-
-def _texts(given: list[Given], model: Model) -> Iterator[str]:
-    """The texts themselves, or those in files; none of them is empty."""
-    for source in given:
-        if not isinstance(source, str | Path):
-            raise UserError(f"predict: {type(model).__name__} reads texts; give strings")
-        is_file = str(source).endswith(".txt") and Path(source).is_file()
-        text = (Path(source).read_text("utf-8") if is_file else str(source)).strip()
-        if not text:
-            raise UserError("predict: a text is empty; give at least one character")
-        yield text
-
-
-def _stacked(rows: Sequence[Batch]) -> Batch:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
 def _of_vectors(
@@ -275,7 +284,7 @@ def _where_told(
     """The logits [N, C] of rows, at the place of each whose class is told."""
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        batch = _stacked([rows[number] for number in numbers])
+        batch = stacked([rows[number] for number in numbers])
         told_BTC = logits(batch)
         return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
 

@@ -40,11 +40,11 @@ from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.adapters import write_adapter
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
-from jaxtrain.run.logits import logits
+from jaxtrain.run.logits import embeddings, logits
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
-from jaxtrain.run.predict import Given, Prediction, predict
+from jaxtrain.run.predict import Given, Told, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
 from jaxtrain.run.reference import first_reference, stored_reference
 from jaxtrain.run.resume import other_data
@@ -352,19 +352,23 @@ class Trainer:
         state = self.program.consensus(self.state)
         return logits(plain, self.config.train.model, state, inputs)
 
-    def predict(self, inputs: Sequence[Given] | Given, *, top: int = 3) -> list[Prediction]:
-        """The likeliest classes of images, texts or vectors, by name; see `run.predict`.
+    def predict(self, inputs: Sequence[Given] | Given, *, top: int | None = None) -> list[Told]:
+        """The likeliest classes of images, texts or vectors, or embeddings; see `run.predict`.
 
         Args:
           inputs: PNG or JPEG files, folders of them, or images of Pillow's; texts; files or arrays
             of vectors.
-          top: classes that are named.
+          top: classes that are named; None: 3, of a model that tells classes.
 
         Raises:
-          UserError: the model does not tell classes; a file is missing or none of what it reads.
+          UserError: the model tells neither; a file is missing or none of what it reads.
         """
-        train = self.config.train
-        found = predict(inputs, train.model, train.data, self.logits, top=top, say=self.say)
+        model, data = self.config.train.model, self.config.train.data
+
+        def vectors(batch: Batch) -> np.ndarray:
+            return embeddings(self.program.plain, model, self.program.consensus(self.state), batch)
+
+        found = predict(inputs, model, data, self.logits, vectors, top=top, say=self.say)
         return list(found)
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:

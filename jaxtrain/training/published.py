@@ -14,12 +14,13 @@ from jaxtrain.models.model import (
     ImageModel,
     Model,
     PairModel,
+    embeds,
     reads_images,
     reads_pairs,
     token_model,
 )
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.models.weights.folder import PREPROCESSOR, TOKENIZER
+from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
@@ -104,13 +105,19 @@ def _labelled(source: Published, published: Model) -> Iterator[str]:
 def _text(source: Published, published: Model) -> Iterator[str]:
     model = token_model(published)
     yield "Train.data = @TextData()"
-    if (source.path / TOKENIZER).is_file():
+    has_tokenizer = (source.path / TOKENIZER).is_file()
+    if has_tokenizer:
         yield f"TextData.tokenizer = {str(source.path / TOKENIZER)!r}"
-    else:  # bytes would be other tokens than those that it was trained on
+    # Bytes would be other tokens than those that it was trained on; an encoder of sentences is used
+    # as it is, and its vocabulary may have no room for a mask's token.
+    if not has_tokenizer or embeds(model):
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
-    # A row is as long as the usual fine-tuning's.
-    yield f"TextData.sequence_length = {min(model.context_length, 1024)}"
+    # A row is as long as the usual fine-tuning's, or as what the encoder was trained on.
+    content = json.loads(source.carried().get(SENTENCES, b"{}"))
+    longest = content.get("max_seq_length") if isinstance(content, dict) else None
+    usual = longest if isinstance(longest, int) and longest > 0 else 1024
+    yield f"TextData.sequence_length = {min(model.context_length, usual)}"
 
 
 def _pairs(source: Published, model: PairModel) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without dropout; the head
 is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias;
-for classes of sentences a layer and tanh before a matrix of classes and a bias.
+for classes of sentences a layer and tanh before a matrix of classes and a bias. An encoder of
+sentences (Reimers and Gurevych 2019, arXiv 1908.10084) has no head at all.
 Letters: B batch, T length, V vocab, D embed, C places, Y token types.
 """
 
@@ -22,9 +23,12 @@ from jaxtrain.nn.layers import add_bias, embed, map_of_vectors
 from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
+from jaxtrain.nn.pooling import Pooling
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
+
+_SPREAD = normal(0.02)
 
 
 @configurable
@@ -49,6 +53,10 @@ class BERT:
       num_classes: classes that are told apart; of 'token_classification' alone.
       features: numbers of the vector that is read at each place in place of a token; None: tokens
         are read. Of 'token_classification' alone.
+      pooling: how a text's embedding is made of its tokens' hidden states: their 'mean', the
+        'first' of them, or each number's 'max'. Such a model has no head: in training the
+        transposed embedding tells hidden tokens. None: a head, and no embeddings of texts.
+      normalized: whether these embeddings have length 1; of a model with `pooling` alone.
     """
 
     vocab_size: int = 30522
@@ -63,6 +71,8 @@ class BERT:
     objective: Literal["masked_token", "token_classification"] = "masked_token"
     num_classes: int = 2
     features: int | None = None
+    pooling: Pooling | None = None
+    normalized: bool = False
 
     inputs: ClassVar[Inputs] = "tokens"
     experts = None
@@ -75,7 +85,7 @@ class BERT:
 
     def __post_init__(self) -> None:
         sizes = [field.name for field in dataclasses.fields(self)]
-        others = ("norm_eps", "objective", "first_position")
+        others = ("norm_eps", "objective", "first_position", "pooling", "normalized")
         refuse_below(1, self, *(name for name in sizes if name not in others))
         refuse_below(0, self, "first_position")
         refuse_not_positive(self, "norm_eps")
@@ -85,6 +95,17 @@ class BERT:
             raise UserError(
                 f"BERT.embed_dim={self.embed_dim} does not divide by BERT.num_heads="
                 f"{self.num_heads}; the nearest embed_dim is {nearest}"
+            )
+        if self.pooling is not None and self.objective != "masked_token":
+            raise UserError(
+                f"BERT.pooling={self.pooling!r} with BERT.objective={self.objective!r}: what makes "
+                "embeddings of texts has no head of classes; use BERT.pooling=None, or "
+                "'masked_token'"
+            )
+        if self.normalized and self.pooling is None:
+            raise UserError(
+                "BERT.normalized=True does nothing with BERT.pooling=None, which makes no "
+                "embeddings; use BERT.pooling='mean', or False"
             )
 
     @property
@@ -127,8 +148,9 @@ class BERT:
         D, told = self.embed_dim, self.vocab_size
         if self.objective == "token_classification":
             told = self.num_classes
+        head = 0 if self.pooling is not None else D * D
         around = told + (self.features or 0)
-        return self.num_layers * self.block.matmul_parameters() + D * D + around * D
+        return self.num_layers * self.block.matmul_parameters() + head + around * D
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N, logits of all tokens, and attention in full."""
@@ -140,12 +162,29 @@ class BERT:
         return shape[0] * self.flops_per_token(shape[0])
 
 
+def _head(sizes: BERT, key: jax.Array) -> dict[str, nnx.Param]:
+    """What comes behind the layers, but for its norm; nothing in an encoder of sentences."""
+    if sizes.pooling is not None:
+        return {}
+    V, D, axis, output = sizes.vocab_size, sizes.embed_dim, "vocab", {}
+    if sizes.objective == "token_classification":
+        V, axis, key_output = sizes.num_classes, "narrow", jax.random.fold_in(key, 1)
+        matrix = param(key_output, (V, D), (axis, "vocab_embed"), _SPREAD, role="output")
+        output = {"output": matrix}
+    return {
+        "transform": param(key, (D, D), ("embed", "vector"), _SPREAD),
+        "transform_bias": param(key, (D,), ("vector",), constant(0.0)),
+        "bias": param(key, (V,), (axis,), constant(0.0)),
+        **output,
+    }
+
+
 class BERTModel(nnx.Module):
     """Tokens to hidden states to logits; a `transformer.Transformer`."""
 
     def __init__(self, sizes: BERT, key: jax.Array) -> None:
         key_tokens, key_places, key_types, key_layers, key_head = jax.random.split(key, 5)
-        V, D, spread = sizes.vocab_size, sizes.embed_dim, normal(0.02)
+        V, D, spread = sizes.vocab_size, sizes.embed_dim, _SPREAD
         if sizes.features is None:
             axes = ("vocab", "vocab_embed")
             self.token_embedding = param(key_tokens, (V, D), axes, spread, role="embedding")
@@ -161,17 +200,15 @@ class BERTModel(nnx.Module):
         self.first_position = sizes.first_position
         self.block, self.norm = sizes.block, sizes.norm
         self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
-        self.transform = param(key_head, (D, D), ("embed", "vector"), spread)
-        self.transform_bias = param(key_head, (D,), ("vector",), constant(0.0))
+        for name, weight in prefixed("embedding_norm", self.norm.weights(key)).items():
+            setattr(self, name, weight)
         self.classifies = sizes.objective == "token_classification"
-        output, axis = None, "vocab"
-        if self.classifies:
-            V, axis, key_output = sizes.num_classes, "narrow", jax.random.fold_in(key_head, 1)
-            output = param(key_output, (V, D), (axis, "vocab_embed"), spread, role="output")
-        self.output = output
-        self.bias = param(key_head, (V,), (axis,), constant(0.0))
-        for part in ("embedding_norm",) if self.classifies else ("embedding_norm", "norm"):
-            for name, weight in prefixed(part, self.norm.weights(key)).items():
+        head = _head(sizes, key_head)
+        self.transform = head.get("transform")
+        self.transform_bias = head.get("transform_bias")
+        self.output, self.bias = head.get("output"), head.get("bias")
+        if head and not self.classifies:
+            for name, weight in prefixed("norm", self.norm.weights(key)).items():
                 setattr(self, name, weight)
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -192,7 +229,10 @@ class BERTModel(nnx.Module):
         return self.block(*arguments)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """What the output matrix reads: a layer, GELU and a norm; of classes a layer and tanh."""
+        """What the output matrix reads: a layer, GELU and a norm; of classes a layer and tanh; what
+        the last layer gave, where there is no head."""
+        if self.transform is None or self.transform_bias is None:
+            return shard(x_BTD, HIDDEN)
         with jax.named_scope("transform"):
             h_BTD = contract("BTD,DF->BTF", x_BTD, self.transform, RESIDUAL)
             if self.classifies:
@@ -204,8 +244,8 @@ class BERTModel(nnx.Module):
         """The token embedding [V, D], or the matrix of classes [C, D]."""
         return self.token_embedding if self.output is None else self.output
 
-    def output_bias(self) -> nnx.Param:
-        """What is added to the logits [V]."""
+    def output_bias(self) -> nnx.Param | None:
+        """What is added to the logits [V]; None: there is no head."""
         return self.bias
 
     def logit_softcap(self) -> None:

@@ -10,7 +10,7 @@ from jaxtrain.models.weights.names import Name
 
 _HEAD = "cls.predictions"
 _NAMES = (
-    *encoder_names("bert"),
+    *encoder_names("bert."),
     Name(f"{_HEAD}.transform.dense.weight", "transform", "DF->FD"),
     Name(f"{_HEAD}.transform.dense.bias", "transform_bias", "D->D"),
     *normed(f"{_HEAD}.transform.LayerNorm", "norm", "D->D"),
@@ -19,7 +19,7 @@ _NAMES = (
 
 
 def _write(model: BERT) -> Mapping[str, Any] | None:
-    if model.objective != "masked_token" or model.first_position:
+    if model.objective != "masked_token" or model.first_position or model.pooling is not None:
         return None
     return write_sizes(model)
 

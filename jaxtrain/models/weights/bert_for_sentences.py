@@ -14,7 +14,7 @@ from jaxtrain.models.weights.labels import read_classes, write_classes
 from jaxtrain.models.weights.names import Name
 
 _NAMES = (
-    *encoder_names("bert"),
+    *encoder_names("bert."),
     Name("bert.pooler.dense.weight", "transform", "DF->FD"),
     Name("bert.pooler.dense.bias", "transform_bias", "D->D"),
     Name("classifier.weight", "output", "CD->CD"),

@@ -16,14 +16,14 @@ def normed(theirs: str, ours: str, form: str) -> tuple[Name, Name]:
 
 
 def encoder_names(stem: str) -> tuple[Name, ...]:
-    """Of all below the heads, in a model whose names begin so."""
-    layer = f"{stem}.encoder.layer.{{L}}"
+    """Of all below the heads, in a model whose names begin so, or where they are bare with ""."""
+    layer = f"{stem}encoder.layer.{{L}}"
     qkv = f"{layer}.attention.self.{{P:query|key|value}}"
     return (
-        Name(f"{stem}.embeddings.word_embeddings.weight", "token_embedding", "VD->VD"),
-        Name(f"{stem}.embeddings.position_embeddings.weight", "position_embedding", "CD->CD"),
-        Name(f"{stem}.embeddings.token_type_embeddings.weight", "type_embedding", "YD->YD"),
-        *normed(f"{stem}.embeddings.LayerNorm", "embedding_norm", "D->D"),
+        Name(f"{stem}embeddings.word_embeddings.weight", "token_embedding", "VD->VD"),
+        Name(f"{stem}embeddings.position_embeddings.weight", "position_embedding", "CD->CD"),
+        Name(f"{stem}embeddings.token_type_embeddings.weight", "type_embedding", "YD->YD"),
+        *normed(f"{stem}embeddings.LayerNorm", "embedding_norm", "D->D"),
         Name(f"{qkv}.weight", "layers/qkv", "LPDNH->(NH)D"),
         Name(f"{qkv}.bias", "layers/qkv_bias", "LPNH->(NH)"),
         Name(f"{layer}.attention.output.dense.weight", "layers/out", "LNHD->D(NH)"),
@@ -35,6 +35,21 @@ def encoder_names(stem: str) -> tuple[Name, ...]:
         Name(f"{layer}.output.dense.bias", "layers/down_bias", "LD->D"),
         *normed(f"{layer}.output.LayerNorm", "layers/mlp_norm", "LD->D"),
     )
+
+
+_BARE = encoder_names("")
+# What a head for classes begins with.
+_POOLER = (
+    Name("pooler.dense.weight", "transform", "DF->FD"),
+    Name("pooler.dense.bias", "transform_bias", "D->D"),
+)
+# Of models without a head.
+BARE_BUFFERS = r"embeddings\.position_ids|pooler\..*"
+
+
+def bare_names(model: BERT) -> tuple[Name, ...]:
+    """Of an encoder without a head, and of the body of a model of classes that begins with one."""
+    return (*_BARE, *_POOLER) if model.objective == "token_classification" else _BARE
 
 
 def read_sizes(asked: Asked) -> dict[str, Any]:
@@ -71,3 +86,15 @@ def write_sizes(model: BERT) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "is_decoder": False,
     }
+
+
+def read_placed_sizes(asked: Asked) -> dict[str, Any]:
+    """The settings of a RoBERTa, whose places are counted from the one after its padding token's
+    number, 1: two rows of its table of positions are before them."""
+    first, sizes = asked.whole("pad_token_id", 1) + 1, read_sizes(asked)
+    return {**sizes, "context_length": sizes["context_length"] - first, "first_position": first}
+
+
+def write_placed_sizes(model: BERT) -> dict[str, Any]:
+    """What config.json says of a RoBERTa."""
+    return {**write_sizes(model), "pad_token_id": model.first_position - 1}

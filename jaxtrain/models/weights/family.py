@@ -31,6 +31,7 @@ class Family:
       buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
       counts: names of tensors that hold a whole number which is nothing here; written as 0, before
         all others.
+      beside: files that say what config.json does not, by name.
       dequantised: ways of config.json's quantization_config whose weights are read as the floats
         that they stand for.
     """
@@ -45,6 +46,7 @@ class Family:
     copies: Mapping[str, str]
     buffers: str = r"(?!)"
     counts: Callable[[Any], tuple[str, ...]] = lambda _: ()
+    beside: Callable[[Any], Mapping[str, bytes]] = lambda _: {}
     dequantised: tuple[str, ...] = (awq.METHOD,)
 
 

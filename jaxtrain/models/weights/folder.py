@@ -22,15 +22,17 @@ from jaxtrain.models.weights import awq, float8, mxfp4
 from jaxtrain.models.weights.family import Family, model_of
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import DTYPES, Tensor, read_header
+from jaxtrain.models.weights.sentences import said_beside
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, PREPROCESSOR = "tokenizer.json", "preprocessor_config.json"
+SENTENCES = "sentence_bert_config.json"
 # What is carried along: with it the exported model is used as the imported one was.
 CARRIED = (
     CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "generation_config.json", "chat_template.jinja", "chat_template.json",
-    PREPROCESSOR,
+    PREPROCESSOR, SENTENCES, "config_sentence_transformers.json",
 )  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_SHOWN = 8
@@ -91,8 +93,10 @@ class Folder:
 
     @functools.cached_property
     def asked(self) -> tuple[Family, Model]:
-        """The family and the sizes that config.json asks for; UserError says what in vain."""
-        return model_of(self.content, where=str(self.path / CONFIG))
+        """The family and the sizes that config.json asks for, and the files that say of an encoder
+        of sentences what it does not; UserError says what in vain."""
+        content = {**self.content, **said_beside(self._read)}
+        return model_of(content, where=str(self.path / CONFIG))
 
     def carried(self) -> dict[str, bytes]:
         """The files that go along with the weights, by name."""
@@ -156,6 +160,10 @@ class Folder:
             )
         return names
 
+    def _read(self, name: str) -> bytes | None:
+        file = self.path / name
+        return self._inside(file).read_bytes() if file.is_file() else None
+
     def _json(self, name: str) -> Mapping[str, Any]:
         file = self._inside(self.path / name)
         try:
@@ -195,16 +203,26 @@ def match(
       shapes: of our parameters, by name.
       stored: what the folder holds.
       where: the folder, for the message.
-      unread: names of our parameters whose tensors are passed over, be they there or not.
+      unread: names of our parameters whose tensors are passed over, be they there or not; with
+        such, so are those of a head that this model does not have.
 
     Raises:
       UserError: tensors that are missing, left over, of another shape or no floating numbers.
     """
-    lines = family.names(model)
+    every = family.names(model)
+    lines = [line for line in every if line.ours in shapes]
     wanted = their_shapes((line for line in lines if line.ours not in unread), shapes)
     passed_over = set(their_shapes((line for line in lines if line.ours in unread), shapes))
+    if unread:
+        passed_over |= {line.theirs for line in every if line.ours not in shapes}
     bare = not any(name.startswith(family.prefix) for name in stored)
-    found, problems = {}, []
+    known = {line.ours for line in lines}
+    found: dict[str, StoredTensor] = {}
+    problems = [
+        f"{ours} {list(shape)} is no tensor there; Finetune.fresh draws such"
+        for ours, shape in shapes.items()
+        if ours not in known and ours not in unread
+    ]
     for name, shape in wanted.items():
         there = name.removeprefix(family.prefix) if bare else name
         tensor = stored.get(there)

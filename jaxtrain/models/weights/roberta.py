@@ -1,20 +1,20 @@
-"""RoBERTa (arXiv 1907.11692), a BERT of other training: names and settings elsewhere.
-
-Its places are counted from the one after the padding token's number, 1: two rows of its table of
-positions are before them.
-"""
+"""RoBERTa (arXiv 1907.11692), a BERT of other training: names and settings elsewhere."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.models.transformers.bert import BERT
-from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.bidirectional import encoder_names, normed, read_sizes, write_sizes
+from jaxtrain.models.weights.bidirectional import (
+    encoder_names,
+    normed,
+    read_placed_sizes,
+    write_placed_sizes,
+)
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 _NAMES = (
-    *encoder_names("roberta"),
+    *encoder_names("roberta."),
     Name("lm_head.dense.weight", "transform", "DF->FD"),
     Name("lm_head.dense.bias", "transform_bias", "D->D"),
     *normed("lm_head.layer_norm", "norm", "D->D"),
@@ -22,16 +22,10 @@ _NAMES = (
 )
 
 
-def _read(asked: Asked) -> Mapping[str, Any]:
-    first, sizes = asked.whole("pad_token_id", 1) + 1, read_sizes(asked)
-    places = sizes["context_length"] - first
-    return {**sizes, "context_length": places, "first_position": first}
-
-
 def _write(model: BERT) -> Mapping[str, Any] | None:
-    if model.objective != "masked_token" or not model.first_position:
+    if model.objective != "masked_token" or not model.first_position or model.pooling is not None:
         return None
-    return {**write_sizes(model), "pad_token_id": model.first_position - 1}
+    return write_placed_sizes(model)
 
 
 def _names(_: BERT) -> tuple[Name, ...]:
@@ -42,7 +36,7 @@ FAMILY = Family(
     architecture="RobertaForMaskedLM",
     model_type="roberta",
     model=BERT,
-    read=_read,
+    read=read_placed_sizes,
     write=_write,
     names=_names,
     prefix="roberta.",

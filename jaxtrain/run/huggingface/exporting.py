@@ -77,7 +77,8 @@ def export_run(
         zeros = ((name, np.zeros((), np.int64)) for name in counts)
         every = dict.fromkeys(counts, ()) | shapes
         write_weights(beside, every, dtypes, itertools.chain(zeros, made), file_bytes)
-        for name, copied in carried.items():
+        for name, copied in {**carried, **family.beside(model)}.items():
+            (beside / name).parent.mkdir(exist_ok=True)
             write_atomically(beside / name, copied)
         whole = settings(content, family, said, config, dtype)
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())

@@ -255,4 +255,8 @@ def _logits_of_transformers(
         return f"transformers cannot load it ({str(error).splitlines()[0]})"
     with torch.no_grad():
         given = {name: torch.from_numpy(tokens) for name, tokens in inputs.items()}
-        return model.eval()(**given).logits.float().numpy()
+        told = model.eval()(**given)
+        if "logits" not in told:  # without a head: those that the transposed embedding makes
+            embedding_VD = model.get_input_embeddings().weight
+            return (told.last_hidden_state @ embedding_VD.T).float().numpy()
+        return told.logits.float().numpy()

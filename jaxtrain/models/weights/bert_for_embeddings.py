@@ -1,0 +1,37 @@
+"""BERT without a head, as encoders of sentences are published: names and settings elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.bidirectional import (
+    BARE_BUFFERS,
+    bare_names,
+    read_sizes,
+    write_sizes,
+)
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.sentences import read_pooling, written_beside
+
+
+def _read(asked: Asked) -> Mapping[str, Any]:
+    return {**read_sizes(asked), **read_pooling(asked)}
+
+
+def _write(model: BERT) -> Mapping[str, Any] | None:
+    return None if model.pooling is None or model.first_position else write_sizes(model)
+
+
+FAMILY = Family(
+    architecture="BertModel",
+    model_type="bert",
+    model=BERT,
+    read=_read,
+    write=_write,
+    names=bare_names,
+    prefix="",
+    copies={},
+    buffers=BARE_BUFFERS,
+    beside=written_beside,
+)
