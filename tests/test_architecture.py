@@ -102,7 +102,7 @@ INTERFACES = {
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
                                             "grouped_query", "bidirectional", "labels",
                                             "gemma_settings", "awq", "mxfp4", "float8",
-                                            "deepseek", "sentences")),
+                                            "deepseek", "sentences", "qwen_mixture")),
 }  # fmt: skip
 
 

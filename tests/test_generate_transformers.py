@@ -59,7 +59,13 @@ CASES["deepseek"] = (
     "DeepseekV3ForCausal", "DeepseekV3", DEEPSEEK,
     ["Mesh.data=2", "Mesh.tensor=2", "Mesh.expert=2"],
 )  # fmt: skip
-LONG = ("gemma2", "gpt_oss", "deepseek")
+CASES["qwen2_moe"] = (
+    "Qwen2MoeForCausal", "Qwen2Moe",
+    {**SIZES, "vocab_size": 62, "num_experts": 4, "num_experts_per_tok": 2,
+     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    ["Mesh.fsdp=2", "Mesh.tensor=2", "Mesh.expert=2"],
+)  # fmt: skip
+LONG = ("gemma2", "gpt_oss", "deepseek", "qwen2_moe")
 PROMPTS = [[5, 17, 9, 30, 2, 44], [8, 1], [60, 11, 23, 40, 12, 7, 52, 33, 20]]
 NEW = 14
 
@@ -155,6 +161,7 @@ SEARCHES = {
     "gemma2": {"beams": 3, "length_penalty": 0.5},
     "gpt_oss": {"beams": 2, "length_penalty": 2.0},
     "deepseek": {"beams": 3, "length_penalty": 0.8},
+    "qwen2_moe": {"beams": 2, "length_penalty": 0.0},
 }  # fmt: skip
 
 

@@ -83,6 +83,14 @@ MODELS = {
         qk_norm=True,
         head_dim=4,
     ),
+    "qwen2_moe": Mixtral(
+        **GROUPED,
+        num_experts=5,
+        experts_per_token=3,
+        balance_weight=0.01,
+        qkv_bias=True,
+        shared_mlp_dim=11,
+    ),
     "gpt_oss": GPTOSS(
         **GROUPED,
         head_dim=4,
@@ -288,6 +296,8 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True; here it is False"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; here it is 1"),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = [0]; here it is []"),
         ("mixtral", {"num_experts_per_tok": 9}, "Mixtral.experts_per_token=9 with"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Experts that every token goes through beside those that its router chose: a part of a block."""
+"""Experts that every token goes through beside those that its router chose: a part of a block.
+
+Letters: B batch, T length, D embed, X the one number of a gate.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -9,21 +12,25 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.experts import Experts
 from jaxtrain.nn.mlp import SwiGLU
-from jaxtrain.nn.parameters import Weights, prefixed, together, under
+from jaxtrain.nn.parameters import Weights, normal, param, prefixed, together, under
+from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.transformer import Auxiliary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedExperts:
-    """shared(x) + routed(x): DeepSeekMoE (arXiv 2401.06066, section 3.2).
+    """shared(x) + routed(x): DeepSeekMoE (arXiv 2401.06066, section 3.2); with a gate
+    sigmoid(gate x) shared(x) + routed(x), as in Qwen1.5-MoE and Qwen 2 (arXiv 2407.10671, 2.2.2).
 
     Attributes:
       shared: all of the shared experts, which side by side are one wide SwiGLU.
       routed: the others.
+      gated: whether each token has a number by which the shared ones' output is multiplied.
     """
 
     shared: SwiGLU
     routed: Experts
+    gated: bool = False
 
     num_keys: ClassVar[int] = SwiGLU.num_keys + Experts.num_keys
     scope: ClassVar[str] = "experts"
@@ -32,11 +39,15 @@ class SharedExperts:
         """Of both, the shared ones' names after "shared"."""
         first = self.shared.num_keys
         shared = prefixed("shared", self.shared.weights(keys[:first]))
+        if self.gated:
+            matrix = param(keys[0], (self.shared.embed_dim, 1), ("embed", "narrow"), normal(0.02))
+            shared = together(shared, {"share": matrix})
         return together(shared, self.routed.weights(keys[first:]))
 
     def matmul_parameters(self) -> int:
         """Of both, for a token."""
-        return self.shared.matmul_parameters() + self.routed.matmul_parameters()
+        gate = self.shared.embed_dim if self.gated else 0
+        return self.shared.matmul_parameters() + self.routed.matmul_parameters() + gate
 
     def __call__(
         self,
@@ -51,4 +62,7 @@ class SharedExperts:
         routed_BTD, auxiliary = self.routed(own, h_BTD, mask, execution, out=out)
         with jax.named_scope(self.shared.scope):
             shared_BTD, _ = self.shared(under("shared", own), h_BTD, mask, execution, out=out)
+            if self.gated:
+                share_BTX = contract("BTD,DX->BTX", h_BTD, own["share"], (*out[:2], "narrow"))
+                shared_BTD *= jax.nn.sigmoid(share_BTX)
         return shared_BTD + routed_BTD, auxiliary

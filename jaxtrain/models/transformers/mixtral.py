@@ -1,14 +1,19 @@
 """Mixtral: Llama's attention, and a mixture of SwiGLU experts in place of the MLP.
 
 Sources: Jiang et al. 2024 (arXiv 2401.04088); attention as in Llama (arXiv 2302.13971). With
-qk_norm it is the mixture of Qwen 3 (arXiv 2505.09388).
+qk_norm it is the mixture of Qwen 3 (arXiv 2505.09388); with qkv_bias and shared_mlp_dim that of
+Qwen 2 (arXiv 2407.10671, section 2.2.2).
 """
 
 import dataclasses
 
+from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import RopeType
 from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
+from jaxtrain.nn.block import Block
+from jaxtrain.nn.mlp import SwiGLU
+from jaxtrain.nn.shared_experts import SharedExperts
 
 
 @configurable
@@ -25,6 +30,8 @@ class Mixtral(MixtureSizes):
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
         (grouped-query attention, arXiv 2305.13245).
       mlp_dim: width inside each expert's SwiGLU (arXiv 2002.05202).
+      shared_mlp_dim: width inside one expert more, which every token goes through, by a gate of its
+        own (Qwen 2); None: there is none.
       num_experts: experts in each layer.
       experts_per_token: how many of them a token goes through.
       normalize_gates: a token's experts are weighted by the softmax over them; else by theirs in
@@ -45,6 +52,7 @@ class Mixtral(MixtureSizes):
         rope_original_context_length / low are slowed in full, shorter than / high not at all.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       sliding_window: tokens a query sees back, itself included; None is all of them.
+      qkv_bias: whether queries, keys and values have biases (Qwen 2).
       qk_norm: each head of queries and keys is normed before it is turned (Qwen 3, arXiv
         2505.09388).
       norm_eps: epsilon of the RMS norms.
@@ -58,6 +66,7 @@ class Mixtral(MixtureSizes):
     head_dim: int | None = None
     num_kv_heads: int = 8
     mlp_dim: int = 14336
+    shared_mlp_dim: int | None = None
     num_experts: int = 8
     experts_per_token: int = 2
     normalize_gates: bool = True
@@ -72,9 +81,25 @@ class Mixtral(MixtureSizes):
     rope_high_frequency_factor: float = 4.0
     rope_original_context_length: int = 32768
     sliding_window: int | None = None
+    qkv_bias: bool = False
     qk_norm: bool = False
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
         self.check()
+        if self.shared_mlp_dim is not None:
+            refuse_below(1, self, "shared_mlp_dim")
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes."""
+        if self.shared_mlp_dim is None:
+            return super().block
+        shared = SwiGLU(
+            embed_dim=self.embed_dim,
+            mlp_dim=self.shared_mlp_dim,
+            residual_stddev=self.residual_stddev,
+        )
+        mlp = SharedExperts(shared=shared, routed=self.mixture, gated=True)
+        return dataclasses.replace(super().block, mlp=mlp)

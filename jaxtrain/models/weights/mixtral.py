@@ -40,7 +40,8 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 def _write(model: Mixtral) -> Mapping[str, Any] | None:
     wide = model.key_dim * model.num_heads != model.embed_dim
-    if wide or model.qk_norm or not model.normalize_gates:
+    is_qwen = model.qk_norm or model.qkv_bias or model.shared_mlp_dim is not None
+    if wide or is_qwen or not model.normalize_gates:
         return None
     return {
         **grouped_query.write_sizes(model),
