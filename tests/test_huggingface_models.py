@@ -282,6 +282,45 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     assert json.loads((workdir / "huggingface" / "parity.json").read_text())["passed"]
 
 
+@pytest.mark.slow
+def test_modules_that_predict_lie_where_transformers_passes_over_them(tmp_path):
+    """Behind 61 layers, as V3's: the names that `DeepseekV3ForCausalLM` leaves out by itself."""
+    sizes = {
+        "num_layers": 61, "dense_layers": 3, "embed_dim": 32, "query_rank": 12, "plain_dim": 8,
+        "value_dim": 8, "key_value_rank": 16, "mlp_dim": 24, "expert_mlp_dim": 16,
+        "predicted_tokens": 2,
+    }  # fmt: skip
+    bindings = [f"DeepSeek.{name} = {value}" for name, value in sizes.items()]
+    trainer = Trainer(load_config("deepseek_tiny", bindings))
+    weights = trainer.weights()
+    # Wide enough that an error would show: logits of fresh weights are hundredths.
+    trainer.set_weights({**weights, "output": 100 * weights["output"]})
+    assert trainer.export_huggingface(tmp_path / "out").passed
+    written = [name for name in Folder(tmp_path / "out").tensors() if ".layers.61." in name]
+    for last in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.o_proj"):
+        assert f"model.layers.61.{last}.weight" in written
+    there, told = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="float32", output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert not told["mismatched_keys"]
+    tokens = np.random.default_rng(1).integers(0, 256, (1, 24))
+    expected = logits(there.eval(), tokens)
+    assert np.abs(expected).max() > 1.0
+    np.testing.assert_allclose(trainer.logits(tokens), expected, rtol=0, atol=1e-4)
+    # What transformers left out comes in again, and without the setting neither do we read it.
+    program, model = trainer.program.plain, trainer.config.train.model
+    back = parameters.read_parameters(Folder(tmp_path / "out"), program, model)
+    ours = merged(program, trainer.state)
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), ours, back))
+    )
+    alone = Trainer.from_huggingface(tmp_path / "out", bindings=["Precision.compute='float32'"])
+    assert alone.config.train.model.predicted_tokens == 1
+    np.testing.assert_allclose(alone.logits(tokens), expected, rtol=0, atol=1e-4)
+
+
 VIT = {
     "image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48, "num_labels": 5,
     "num_hidden_layers": 2, "num_attention_heads": 4,
