@@ -27,6 +27,7 @@ NOT_RUN = {
     "jaxtrain quantize": "tests/test_quantize.py quantizes runs of its own",
     "jaxtrain generate --workdir runs/eight": "of such a run",
     "jaxtrain generate --workdir runs/talks --chat": "tests/test_chat_mode.py talks so",
+    "jaxtrain train hf:all-MiniLM-L6-v2": "tests/test_embeddings.py begins on such a body",
     "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
 # What makes a command of the docs short; everything else runs as it is written.
