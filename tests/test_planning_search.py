@@ -5,11 +5,14 @@ import itertools
 
 import pytest
 
-from jaxtrain import load_config
+from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import SHOWN, TIE, _allowed, price, search
+from jaxtrain.analysis.planning.space import meshes_and_schedules
+from jaxtrain.analysis.planning.unstacked import between_layers
 from jaxtrain.analysis.planning.variants import changed, refusal
 from jaxtrain.config.errors import UserError
+from jaxtrain.training.program.layouts import abstract_layout
 
 KERNEL = ["Attention.kernel = 'tpu'"]
 TARGET = "v5e:2x4"
@@ -98,3 +101,58 @@ def test_nothing_fits():
     config = load_config("llama_8b", KERNEL)
     with pytest.raises(UserError, match=r"none of \d+ layouts fits into 1 x 15.8 GiB"):
         search(config, parse_target("v5e:1x1"))
+
+
+SPLIT = ["Mesh.tensor = 2", "Mesh.fsdp = 2"]
+
+
+def test_layers_of_other_shapes_gather_their_inputs_and_add_up_their_gradients():
+    """By hand, of 16 rows of the 32 on a device: 128 numbers go into the second layer; the first
+    one's are the batch's, and the third has ten outputs, which stay whole."""
+    config = load_config("mlp_digits", [*SPLIT, "MLP.widths = (64, 128, 64, 10)",
+                                        "Train.global_batch_size = 32"])  # fmt: skip
+    moved = [(one.kind, one.count * one.bytes) for one in between_layers(config, of_four(config))]
+    assert moved == [("all-gather", 16 * 128 * 4 // 2), ("all-reduce", 16 * 128 * 4)]
+    alone = changed(config, {"Mesh.tensor": 1, "Mesh.fsdp": 4})
+    assert not list(between_layers(alone, of_four(alone)))
+
+
+def of_four(config):
+    return abstract_layout(config, 4)
+
+
+def test_meshes_of_big_heads_have_tensor_and_those_of_other_models_without_heads_have_none():
+    def sizes(name):
+        config = load_config(name)
+        meshes = meshes_and_schedules(config, parse_target("v5e:2x4"), 8)
+        return {mesh["Mesh.tensor"] for mesh in meshes}
+
+    assert sizes("alexnet_mnist5k") == {1, 2, 4, 8}
+    assert sizes("gru_quickstart") == {1}
+
+
+@pytest.mark.slow
+def test_a_search_names_tensor_for_alexnets_head():
+    """Of few images a device the head's 58.6 of 61.1 million weights cost more than its inputs."""
+    bindings = ["Train.model = @AlexNet()", "AlexNet.num_classes = 1000"]
+    few = load_config("resnet50_imagenet", [*bindings, "Train.global_batch_size = 64"])
+    assert search(few, parse_target("v5e:2x4")).candidates[0].config.mesh.tensor > 1
+    many = load_config("resnet50_imagenet", [*bindings, "Train.global_batch_size = 4096"])
+    assert search(many, parse_target("v5e:2x4")).candidates[0].config.mesh.tensor == 1
+
+
+@pytest.mark.slow
+def test_sums_of_layers_of_other_shapes_are_the_compilers():
+    """A TPU's compiler adds up, or scatters, as many bytes: those of biases stand beside them."""
+    config = load_config("alexnet_mnist5k", SPLIT)
+    expected = sum(
+        one.count * one.bytes
+        for one in between_layers(config, of_four(config))
+        if one.kind == "all-reduce"
+    )
+    compiled = sum(
+        one["bytes"]
+        for one in plan(config, target="v5e:2x2").to_json()["collectives"]
+        if one["axis"] == "tensor" and one["kind"] in ("all-reduce", "reduce-scatter")
+    )
+    assert compiled == pytest.approx(expected, rel=0.02)

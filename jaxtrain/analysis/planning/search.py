@@ -23,6 +23,7 @@ from jaxtrain.analysis.planning.timing import (
     step_time,
     waited_seconds,
 )
+from jaxtrain.analysis.planning.unstacked import between_layers
 from jaxtrain.analysis.planning.variants import (
     bindings_of,
     changed,
@@ -73,7 +74,7 @@ def price(
     devices = target.devices * slices_of(config, target)
     layout = layouts.abstract_layout(config, devices) if layout is None else layout
     needed = memory(config, layout, target.chip.kind) if needed is None else needed
-    moved = expected(config, layout)
+    moved = [*expected(config, layout), *between_layers(config, layout)]
     time = step_time(
         config, layout, target, moved,
         update_bytes=needed.update_bytes, to_host=needed.to_host,
@@ -315,7 +316,8 @@ def _waits(config: Config, mesh: dict[str, Any], target: Target, devices: int) -
         changes |= {**plain, "Pipeline.backward": "residuals"}
     variant = changed(config, changes)
     layout = layouts.abstract_layout(variant, devices)
-    return waited_seconds(variant, layout, target, expected(variant, layout))
+    moved = [*expected(variant, layout), *between_layers(variant, layout)]
+    return waited_seconds(variant, layout, target, moved)
 
 
 def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:

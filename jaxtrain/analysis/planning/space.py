@@ -30,7 +30,7 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
     in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
-        if sizes["tensor"] > 1 or config.sharding.sequence_parallel:
+        if (sizes["tensor"] > 1 and _in_sequence(config)) or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
         if sizes["context"] > 1 and not in_ring:
             mesh["Attention.context_parallel"] = "ulysses"
@@ -80,8 +80,10 @@ def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
     most |= {axis: min(limit, devices) for axis, limit in MOST.items()}
     if model.layers is None:
         most["pipe"] = 1
-    if model.attention is None:
-        most |= {"context": 1, "tensor": 1}
+    if model.attention is None or not _in_sequence(config):
+        most["context"] = 1
+        if model.layers is not None:
+            most["tensor"] = 1
     if length < LONG:
         most["context"] = 1
     if model.experts is None:
@@ -99,6 +101,11 @@ def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
                     yield {axis: size, **others}
 
     yield from ways(MESH_AXES, devices)
+
+
+def _in_sequence(config: Config) -> bool:
+    """Whether the model reads tokens one after the other."""
+    return config.train.model.inputs in ("tokens", "pairs")
 
 
 def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int]]:

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
 from jaxtrain.analysis.planning.fitted import (
@@ -153,8 +154,13 @@ class RowFlops:
 
 def row_flops(config: Config) -> RowFlops:
     """Counted on the traced step, once for each model and remat policy."""
+    return _row_flops(of_one_row(config))
+
+
+def of_one_row(config: Config) -> Config:
+    """The configuration on one device, with one row: what a step's products are traced from."""
     train = dataclasses.replace(config.train, global_batch_size=1, accumulation=1)
-    plain = dataclasses.replace(
+    return dataclasses.replace(
         config,
         train=train,
         mesh=Mesh(fsdp=1),
@@ -166,7 +172,6 @@ def row_flops(config: Config) -> RowFlops:
             config.attention, kernel="sparse" if _by_pattern(config) else "reference"
         ),
     )
-    return _row_flops(plain)
 
 
 def _by_pattern(config: Config) -> bool:
@@ -175,15 +180,19 @@ def _by_pattern(config: Config) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _row_flops(config: Config) -> RowFlops:
+    counted = count_flops(traced(config), lambda scope: "BKGTS" in scope or SCOPE in scope)
+    return RowFlops(counted.matmul, counted.chosen, counted.narrow)
+
+
+def traced(config: Config) -> ClosedJaxpr:
+    """The gradients of a configuration `of_one_row`."""
     layout = abstract_layout(config, 1)
     program: Any = make_program(config, layout).plain
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         batch = config.train.data.abstract_batch(1)
         batch = with_shardings(batch, program.batch_shardings(batch))
-        traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
-    counted = count_flops(traced, lambda scope: "BKGTS" in scope or SCOPE in scope)
-    return RowFlops(counted.matmul, counted.chosen, counted.narrow)
+        return jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
 
 
 def stack_costs(config: Config) -> tuple[float, ...]:

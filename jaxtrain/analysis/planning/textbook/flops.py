@@ -105,13 +105,29 @@ def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = Non
     return _walk(program.jaxpr, "", choose or (lambda scope: False))
 
 
+def products_of(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
+    """The matrix products and convolutions of a traced program at any depth, with their scopes."""
+    waiting = [("", program.jaxpr)]
+    while waiting:
+        outer, jaxpr = waiting.pop()
+        for equation in jaxpr.eqns:
+            scope = _scope(equation, outer)
+            if equation.primitive.name in _PRODUCTS:
+                yield scope, equation
+            waiting += [(scope, body) for body in _jaxprs(equation.params)]
+
+
+def _scope(equation: JaxprEqn, outer: str) -> str:
+    return "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
+
+
 def _walk(jaxpr: Jaxpr, outer: str, choose: Callable[[str], bool]) -> Flops:
     return sum((_equation(equation, outer, choose) for equation in jaxpr.eqns), Flops())
 
 
 def _equation(equation: JaxprEqn, outer: str, choose: Callable[[str], bool]) -> Flops:
     name, parameters = equation.primitive.name, equation.params
-    scope = "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
+    scope = _scope(equation, outer)
     if name in _PRODUCTS:
         flops = _PRODUCTS[name](equation)
         chosen = flops if choose(scope) else 0

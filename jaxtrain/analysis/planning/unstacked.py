@@ -1,0 +1,67 @@
+"""What layers of different shapes move over `tensor`: for a search, which has nothing compiled.
+
+Each layer has a part of its outputs on each device, as Krizhevsky 2014, "One weird trick for
+parallelizing convolutional neural networks" (arXiv 1404.5997), has it for fully connected ones: it
+gathers its input before, and the gradient of its input is added up after. The compiler may gather
+an input once for several branches, or scatter the sum.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+
+from jax.extend.core import JaxprEqn
+
+from jaxtrain.analysis.planning.textbook.facts import Expected, Facts
+from jaxtrain.analysis.planning.textbook.flops import products_of
+from jaxtrain.analysis.planning.timing import of_one_row, traced
+from jaxtrain.nn.dense import SHARED
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.program.program import resolved
+from jaxtrain.training.settings import Config
+
+
+def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
+    """The gathers and sums of a step; none where the layers are one stack, whose the textbook has.
+
+    Args:
+      config: the configuration.
+      layout: on a mesh, or on an abstract one.
+    """
+    facts = Facts(config, layout).of_microbatches
+    k = facts.size("tensor")
+    if k == 1 or facts.model.layers is not None:
+        return
+    # The first one's input is the batch's: it is whole, and has no gradient.
+    for size, is_split in _inputs(of_one_row(resolved(config, "cpu")))[1:]:
+        whole = facts.B * size * facts.value_bytes
+        if is_split:
+            yield Expected(
+                "all-gather", "tensor", facts.passes, whole // k, "inputs of layers", "B I (k-1)/k"
+            )
+        yield Expected(
+            "all-reduce", "tensor", facts.passes, whole, "gradients of inputs", "2 B I (k-1)/k"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _inputs(config: Config) -> tuple[tuple[int, bool], ...]:
+    """Of each layer whose outputs are shared, in order: numbers of its input, and whether those are
+    shared too."""
+    forward = (one for scope, one in products_of(traced(config)) if "transpose(" not in scope)
+    found = []
+    for product in forward:
+        inputs, outputs = _channels(product)
+        if not outputs % SHARED:
+            found.append((math.prod(product.invars[0].aval.shape), not inputs % SHARED))
+    return tuple(found)
+
+
+def _channels(product: JaxprEqn) -> tuple[int, int]:
+    """Of what goes into a convolution or a matrix product, and of what comes out."""
+    numbers = product.params["dimension_numbers"]
+    left, result = product.invars[0].aval.shape, product.outvars[0].aval.shape
+    if product.primitive.name == "conv_general_dilated":
+        return left[numbers.lhs_spec[1]], result[numbers.out_spec[1]]
+    (contracted, _), _ = numbers
+    return math.prod(left[axis] for axis in contracted), result[-1]
