@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts
-from jaxtrain.analysis.planning.textbook.flops import products_of
+from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.analysis.planning.timing import of_one_row, traced
 from jaxtrain.nn.dense import SHARED
 from jaxtrain.parallel.sharding import Layout
@@ -53,14 +53,14 @@ def _inputs(config: Config) -> tuple[tuple[int, bool], ...]:
     for product in forward:
         inputs, outputs = _channels(product)
         if not outputs % SHARED:
-            found.append((math.prod(product.invars[0].aval.shape), not inputs % SHARED))
+            found.append((math.prod(shape_of(product.invars[0])), not inputs % SHARED))
     return tuple(found)
 
 
 def _channels(product: JaxprEqn) -> tuple[int, int]:
     """Of what goes into a convolution or a matrix product, and of what comes out."""
     numbers = product.params["dimension_numbers"]
-    left, result = product.invars[0].aval.shape, product.outvars[0].aval.shape
+    left, result = shape_of(product.invars[0]), shape_of(product.outvars[0])
     if product.primitive.name == "conv_general_dilated":
         return left[numbers.lhs_spec[1]], result[numbers.out_spec[1]]
     (contracted, _), _ = numbers

@@ -182,10 +182,11 @@ def _elementwise(equation: JaxprEqn) -> int:
         return 0
     reads = equation.primitive.name.startswith(("reduce_", "arg"))
     arrays = equation.invars[:1] if reads else equation.outvars
-    return sum(math.prod(_shape(array)) for array in arrays if _is_float(array))
+    return sum(math.prod(shape_of(array)) for array in arrays if _is_float(array))
 
 
-def _shape(variable: Any) -> tuple[int, ...]:
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """Of what goes into an equation, or comes out."""
     return variable.aval.shape
 
 
@@ -197,15 +198,15 @@ def _is_float(variable: Any) -> bool:
 
 def _dot(equation: JaxprEqn) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = _shape(equation.invars[0])
+    left = shape_of(equation.invars[0])
     depth = math.prod(left[axis] for axis in contracted)
-    return 2 * math.prod(_shape(equation.outvars[0])) * depth
+    return 2 * math.prod(shape_of(equation.outvars[0])) * depth
 
 
 def _ragged_dot(equation: JaxprEqn) -> int:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
-    left, result = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    left, result = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     flops = 2 * math.prod(result)
     flops *= math.prod(left[axis] for axis in contracted)
     # Groups along the contraction (the gradient of the weights): the result has one matrix a
@@ -217,8 +218,8 @@ def _ragged_dot(equation: JaxprEqn) -> int:
 
 def _convolution(equation: JaxprEqn) -> int:
     parameters = equation.params
-    left, right = (_shape(variable) for variable in equation.invars[:2])
-    result = _shape(equation.outvars[0])
+    left, right = (shape_of(variable) for variable in equation.invars[:2])
+    result = shape_of(equation.outvars[0])
     numbers = parameters["dimension_numbers"]
     products = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
     # Channels that one output value reads: with feature groups the kernel has just those.
