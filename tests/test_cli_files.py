@@ -65,4 +65,7 @@ def test_a_budget_leaves_no_other_argument_unread(tmp_path, capsys):
     assert main(["plan", "llama_1b", "--budget", "1e21", "--json", file, "-b", "Mesh.fsdp=2"]) == 2
     error = capsys.readouterr().err
     assert "plan --budget goes with --target alone; leave out CONFIG and -b and --json" in error
-    assert main(["plan", "--budget", "1e21", "--target", "h100:8x8"]) == 0
+    assert main(["plan", "--budget", "1e17", "--price", "2"]) == 2
+    assert "leave out --price" in capsys.readouterr().err
+    assert main(["plan", "--budget", "1e17", "--target", "h100:1x1", "--price", "2"]) == 0
+    assert "device-hours, $" in capsys.readouterr().out

@@ -8,8 +8,9 @@ import pytest
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import TIE, Candidate, numbered, price, ranked, search
-from jaxtrain.analysis.planning.space import meshes_and_schedules, stages_and_policies
+from jaxtrain.analysis.planning.space import counts, meshes_and_schedules, stages_and_policies
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.mesh import MESH_AXES
 
 LLAMA_70B = [
     "Llama.num_layers=80", "Llama.embed_dim=8192", "Llama.num_heads=64", "Llama.mlp_dim=28672",
@@ -20,10 +21,11 @@ LLAMA_70B = [
 def test_what_published_runs_have_is_tried():
     """MaxText's, NeMo's and Megatron-LM's layouts, as `published_runs.csv` writes them."""
     config = load_config("llama_8b", [*LLAMA_70B, "Train.global_batch_size=512"])
+    machine = parse_target("h100:8x8")
     tried = [
         {**mesh, **rest}
-        for mesh in meshes_and_schedules(config, parse_target("h100:8x8"), 64)
-        for rest in stages_and_policies(config, mesh)
+        for mesh in meshes_and_schedules(config, machine, 64)
+        for rest in stages_and_policies(config, machine, mesh)
     ]
     published = [
         # NeMo 25: TP4 PP4 CP2, interleaved by 5; Megatron-LM: TP8 PP8, one stage a rank.
@@ -32,9 +34,26 @@ def test_what_published_runs_have_is_tried():
         {"Mesh.tensor": 4, "Mesh.pipe": 4, "Pipeline.backward": "residuals"},
         {"Mesh.fsdp": 64, "Remat.policy": "elementwise", "Sharding.zero": 3},
         {"Mesh.fsdp": 32, "Mesh.tensor": 2, "Remat.policy": "full", "Sharding.zero": 1},
+        {"Mesh.tensor": 2, "Mesh.pipe": 2, "Mesh.context": 2, "Mesh.fsdp": 8},
+        # MaxText on v6e: inputs, queries, keys, values and attention on the hosts.
+        {"Mesh.fsdp": 64, "Remat.offload": ("residual", "query", "key", "value", "attention")},
     ]
     for layout in published:
         assert any(layout.items() <= one.items() for one in tried), layout
+    # Stages that keep what they need keep it on the device: `jaxtrain train` refuses the others.
+    assert not any(
+        one.get("Remat.offload") and one.get("Pipeline.backward") == "residuals" for one in tried
+    )
+
+
+def test_microbatches_that_are_no_whole_rounds_are_tried_where_there_are_no_others():
+    """60 rows over 8 ranks: of their divisors above 16 none is a multiple of 8."""
+    config = load_config("gpt2_124m", ["Train.global_batch_size=60"])
+    layout = {f"Mesh.{axis}": 1 for axis in MESH_AXES} | {"Mesh.pipe": 8}
+    found = [one["Pipeline.microbatches"] for one in counts(config, layout)]
+    assert found == [20, 30, 60]
+    interleaved = {**layout, "Pipeline.schedule": "interleaved"}
+    assert len(list(counts(config, interleaved))) == 1
 
 
 def candidate(seconds, total):

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from jaxtrain.analysis import doctor
 from jaxtrain.analysis.planning import side_by_side
-from jaxtrain.analysis.planning.budget import plan_budget
+from jaxtrain.analysis.planning.budget import Budget, plan_budget
 from jaxtrain.analysis.planning.budget import show as show_budget
+from jaxtrain.analysis.planning.budgeted import planned, sentences
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.plan import plan as make_plan
 from jaxtrain.analysis.planning.result import Plan
@@ -55,19 +56,18 @@ def plan(arguments: argparse.Namespace) -> int:
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
     targets = [parse_target(name, network=arguments.network) for name in arguments.target]
     if arguments.budget is not None:
-        target = targets[0] if targets else None
-        peak = None if target is None else target.chip.bf16_flops
-        devices = None if target is None else target.devices
-        budget = plan_budget(arguments.budget, peak_flops=peak, devices=devices)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
-        others |= {"--png": picture, "--search": arguments.search, "--price": arguments.price}
-        others |= {"--tokens": arguments.tokens, "--network": arguments.network}
+        others |= {"--png": picture, "--search": arguments.search, "--tokens": arguments.tokens}
         others |= {"a second --target": len(targets) > 1}
+        if not targets:
+            others |= {"--price": arguments.price, "--network": arguments.network}
         if ignored := [name for name, value in others.items() if value]:
             raise UserError(
                 f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
             )
+        budget = plan_budget(arguments.budget)
         show_budget(console, budget)
+        _on_target(console, budget, targets, arguments.price)
         return DONE
     if arguments.config is None or not targets:
         missing = "CONFIG" if arguments.config is None else "--target"
@@ -97,6 +97,20 @@ def plan(arguments: argparse.Namespace) -> int:
     if file is not None:
         write_atomically(file, json.dumps(told, indent=2).encode())
     return DONE
+
+
+def _on_target(
+    console: Console, budget: Budget, targets: Sequence[Target], price: float | None
+) -> None:
+    """Prints how long a budget takes on a machine, where its speed is known."""
+    if not targets or targets[0].chip.bf16_flops is None:
+        words = "No time without a device whose peak FLOP/s is known: name a target."
+        console.print(words, highlight=False)
+        return
+    jax.config.update("jax_platforms", "cpu")
+    found = planned(budget, targets[0], price=price)
+    for line in sentences(budget, found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _plan(

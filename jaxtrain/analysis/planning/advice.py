@@ -9,7 +9,12 @@ import jax
 from jaxtrain.analysis.planning import accumulation
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import replicated
-from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.machines.targets import (
+    MOST_OF_A_GPU,
+    Target,
+    most_memory,
+    with_memory,
+)
 from jaxtrain.analysis.planning.search import Price, price
 from jaxtrain.analysis.planning.variants import (
     bindings_of,
@@ -28,6 +33,7 @@ from jaxtrain.training.settings import Config
 # Fixes that are shown, and up to how many are combined where one alone does not suffice.
 MOST = 6
 TOGETHER = 4
+FRACTION = "Train.gpu_memory_fraction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,8 @@ class Fix:
         """For the terminal."""
         pasted = " ".join(f'-b "{binding}"' for binding in self.bindings)
         enough = "fits" if self.fits else "not enough alone"
+        if FRACTION in self.changes:
+            return f"{pasted}: {human_bytes(self.saved)} more of each GPU for programs ({enough})"
         return (
             f"{pasted}: saves about {human_bytes(self.saved)}, step time {self.slower:+.0%} "
             f"({enough})"
@@ -77,6 +85,11 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
     sizes = config.mesh.sizes(target.devices * slices)
     before = price(config, target)
     tried: list[Fix] = []
+    first: list[Fix] = []
+    most = most_memory(target)
+    if most is not None and (more := most - (target.chip.hbm_bytes or 0)) >= over:
+        # Memory that is there, at no cost.
+        first = [Fix({FRACTION: MOST_OF_A_GPU}, more, 0.0, True)]
     for changes in fixes(config, target, sizes):
         found = _try(config, changes, target, slices, before, over)
         if found is not None:
@@ -86,10 +99,10 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
     for fix in sorted((fix for fix in tried if fix.fits), key=lambda fix: (fix.slower, fix.saved)):
         enough.setdefault(tuple(sorted(fix.changes)), fix)
     if enough:
-        return list(enough.values())[:MOST]
+        return [*first, *enough.values()][:MOST]
     combined = _combined(config, tried, target, slices, before, over)
     rest = sorted(tried, key=lambda fix: -fix.saved)
-    return [*combined, *rest][:MOST]
+    return [*first, *combined, *rest][:MOST]
 
 
 def _try(
@@ -220,7 +233,7 @@ def explain(config: Config, said: str) -> str:
     """
     if _OF_ONE_OPERATION in said:
         return _explain_vector_memory(said)
-    target = _this_machine()
+    target = with_memory(_this_machine(), config.train.gpu_memory_fraction)
     needed = price(config, target).memory
     parts = {
         "parameters": needed.arguments.params,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
 from jaxtrain.analysis.planning.space import (
     POLICIES,
     counts,
@@ -137,8 +137,8 @@ class Found:
       candidates: the best first.
       priced: configurations that were priced.
       too_large: of these, which do not fit.
-      slower: layouts that were not priced: their products, and what their mesh waits for in any
-        case, take longer than all that are shown.
+      slower: layouts that were not priced: their products with what these read, and what their
+        mesh waits for in any case, take longer than all that are shown.
       refused: reason -> configurations that `jaxtrain train` would refuse.
     """
 
@@ -170,8 +170,9 @@ def search(config: Config, target: Target) -> Found:
     """Prices every layout of a configuration on a target by closed forms.
 
     The model, data, global batch and kernels stay as they are. Of each mesh, ZeRO stage, remat
-    policy and schedule the fewest microbatches that fit are taken, since more only repeat the
-    weights' traffic. The same question has the same answer.
+    policy and schedule the fewest microbatches that fit are taken, since more repeat the weights'
+    traffic; of pipelines more, while that is worth their smaller bubble. The same question has the
+    same answer.
 
     Raises:
       UserError: nothing fits, or nothing may run.
@@ -189,13 +190,13 @@ def search(config: Config, target: Target) -> Found:
             slower += 1
             continue
         found, tried, large = _fewest(config, layout, target)
-        priced, too_large = priced + tried, too_large + large
         if large < tried:
-            time = price(found.config, target, found.memory, found.layout)
-            changes = essential(config, found.changes)
-            bisect.insort(fitting, Candidate(changes, found.config, time), key=_order)
+            best, more = _fastest(config, layout, target, found)
+            tried += more
+            bisect.insort(fitting, best, key=_order)
         elif smallest is None or found.memory.total < smallest.memory.total:
             smallest = found
+        priced, too_large = priced + tried, too_large + large
     if smallest is None and not fitting:
         most = max(refused, key=lambda reason: refused[reason])
         raise UserError(
@@ -212,6 +213,8 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
     size, room = smallest.memory.total, target.chip.hbm_bytes or 0
     bindings = bindings_of(essential(config, smallest.changes))
     ways = []
+    if size <= (most_memory(target) or 0):
+        ways.append((size - room, f"Train.gpu_memory_fraction={MOST_OF_A_GPU}"))
     for changes in LIGHTER:
         if any(essential(smallest.config, changes)):
             variant = changed(smallest.config, changes)
@@ -268,8 +271,8 @@ class _Layout:
     Attributes:
       changes: its bindings.
       counts: bindings of every possible count of microbatches, the fewest first.
-      least_seconds: of its products, what every layout of its mesh waits for and its smallest
-        bubble alone.
+      least_seconds: of its products and what these read, what every layout of its mesh waits for
+        and its smallest bubble alone.
     """
 
     changes: dict[str, Any]
@@ -292,13 +295,13 @@ def _allowed(
         sizes = tuple(value for name, value in mesh.items() if name.startswith("Mesh."))
         if sizes not in waits:
             waits[sizes] = _waits(config, {**mesh, **counted[0]}, target, devices)
-        for rest in stages_and_policies(config, mesh):
+        for rest in stages_and_policies(config, target, mesh):
             changes = {**mesh, **rest}
             pipeline = pipeline_of(config, {**changes, **counted[-1]})
             ranks = mesh["Mesh.pipe"]
-            key = rest["Remat.policy"], pipeline.backward, ranks > 1
+            variant = changed(config, changes)
+            key = variant.remat, pipeline.backward, ranks > 1
             if key not in busy:
-                variant = changed(config, changes)
                 busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
             least = (busy[key] + waits[sizes]) / (
                 1 - bubble_fraction(pipeline, ranks, stack_costs(config))
@@ -371,6 +374,32 @@ def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[_Sized, in
         number = bisect.bisect_left(range(last), True, key=fits)
     large = sum(room is not None and one.memory.total > room for one in tried.values())
     return tried[number], len(tried), large
+
+
+def _fastest(
+    config: Config, layout: _Layout, target: Target, fewest: _Sized
+) -> tuple[Candidate, int]:
+    """The candidate with these microbatches, or in a pipeline with more, as long as their smaller
+    bubble is worth the weights' traffic; and how many counts were tried besides."""
+
+    def candidate(sized: _Sized) -> Candidate:
+        cost = price(sized.config, target, sized.memory, sized.layout)
+        return Candidate(essential(config, sized.changes), sized.config, cost)
+
+    best, tried = candidate(fewest), 0
+    if layout.changes["Mesh.pipe"] == 1:
+        return best, tried
+    first = next(n for n, one in enumerate(layout.counts) if one.items() <= fewest.changes.items())
+    for count in layout.counts[first + 1 :]:
+        changes = {**layout.changes, **count}
+        variant = changed(config, changes)
+        needed = memory(variant, fewest.layout, target.chip.kind)
+        after = candidate(_Sized(changes, variant, fewest.layout, needed))
+        tried += 1
+        if after.price.seconds >= best.price.seconds:
+            break
+        best = after
+    return best, tried
 
 
 # -- the reasons ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from jaxtrain.config.errors import nearest_divisor
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.training.preflight.named import given_names
 from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import Config
 
@@ -20,8 +21,18 @@ MOST = {"pipe": 32, "context": 16, "tensor": 16, "expert": 64}
 LONG = 4096
 # Stages on a rank that published runs have; more send more for a bubble that is small already.
 CHUNKS = tuple(range(2, 13))
-# From the fastest step to the smallest; offload is left to the advice.
+# From the fastest step to the smallest.
 POLICIES = ("none", "elementwise", "dots", "full")
+# What 'full' may have besides, by name: attention's kernel is the dearest to run again and gives
+# little, queries, keys and values are what MaxText's recipes add.
+KEPT = (("attention",), ("query", "key", "value", "attention"))
+# On the host: as few bytes as there are for a layer, what those recipes send there, and everything
+# whose products would run again.
+ON_HOST = (
+    ("residual",),
+    ("residual", "query", "key", "value", "attention"),
+    ("residual", "query", "key", "value", "attention", "mlp_gate", "mlp_up"),
+)
 
 
 def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
@@ -52,23 +63,48 @@ def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
         yield "interleaved", chunks
 
 
-def stages_and_policies(config: Config, mesh: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def stages_and_policies(
+    config: Config, target: Target, mesh: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Bindings of ZeRO stages and remat policies on a mesh, and of what its stages keep."""
-    stacked = config.train.model.layers is not None
-    policies = POLICIES if stacked else (config.remat.policy,)
     stages = (0,)
     if mesh["Mesh.fsdp"] > 1:
         # Beside replicas only stage 3 is worth a name of its own (HSDP).
         stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
-    for stage, policy in itertools.product(stages, policies):
-        chosen: dict[str, Any] = {"Sharding.zero": stage, "Remat.policy": policy}
-        if policy == "none" and any(config.remat.named.values()):
-            chosen |= {"Remat.save": (), "Remat.offload": ()}  # it keeps what they name
+    for stage, remat in itertools.product(stages, _remats(config, target)):
+        chosen: dict[str, Any] = {"Sharding.zero": stage, **remat}
         if mesh["Mesh.pipe"] == 1:
             yield chosen
             continue
-        for backward in ("recompute", "residuals"):
-            yield {**chosen, "Pipeline.backward": backward}
+        yield {**chosen, "Pipeline.backward": "recompute"}
+        if not chosen.get("Remat.offload"):  # what a stage keeps waits on the devices
+            yield {**chosen, "Pipeline.backward": "residuals"}
+
+
+def _remats(config: Config, target: Target) -> Iterator[dict[str, Any]]:
+    """Bindings of remat policies, and of activations that are kept by their names unless the
+    configuration says which."""
+    if config.train.model.layers is None:
+        yield {"Remat.policy": config.remat.policy}
+        return
+    chosen = any(config.remat.named.values())
+    for policy in POLICIES:
+        if policy == "none" and chosen:
+            # It keeps what they name.
+            yield {"Remat.policy": policy, "Remat.save": (), "Remat.offload": ()}
+        else:
+            yield {"Remat.policy": policy}
+    if chosen:
+        return
+    given = given_names(config)
+    for names in KEPT:
+        if given.issuperset(names):
+            yield {"Remat.policy": "full", "Remat.save": names}
+    if target.chip.host_bandwidth is None:
+        return
+    for names in ON_HOST:
+        if given.issuperset(names):
+            yield {"Remat.policy": "full", "Remat.offload": names}
 
 
 def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
@@ -122,7 +158,10 @@ def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int]
         for count in divisors:
             yield {"Train.accumulation": count}
         return
-    # A bubble of at most a third, where there are rows enough for that.
-    enough = [count for count in divisors if count >= 2 * ranks and count % ranks == 0]
+    # A bubble of at most a third, where there are rows enough for that; whole rounds if there are.
+    long = [count for count in divisors if count >= 2 * ranks]
+    enough = [count for count in long if count % ranks == 0]
+    if not enough and layout.get("Pipeline.schedule") != "interleaved":
+        enough = long
     for count in enough or [nearest_divisor(rows, 2 * ranks)]:
         yield {"Train.accumulation": 1, "Pipeline.microbatches": count}

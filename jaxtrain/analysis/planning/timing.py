@@ -318,7 +318,8 @@ def _product_seconds(config: Config, target: Target, flops: float, peak: float) 
 
 
 def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: bool) -> float:
-    """What a step cannot be predicted below but for its bubble: its products; 0 without a peak.
+    """What a step cannot be predicted below but for its bubble: its products and what they read and
+    write; 0 without a peak.
 
     Of the layout it depends on how many devices there are, and whether they are a pipeline.
     """
@@ -329,6 +330,11 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     products, scores = _work(config, pipelined=pipelined, devices=devices)
     shares = fitted(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
+    # As few bytes as they are with a sequence that is split wherever the products are.
+    split = dataclasses.replace(config.sharding, sequence_parallel=True)
+    config = dataclasses.replace(config, sharding=split)
+    read = activation_bytes(config, pipelined=pipelined) / devices
+    seconds += shares.passes * read / (shares.memory * (target.chip.hbm_bandwidth or math.inf))
     portable = config.attention.kernel == PORTABLE
     return seconds + scores / peak / scores_share(shares, portable=portable)
 

@@ -38,7 +38,7 @@ def refuse(config: Config, *, ranks: int) -> Iterator[str]:
         )
     if config.train.model.layers is None or not any(settings.named.values()):
         return
-    given = _names(_plain(config))
+    given = given_names(config)
     for setting, names in settings.named.items():
         for name in names:
             if name not in given:
@@ -46,6 +46,11 @@ def refuse(config: Config, *, ranks: int) -> Iterator[str]:
                     f"{setting}={names}: the layers of {type(config.train.model).__name__} give no "
                     f"activation the name {name!r}{did_you_mean(name, given)}"
                 )
+
+
+def given_names(config: Config) -> frozenset[str]:
+    """The activations, of `NAMES`, that the layers of a configuration's model give a name."""
+    return _names(_plain(config))
 
 
 def _plain(config: Config) -> Config:

@@ -15,6 +15,8 @@ from jaxtrain.analysis.planning.machines.gpu import gpu_devices
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
 
+# What recipes give a GPU's programs (JAX-Toolbox and MaxText's scripts).
+MOST_OF_A_GPU = 0.94
 _EXAMPLES = {"gpu": "1x8", "cpu": "8"}
 
 
@@ -92,6 +94,16 @@ def with_memory(target: Target, fraction: float | None) -> Target:
         return target
     size = int(chip.hbm_bytes / GPU_MEMORY_FRACTION * fraction)
     return dataclasses.replace(target, chip=dataclasses.replace(chip, hbm_bytes=size))
+
+
+def most_memory(target: Target) -> int | None:
+    """Bytes of a GPU that programs may have at Train.gpu_memory_fraction=0.94, `MOST_OF_A_GPU`;
+    None on other chips, and where they have as much."""
+    chip = target.chip
+    if chip.kind != "gpu" or chip.hbm_bytes is None:
+        return None
+    room = with_memory(Target(CHIPS[chip.name], target.shape), MOST_OF_A_GPU).chip.hbm_bytes or 0
+    return room if room > chip.hbm_bytes else None
 
 
 def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
