@@ -577,7 +577,7 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         *untimed,
         f"{shares.products:.0%} of {peaks} in products, {attention:.0%} in attention scores, "
         f"which count {skipped}; {shares.memory:.0%} of the memory's bandwidth",
-        f"{rate}, {chip.links} torus direction(s) shared evenly by the mesh axes; {network}",
+        f"{rate}, {chip.links} torus direction(s) laid under the mesh axes as JAX does; {network}",
         f"{hides}{1 - shares.shown:.0%} of what moves weights and gradients hides behind "
         f"computation, {1 - shares.activations:.0%} of what tensor moves; the rest waits",
         f"shares fitted on published runs{'' if known else ' of other chips of its kind'}: two of "
