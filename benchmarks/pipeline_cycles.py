@@ -59,12 +59,14 @@ class Tick:
     def ideal(self, schedule: Timetable) -> float:
         """Cycles of the paper's schedule: actions alone, ranks that go on each by itself."""
         p, m, v = schedule.ranks, schedule.microbatches, schedule.virtual_stages
-        if schedule.name == "zero_bubble":
+        if any(action.kind == Work.BACKWARD_INPUT for _, _, action in schedule.actions()):
             forward, first, second = (
                 self.actions[kind]
                 for kind in (Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT)
             )
-            return m * (forward + first + second) + (p - 1) * (forward + first - second)
+            # DualPipe's (F&B + B - 3W) with F + B for F&B (arXiv 2412.19437, table 2).
+            bubble = forward + (2 if schedule.folded else 1) * first - second
+            return v * m * (forward + first + second) + (p - 1) * bubble
         return (v * m + p - 1) * (self.actions[Work.FORWARD] + self.actions[Work.BACKWARD])
 
 
@@ -101,7 +103,7 @@ def _cycles(module: Module, name: str) -> int:
 
 def _compiled(schedule: str, target: Target, width: int, backward: str) -> str:
     """The program of a Llama of this width, two layers and eight rows of 256 tokens a stage."""
-    ranks, virtual = target.devices, 2 if schedule == "interleaved" else 1
+    ranks, virtual = target.devices, _chunks(schedule)
     heads = max(width // 128, 1)
     config = load_config(
         "llama_1b",
@@ -121,6 +123,10 @@ def _compiled(schedule: str, target: Target, width: int, backward: str) -> str:
     return lowered.compile(xla_options("tpu", kind=target.chip.device_kinds[0])).as_text() or ""
 
 
+def _chunks(schedule: str) -> int:
+    return 2 if schedule in ("interleaved", "dualpipe_v") else 1
+
+
 def main() -> None:
     """Compiles a small Llama for each schedule; prints its cycles beside the ideal."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -137,7 +143,7 @@ def main() -> None:
         "ratio without between", title=f"{target.name}, width {options.width}",
     )  # fmt: skip
     for name in options.schedule or SCHEDULES:
-        chunks = 2 if name == "interleaved" else 1
+        chunks = _chunks(name)
         text = _compiled(name, target, options.width, options.backward)
         for times in (2, 4, 8):
             schedule = make_schedule(

@@ -18,7 +18,7 @@ from jaxtrain.nn.remat import Remat
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 64
 BATCH = text_batch(rows=ROWS, length=LENGTH, vocab_size=48)
@@ -56,6 +56,21 @@ CASES = {
     "zero_bubble": (
         llama, 4, {"pipe": 4, "tensor": 2}, {"schedule": "zero_bubble", "microbatches": 4},
     ),
+    "dualpipe_v": (
+        gpt, 4, {"pipe": 2},
+        {"schedule": "dualpipe_v", "virtual_stages": 2, "microbatches": 4},
+    ),
+    "uneven_dualpipe_v": (
+        gpt, 6, {"pipe": 2, "fsdp": 2, "tensor": 2},
+        {"schedule": "dualpipe_v", "virtual_stages": 2, "microbatches": 4},
+    ),
+    "dualpipe_v_residuals": (
+        llama, 8, {"pipe": 4, "data": 2},
+        {
+            "schedule": "dualpipe_v", "virtual_stages": 2, "microbatches": 8,
+            "backward": "residuals",
+        },
+    ),
     # Six layers on four stages, five on two: padded, masked, and every layer is there.
     "uneven": (gpt, 6, {"pipe": 4, "fsdp": 2}, {"microbatches": 4}),
     "uneven_zero_bubble_residuals": (
@@ -66,8 +81,8 @@ CASES = {
         llama, 4, {"pipe": 2, "fsdp": 4}, {"microbatches": 2, "backward": "residuals"},
     ),
 }  # fmt: skip
-# Each of the three is in another case too.
-SLOW = ("uneven_zero_bubble_residuals",)
+# What each of them has is in another case too.
+SLOW = ("uneven_zero_bubble_residuals", "uneven_dualpipe_v", "dualpipe_v_residuals")
 
 
 @pytest.mark.parametrize(
@@ -91,10 +106,10 @@ def test_random_meshes_and_schedules_equal_one_device(data):
     rest = 8 // pipe
     fsdp = data.draw(st.sampled_from([n for n in (1, 2, 4) if rest % n == 0]), "fsdp")
     tensor = data.draw(st.sampled_from([n for n in (1, 2, 4) if (rest // fsdp) % n == 0]), "tensor")
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
-    virtual = 2 if schedule == "interleaved" else 1
+    schedule = data.draw(st.sampled_from(SCHEDULES))
+    virtual = 2 if schedule in ("interleaved", "dualpipe_v") else 1
     counts = [m for m in (1, 2, 4, 8) if m * (8 // pipe // tensor) <= ROWS]
-    if virtual == 2:
+    if schedule == "interleaved":
         counts = [m for m in counts if m % pipe == 0]
     microbatches = data.draw(st.sampled_from(counts), "microbatches")
     num_layers = data.draw(st.integers(pipe * virtual, pipe * virtual + 3), "num_layers")

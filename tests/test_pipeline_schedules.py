@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.training.pipeline.schedules import Pipeline, cut_layers, forward_only, make_schedule
+from jaxtrain.training.pipeline.schedules import (
+    SCHEDULES,
+    Pipeline,
+    cut_layers,
+    forward_only,
+    make_schedule,
+)
 from jaxtrain.training.pipeline.slots import sends, slots
-from jaxtrain.training.pipeline.table import Action, Timetable, Work, check
+from jaxtrain.training.pipeline.table import Action, Timetable, Work, check, stage_on
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 6, 8, 16)]
 
@@ -19,10 +25,13 @@ GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 6, 8, 16)]
 @st.composite
 def schedules(draw):
     """Any schedule that can be asked for, training or evaluation."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble", "forward"]))
+    name = draw(st.sampled_from([*SCHEDULES, "forward"]))
     ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     if name == "forward":
-        return forward_only(ranks, microbatches, draw(st.integers(1, 3)))
+        chunks = draw(st.integers(1, 3))
+        return forward_only(ranks, microbatches, chunks, folded=chunks == 2 and draw(st.booleans()))
+    if name == "dualpipe_v":
+        return make_schedule(name, ranks=ranks, microbatches=microbatches, virtual_stages=2)
     if name == "interleaved":
         rounds, chunks = draw(st.integers(1, 4)), draw(st.integers(2, 4))
         return make_schedule(name, ranks=ranks, microbatches=rounds * ranks, virtual_stages=chunks)
@@ -112,6 +121,22 @@ def test_zero_bubble_is_the_table_by_hand():
     assert columns[3] == "---FBFBFBFBWFBFBFBFBWWWWWWW"
 
 
+def test_dualpipe_v_is_the_table_by_hand():
+    # Stages 0 1 2 3 on ranks 0 1 1 0; capitals on the way down. A microbatch every two forwards.
+    found = make_schedule("dualpipe_v", ranks=2, microbatches=3, virtual_stages=2)
+    letters = {Work.FORWARD: "Ff", Work.BACKWARD_INPUT: "Bb", Work.BACKWARD_WEIGHT: "Ww"}
+    rows = [
+        " ".join(
+            "--" if a is None else f"{letters[a.kind][a.stage > 1]}{a.microbatch}" for a in column
+        )
+        for column in zip(*found.ticks, strict=True)
+    ]
+    assert rows == [
+        "F0 -- F1 f0 b0 F2 w0 f1 b1 w1 -- B0 f2 b2 B1 W0 B2 w2 W1 W2",
+        "-- F0 f0 F1 -- f1 b0 F2 B0 w0 f2 b1 W0 B1 b2 B2 w1 W1 w2 W2",
+    ]
+
+
 # -- an engine of tags -----------------------------------------------------------------------------
 
 
@@ -136,7 +161,7 @@ def test_an_engine_that_trusts_the_slots_finds_the_right_things(schedule, backwa
         for rank in range(p):
             at = (tick, rank)
             kind, microbatch = Work(table.kind[at]), int(table.microbatch[at])
-            stage = int(table.chunk[at]) * p + rank
+            stage = stage_on(rank, int(table.chunk[at]), p, folded=schedule.folded)
 
             def held(name, at=at, rank=rank):
                 slot = getattr(table, f"{name}_slot")[at]
@@ -187,14 +212,15 @@ def test_an_engine_that_trusts_the_slots_finds_the_right_things(schedule, backwa
                 assert (slot >= 0) == (rank in arrived)
                 if slot >= 0:
                     buffers[name][rank][slot] = arrived[rank]
-    kinds = {"zero_bubble": [1, 3, 4], "forward": [1]}.get(schedule.name, [1, 2])
+    kinds = {"zero_bubble": [1, 3, 4], "dualpipe_v": [1, 3, 4], "forward": [1]}
+    kinds = kinds.get(schedule.name, [1, 2])
     every = itertools.product(kinds, range(stages), range(schedule.microbatches))
     assert sorted(done) == sorted(every)
 
 
 @given(schedule=schedules())
 @settings(max_examples=50, deadline=None)
-def test_slots_are_int32_and_edges_are_a_ring(schedule):
+def test_slots_are_int32_and_edges_join_neighbours(schedule):
     table = slots(schedule)
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
@@ -202,6 +228,13 @@ def test_slots_are_int32_and_edges_are_a_ring(schedule):
             assert value.dtype == np.int32
             assert value.shape == (len(schedule.ticks), schedule.ranks)
     forward, backward = sends(schedule)
+    if schedule.folded:
+        # Pairs of ranks exchange what goes down for what comes back; the last keeps what turns.
+        last = schedule.ranks - 1
+        for a, b in itertools.chain(*forward, *backward):
+            assert abs(a - b) == 1 or a == b == last
+        assert sum(a == b for tick in forward for a, b in tick) == schedule.microbatches
+        return
     assert all((a + 1) % schedule.ranks == b for tick in forward for a, b in tick)
     assert all((b + 1) % schedule.ranks == a for tick in backward for a, b in tick)
     assert table.has_backward == (schedule.name != "forward")
@@ -290,6 +323,11 @@ def test_each_mistake_is_named():
         with pytest.raises(ValueError, match=sentence):
             check(edit(good, changes))
     check(good)
+    # Down the first stage beside the turn of another microbatch: rank 1 would get two activations.
+    folded = make_schedule("dualpipe_v", ranks=2, microbatches=2, virtual_stages=2)
+    both = {(1, 0): folded.ticks[2][0], (2, 0): None}
+    with pytest.raises(ValueError, match="rank 1, tick 1: .* rank 1 gets another one in this tick"):
+        check(edit(folded, both))
     with pytest.raises(ValueError, match="tick 0: 1 entries for 2 ranks"):
         check(dataclasses.replace(good, ticks=((None,), *good.ticks)))
     with pytest.raises(ValueError, match="has no backward"):
@@ -315,6 +353,10 @@ def test_backward_may_be_split_for_some_microbatches_alone():
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(UserError, match=r"only 'interleaved'.*Pipeline.virtual_stages=1"):
         Pipeline(virtual_stages=2)
+    with pytest.raises(UserError, match=r"one stage on the way down .* Pipeline.virtual_stages=2"):
+        Pipeline(schedule="dualpipe_v")
+    with pytest.raises(UserError, match=r"'dualpipe_v': microbatches go around its ranks once"):
+        make_schedule("dualpipe_v", ranks=4, microbatches=8, virtual_stages=2, passes=2)
     with pytest.raises(UserError, match="at least 2 virtual stages; set Pipeline.virtual_stages=2"):
         Pipeline(schedule="interleaved")
     with pytest.raises(UserError, match="Pipeline.microbatches=0; use at least 1"):

@@ -1,7 +1,10 @@
 """The simulated times against closed forms, and the picture against the simulation."""
 
+import collections
 import io
 import itertools
+import math
+import types
 
 import pytest
 from PIL import Image
@@ -16,15 +19,13 @@ from jaxtrain.analysis.planning.timeline import (
     table,
     timeline_figure,
 )
-from jaxtrain.training.pipeline.schedules import forward_only, make_schedule
+from jaxtrain.training.pipeline.schedules import SCHEDULES, forward_only, make_schedule
 from jaxtrain.training.pipeline.table import Work
 
 CASES = [
     (name, p, m * p if name == "interleaved" else m, v)
-    for name, p, m in itertools.product(
-        ("gpipe", "1f1b", "interleaved", "zero_bubble", "forward"), (1, 2, 3, 4, 7), (1, 2, 3, 8)
-    )
-    for v in ((2, 3) if name == "interleaved" else (1,))
+    for name, p, m in itertools.product((*SCHEDULES, "forward"), (1, 2, 3, 4, 7), (1, 2, 3, 8))
+    for v in {"interleaved": (2, 3), "dualpipe_v": (2,)}.get(name, (1,))
 ]
 
 
@@ -54,7 +55,8 @@ COSTS = [
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
 def test_in_lockstep_a_step_takes_what_the_papers_say_without(name, p, m, v):
-    """The bubble of a rank is (p - 1)(F + B); of ZB-H1 (p - 1)(F + I - W).
+    """The bubble of a rank is (p - 1)(F + B); of ZB-H1 (p - 1)(F + I - W); of DualPipe, with 2p
+    stages of half a rank's costs, (p - 1)(F&B + B - 3W).
 
     So for any costs, although every tick lasts as long as its longest action on any rank.
     """
@@ -69,6 +71,12 @@ def test_in_lockstep_a_step_takes_what_the_papers_say_without(name, p, m, v):
             # With fewer microbatches fewer idle places are filled; 1F1B's time is the most.
             missing = min(max(2 * p - 1 - m, 0), p - 1)
             assert timeline.makespan == m * (F + I + W) + (p - 1) * (F + I - W) + missing * W
+        elif name == "dualpipe_v":
+            assert timeline.makespan <= 2 * (m + p - 1) * (F + I) + 2 * m * W
+            if m >= p + p // 2:
+                # F + B takes F&B as long; where F is longer than W, so much for each turn of it.
+                bubble = (p - 1) * (F + 2 * I - W) + (p - 1) * (F - W) + max(p // 2 - 1, 0) * W
+                assert timeline.makespan == 2 * m * (F + I + W) + bubble
         else:
             assert timeline.makespan == (v * m + p - 1) * (F + B)
             assert timeline.bubble_to_ideal == pytest.approx((p - 1) / (v * m))
@@ -92,6 +100,52 @@ def test_the_zero_bubble_schedule_has_a_third_of_the_bubble(p):
     whole = simulate(make("1f1b", p, m), backward=2.0)
     assert whole.makespan - 3 * m == pytest.approx(3 * (p - 1))
     assert max(timeline.peak_live) == max(whole.peak_live) == 2 * p - 1
+
+
+@pytest.mark.slow  # for PyTorch's import
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 9), (4, 16), (8, 16)])
+def test_dualpipe_v_beside_pytorchs(p, m):
+    """As few microbatches alive, and as small a bubble but for a few weight gradients' ticks.
+
+    PyTorch's ranks go on each by itself; a forward and a backward that it does side by side take
+    as long as both.
+    """
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    of_ranks = types.SimpleNamespace(pp_group_size=p, _n_microbatches=m)
+    table_of = schedules.ScheduleDualPipeV._calculate_single_rank_operations
+    orders = [
+        collections.deque(one.sub_actions or (one,) for one in table_of(of_ranks, rank))
+        for rank in range(p)
+    ]
+    free, ends, live, peaks = [0] * p, {}, [0] * p, [0] * p
+
+    def begin(rank):
+        """When a rank can do what comes next; infinity: what it needs is not done."""
+        start = free[rank]
+        for one in orders[rank][0]:
+            stage, kind = one.stage_index, one.computation_type.name
+            needed = {
+                "FORWARD": [("FORWARD", stage - 1)] * (stage > 0),
+                "BACKWARD_WEIGHT": [("BACKWARD", stage)],
+            }.get(kind, [("FORWARD", stage), *[("BACKWARD", stage + 1)] * (stage + 1 < 2 * p)])
+            for thing in needed:
+                start = max(start, ends.get((*thing, one.microbatch_index), math.inf))
+        return start
+
+    while any(orders):
+        rank = min((rank for rank in range(p) if orders[rank]), key=begin)
+        start, parts = begin(rank), orders[rank].popleft()
+        kinds = [one.computation_type.name for one in parts]
+        free[rank] = start + len(kinds) + kinds.count("FULL_BACKWARD")
+        for one, kind in zip(parts, kinds, strict=True):
+            live[rank] += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+            peaks[rank] = max(peaks[rank], live[rank])
+            given = "BACKWARD" if kind in ("FULL_BACKWARD", "BACKWARD_INPUT") else kind
+            ends[given, one.stage_index, one.microbatch_index] = free[rank]
+    ours = simulate(make("dualpipe_v", p, m, 2), backward_input=1.0, lockstep=True)
+    assert max(peaks) == max(ours.peak_live) == 2 * p + 1
+    assert max(free) == 6 * m + 2 * (p - 1)
+    assert ours.makespan == max(free) + max(p // 2 - 1, 0)
 
 
 def test_nothing_starts_before_what_it_needs_whatever_it_costs():

@@ -13,7 +13,14 @@ from jaxtrain.training.pipeline.slots import sends, slots
 @pytest.mark.parametrize("backward", ["recompute", "residuals"])
 @pytest.mark.parametrize(
     ("schedule", "chunks"),
-    [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 5)],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("zero_bubble", 1),
+        ("interleaved", 2),
+        ("interleaved", 5),
+        ("dualpipe_v", 2),
+    ],
 )
 @pytest.mark.parametrize(("ranks", "counts"), [(2, (4, 7, 8, 22)), (3, (9, 30)), (8, (24, 56))])
 def test_a_long_schedule_is_what_its_table_says(schedule, chunks, backward, ranks, counts):

@@ -163,7 +163,10 @@ class Program:
         ranks = self.layout.mesh.shape["pipe"]
         if ranks == 1:
             return None
-        return deal(parameter_shapes(self.build), ranks, self.pipeline.virtual_stages)
+        pipeline = self.pipeline
+        return deal(
+            parameter_shapes(self.build), ranks, pipeline.virtual_stages, folded=pipeline.folded
+        )
 
     @property
     def layer_order(self) -> list[int] | None:

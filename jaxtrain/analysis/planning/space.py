@@ -57,6 +57,8 @@ def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
     yield "1f1b", 1
     yield "zero_bubble", 1
     layers = config.train.model.layers or 0
+    if layers >= 2 * ranks:
+        yield "dualpipe_v", 2
     fitting = [chunks for chunks in CHUNKS if layers >= ranks * chunks]
     even = [chunks for chunks in fitting if layers % (ranks * chunks) == 0]
     for chunks in even or fitting[:1]:

@@ -143,9 +143,16 @@ def closed_form_ticks(name: str, ranks: int, microbatches: int, virtual_stages: 
     GPipe and 1F1B 2(m + p - 1); interleaved 2(vm + p - 1) (arXiv 2104.04473, section 2.2); zero
     bubble 3m + p - 1 (ZB-H1, arXiv 2401.10241, table 1 with T_F = T_B = T_W) where m >= 2p - 1;
     with fewer, weight gradients fill 2p - 1 - m idle ticks less, and none where m <= p. 'forward'
-    vm + p - 1, where v > 1 for multiples of p.
+    vm + p - 1, where v > 1 for multiples of p. 'dualpipe_v', whose actions are of half a stage:
+    6m + 2p - 2 + max(floor(p / 2) - 1, 0) where 2m >= 3p: DualPipe's (p - 1)(F&B + B - 3W), as many
+    ticks (arXiv 2412.19437, table 2, for as many stages as 2p), and a few for weight gradients that
+    would have to wait longer than memory allows.
     """
     p, m = ranks, microbatches
+    if name == "dualpipe_v":
+        more = max(min(m - p, p // 2) - 1, 0)
+        weights = 1 + (2 * m > p) if m <= p else 2 * (m - p + 1) + more
+        return 4 * (m + p - 1) + weights
     if name == "zero_bubble":
         return 3 * m + p - 1 + min(max(2 * p - 1 - m, 0), p - 1)
     rounds = 1 if name == "forward" else 2
@@ -156,11 +163,12 @@ def closed_form_bubble(name: str, ranks: int, microbatches: int, virtual_stages:
     """The bubble as a fraction of all time, every action one tick.
 
     GPipe and 1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (vm + p - 1), of the ideal time
-    (p - 1) / (vm); zero bubble (p - 1) / (3m + p - 1) for m >= 2p - 1. Any costs of forward and
+    (p - 1) / (vm); zero bubble (p - 1) / (3m + p - 1) for m >= 2p - 1, and 'dualpipe_v' about the
+    same: the ticks beyond 6m of all that there are. Any costs of forward and
     backward give the same figures for the first three, where all stages are alike.
     """
     ticks = closed_form_ticks(name, ranks, microbatches, virtual_stages)
-    per_stage = {"zero_bubble": 3, "forward": 1}.get(name, 2)
+    per_stage = {"zero_bubble": 3, "dualpipe_v": 3, "forward": 1}.get(name, 2)
     return 1 - per_stage * virtual_stages * microbatches / ticks
 
 
@@ -172,8 +180,9 @@ def closed_form_peak(
     GPipe vm; interleaved 2(p - rank - 1) + (v - 1)p + 1 (arXiv 2104.04473), and 1F1B that of one
     virtual stage, or of one for each time that microbatches go around: where ranks go on together,
     the way to the last rank and back takes a forward and a backward a stage (without lockstep half
-    of it, p - rank); zero bubble 2p - 1 on every rank (ZB-H2's, arXiv 2401.10241, table 1); never
-    more than there are.
+    of it, p - rank); zero bubble 2p - 1 on every rank (ZB-H2's, arXiv 2401.10241, table 1);
+    'dualpipe_v' 2p, and one more on the last (PP + 1 of 2p stages: arXiv 2412.19437, table 2), each
+    of half a stage, after m + 1 + rank of m microbatches; never more than there are.
     """
     p, m, v = ranks, microbatches, virtual_stages
     peaks = {
@@ -181,6 +190,7 @@ def closed_form_peak(
         "gpipe": lambda rank: m * v,
         "1f1b": lambda rank: 2 * (p - rank - 1) + (v - 1) * p + 1,
         "zero_bubble": lambda rank: 2 * p - 1,
+        "dualpipe_v": lambda rank: min(2 * p + (rank == p - 1), m + 1 + rank),
     }
     peaks["interleaved"] = peaks["1f1b"]
     return tuple(min(peaks[name](rank), m * v) for rank in range(p))

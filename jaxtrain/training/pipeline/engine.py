@@ -22,7 +22,7 @@ from jaxtrain.training.pipeline.parts import Parts, crossing
 from jaxtrain.training.pipeline.rank import Rank, action_numbers
 from jaxtrain.training.pipeline.slots import Slots, sends, slots
 from jaxtrain.training.pipeline.stages import Stages
-from jaxtrain.training.pipeline.table import Timetable, Work
+from jaxtrain.training.pipeline.table import Timetable, Work, stage_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,12 @@ def _columns(
     schedule: Timetable, table: Slots, parts: Parts
 ) -> tuple[Any, dict[str, np.ndarray], Any]:
     """The table as arrays: per tick and rank, per tick, and the distinct patterns of edges."""
-    rank = np.arange(schedule.ranks)[None, :]
-    stage = table.chunk * schedule.ranks + rank
+    stage = np.array(
+        [
+            [stage_on(*at, schedule.ranks, folded=schedule.folded) for at in enumerate(row)]
+            for row in table.chunk.tolist()
+        ]
+    )
     chunks = schedule.virtual_stages // parts.passes
     busy = table.kind != Work.IDLE
     actions = action_numbers(table, parts.passes, chunks)

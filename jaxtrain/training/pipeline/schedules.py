@@ -12,9 +12,17 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.execution import refuse as refuse_scan
 from jaxtrain.training.pipeline.slots import Backward
-from jaxtrain.training.pipeline.table import Action, Timetable, Work, check, needs, result
+from jaxtrain.training.pipeline.table import (
+    Action,
+    Timetable,
+    Work,
+    check,
+    needs,
+    result,
+    stage_on,
+)
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Name)
 
 
@@ -28,9 +36,12 @@ class Pipeline:
         one backward, so that few microbatches are alive (PipeDream-flush, arXiv 2006.09503);
         'interleaved': 1f1b over virtual stages (arXiv 2104.04473); 'zero_bubble': 1f1b whose
         weight gradients wait until there is nothing better to do (ZB-H1's time and ZB-H2's
-        memory, arXiv 2401.10241). In one tick all ranks do the same, so that none waits.
+        memory, arXiv 2401.10241); 'dualpipe_v': the same over two stages on each rank, down the
+        ranks and back up, so that about half as much is alive (DualPipe, arXiv 2412.19437, cut in
+        half). In one tick all ranks do the same, so that none waits.
       microbatches: parts that each accumulated batch is cut into; more make the bubble smaller.
-      virtual_stages: stages on each rank; at least 2 with 'interleaved', otherwise 1.
+      virtual_stages: stages on each rank; at least 2 with 'interleaved', 2 with 'dualpipe_v',
+        otherwise 1.
       backward: 'recompute' a stage from its saved input, or keep the 'residuals' of its forward.
     """
 
@@ -42,10 +53,16 @@ class Pipeline:
     def __post_init__(self) -> None:
         _refuse(self.schedule, self.microbatches, self.virtual_stages)
 
+    @property
+    def folded(self) -> bool:
+        """Whether stages come back up the ranks that they went down: `Timetable.folded`."""
+        return self.schedule == "dualpipe_v"
+
     def table(self, ranks: int, *, passes: int = 1, train: bool = True) -> Timetable:
         """The table of these settings on so many ranks, or that of evaluation; `make_schedule`."""
         if not train:
-            return forward_only(ranks, self.microbatches, self.virtual_stages * passes)
+            chunks = self.virtual_stages * passes
+            return forward_only(ranks, self.microbatches, chunks, folded=self.folded)
         return make_schedule(
             self.schedule, ranks=ranks, microbatches=self.microbatches,
             virtual_stages=self.virtual_stages, passes=passes,
@@ -111,10 +128,15 @@ def _refuse(schedule: str, microbatches: int, virtual_stages: int) -> None:
             f"{written}: it needs at least 2 virtual stages; set Pipeline.virtual_stages=2 or "
             "Pipeline.schedule='1f1b'"
         )
-    if schedule in SCHEDULES and schedule != "interleaved" and virtual_stages > 1:
+    if schedule == "dualpipe_v" and virtual_stages != 2:
         raise UserError(
-            f"{written}: only 'interleaved' has virtual stages; set Pipeline.virtual_stages=1 or "
-            "Pipeline.schedule='interleaved'"
+            f"{written}: each rank has one stage on the way down and one on the way back; set "
+            "Pipeline.virtual_stages=2"
+        )
+    if schedule in ("gpipe", "1f1b", "zero_bubble") and virtual_stages > 1:
+        raise UserError(
+            f"{written}: only 'interleaved' and 'dualpipe_v' have virtual stages; set "
+            "Pipeline.virtual_stages=1 or Pipeline.schedule='interleaved'"
         )
 
 
@@ -146,9 +168,9 @@ def make_schedule(
             f"Pipeline.microbatches={microbatches} with Pipeline.schedule='interleaved': it must "
             f"be a multiple of Mesh.pipe={ranks}; the nearest is {nearest}{instead}"
         )
-    if passes > 1 and name == "zero_bubble":
+    if passes > 1 and name in _SPLIT:
         raise UserError(
-            "Pipeline.schedule='zero_bubble': microbatches go around its ranks once, and those of "
+            f"Pipeline.schedule={name!r}: microbatches go around its ranks once, and those of "
             "an encoder-decoder twice; use Pipeline.schedule='1f1b'"
         )
     if passes > 1 and microbatches % ranks:
@@ -157,27 +179,49 @@ def make_schedule(
             "encoder-decoder go around the ranks twice, as many at a time as there are ranks; "
             f"use a multiple of {ranks}, such as {nearest}"
         )
-    chunks = virtual_stages * passes
-    kinds = _kinds_of_ticks(name, ranks, microbatches, chunks)
-    ticks = _fill(kinds, ranks, microbatches, chunks)
-    schedule = Timetable(name, ranks, chunks, microbatches, ticks)
+    chunks, folded = virtual_stages * passes, name == "dualpipe_v"
+    if folded:
+        kinds = _kinds_of_folded_ticks(ranks, microbatches)
+    else:
+        kinds = _kinds_of_ticks(name, ranks, microbatches, chunks)
+
+    def turns(kind: Work) -> list[dict[int, Action]]:
+        arguments = ranks, microbatches, chunks
+        return [_turns(kind, rank, *arguments, folded=folded) for rank in range(ranks)]
+
+    visits = {kind: turns(kind) for kind in {*kinds} - {Work.BACKWARD_WEIGHT}}
+    ticks = _fill(kinds, visits, ranks)
+    schedule = Timetable(name, ranks, chunks, microbatches, ticks, folded)
     check(schedule)
     return schedule
 
 
-def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> Timetable:
+def forward_only(
+    ranks: int, microbatches: int, virtual_stages: int = 1, *, folded: bool = False
+) -> Timetable:
     """The checked table of evaluation: any number of microbatches, also with virtual stages.
+
+    Args:
+      ranks: devices along `pipe`.
+      microbatches: microbatches in one step.
+      virtual_stages: stages on each rank.
+      folded: as of `Timetable`.
 
     Raises:
       UserError: a number below 1.
     """
     _refuse("forward", microbatches, virtual_stages)
     _refuse_no_ranks(ranks)
-    orders = [
-        _visits(Work.FORWARD, rank, ranks, microbatches, virtual_stages) for rank in range(ranks)
+    turns = [
+        _turns(Work.FORWARD, rank, ranks, microbatches, virtual_stages, folded=folded)
+        for rank in range(ranks)
     ]
-    ticks = _as_early_as_can_be(orders, ranks * virtual_stages)
-    schedule = Timetable("forward", ranks, virtual_stages, microbatches, ticks)
+    if folded:
+        kinds = [Work.FORWARD] * (1 + max(max(mine) for mine in turns))
+        ticks = _fill(kinds, {Work.FORWARD: turns}, ranks)
+    else:
+        ticks = _as_early_as_can_be([[*mine.values()] for mine in turns], ranks * virtual_stages)
+    schedule = Timetable("forward", ranks, virtual_stages, microbatches, ticks, folded)
     check(schedule)
     return schedule
 
@@ -187,19 +231,38 @@ def _refuse_no_ranks(ranks: int) -> None:
         raise UserError(f"Mesh.pipe={ranks}: a pipeline has at least 1 rank")
 
 
-def _visits(kind: Work, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """A rank's actions of one kind in order: groups of `ranks` microbatches, chunk after chunk.
+# Their weight gradients wait until a rank has nothing better to do.
+_SPLIT = ("zero_bubble", "dualpipe_v")
 
-    A group is as long as the ring: when its last microbatch enters a chunk, its first is back for
-    the next one (arXiv 2104.04473, section 2.2).
+
+def _turns(
+    kind: Work, rank: int, ranks: int, microbatches: int, chunks: int, *, folded: bool
+) -> dict[int, Action]:
+    """A rank's actions of one kind, by the number of the tick of that kind in which it does them.
+
+    A forward goes on one stage a forward tick, a backward goes back one a backward tick.
+
+    Around a ring: groups of `ranks` microbatches, chunk after chunk. A group is as long as the
+    ring: when its last microbatch enters a chunk, its first is back for the next one (arXiv
+    2104.04473, section 2.2). Folded: a microbatch every `chunks` turns; one that goes down meets
+    one that comes back between two ranks, never on one.
     """
-    chunk_order = range(chunks) if kind == Work.FORWARD else range(chunks - 1, -1, -1)
-    return [
+    forward = kind == Work.FORWARD
+    if folded:
+        assert chunks == 2, "a V has two sides"
+        found = {}
+        for chunk, microbatch in itertools.product(range(chunks), range(microbatches)):
+            stage = stage_on(rank, chunk, ranks, folded=True)
+            gone = stage if forward else ranks * chunks - 1 - stage
+            found[chunks * microbatch + gone] = Action(kind, microbatch, stage)
+        return found
+    order = [
         Action(kind, microbatch, chunk * ranks + rank)
         for first in range(0, microbatches, ranks)
-        for chunk in chunk_order
+        for chunk in (range(chunks) if forward else reversed(range(chunks)))
         for microbatch in range(first, min(first + ranks, microbatches))
     ]
+    return dict(enumerate(order, rank if forward else ranks - 1 - rank))
 
 
 def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> list[Work]:
@@ -220,7 +283,7 @@ def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> li
     turns = chunks * m + p - 1
     ahead = turns if name == "gpipe" else chunks * p
     kinds = [Work.FORWARD] * ahead
-    split = name == "zero_bubble"
+    split = name in _SPLIT
     for turn in range(turns):
         kinds.append(Work.BACKWARD_INPUT if split else Work.BACKWARD)
         if split and (p - 1 <= turn < m - p or turn >= turns - min(m, p)):
@@ -230,34 +293,54 @@ def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> li
     return kinds
 
 
+def _kinds_of_folded_ticks(ranks: int, microbatches: int) -> list[Work]:
+    """`_kinds_of_ticks` of stages along a V, but for the weight gradients that are left at the end.
+
+    Each way takes 2 m + 2 p - 2 turns of half a stage: the last rank waits p - 1 for the first
+    microbatch, and is done p - 1 before the first rank. The first rank's first backward follows its
+    first forward of the way back, after 2 p. Weight gradients have ticks of their own from turn p
+    on, so that no rank ever holds more than 2 p + 1 microbatches, and none in the last p turns that
+    have a forward, in which the last rank has no other.
+    """
+    p, m = ranks, microbatches
+    turns, ahead = 2 * (m + p - 1), 2 * p
+    kinds = [Work.FORWARD] * ahead
+    for turn in range(turns):
+        kinds.append(Work.BACKWARD_INPUT)
+        if p <= turn < 2 * m - p - 1:
+            kinds.append(Work.BACKWARD_WEIGHT)
+        if turn + ahead < turns:
+            kinds.append(Work.FORWARD)
+    return kinds
+
+
 def _fill(
-    kinds: list[Work], ranks: int, microbatches: int, chunks: int
+    kinds: list[Work], visits: dict[Work, list[dict[int, Action]]], ranks: int
 ) -> tuple[tuple[Action | None, ...], ...]:
     """The table of ticks of these kinds; a weight gradient is done where a rank has nothing else.
 
-    A forward goes up one rank a forward tick, a backward down one rank a backward tick.
+    Args:
+      kinds: of the ticks; those for the weight gradients that are left are added at the end.
+      visits: by kind and rank, `_turns`.
+      ranks: devices along `pipe`.
     """
-    visits = {
-        kind: [_visits(kind, rank, ranks, microbatches, chunks) for rank in range(ranks)]
-        for kind in {*kinds} - {Work.BACKWARD_WEIGHT}
-    }
     weights: list[collections.deque[Action]] = [collections.deque() for _ in range(ranks)]
     turns: collections.Counter[Work] = collections.Counter()
     ticks = []
-    for kind in kinds:
+    coming = collections.deque(kinds)
+    while coming or any(weights):
+        kind = coming.popleft() if coming else Work.BACKWARD_WEIGHT
         row: list[Action | None] = []
         for rank, waiting in enumerate(weights):
-            turn = turns[kind] - (rank if kind == Work.FORWARD else ranks - 1 - rank)
-            mine = visits[kind][rank] if kind in visits else []
-            if 0 <= turn < len(mine):
-                row.append(mine[turn])
-                if kind == Work.BACKWARD_INPUT:
-                    waiting.append(mine[turn]._replace(kind=Work.BACKWARD_WEIGHT))
-            else:
+            action = visits[kind][rank].get(turns[kind]) if kind in visits else None
+            if action is None:
                 row.append(waiting.popleft() if waiting else None)
+                continue
+            row.append(action)
+            if kind == Work.BACKWARD_INPUT:
+                waiting.append(action._replace(kind=Work.BACKWARD_WEIGHT))
         turns[kind] += 1
         ticks.append(tuple(row))
-    assert not any(weights), "ticks for all weight gradients"
     return tuple(ticks)
 
 

@@ -25,7 +25,7 @@ def sends(schedule: Timetable, first_stage: int = 0) -> tuple[tuple[Edges, ...],
     forward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     backward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     for tick, rank, action in schedule.actions():
-        to = schedule.next_rank(rank, action)
+        to = schedule.next_rank(action)
         lower = action.stage - (action.kind != Work.FORWARD)
         if to is not None and lower >= first_stage:
             (forward if action.kind == Work.FORWARD else backward)[tick].append((rank, to))
@@ -163,8 +163,8 @@ def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
             for name, use in _uses(schedule, action, backward):
                 waiting[name].used[at] = use(waiting[name].buffers[rank], item)
         # What arrives is written when all have read.
-        for rank, action in actions:
-            to = schedule.next_rank(rank, action)
+        for _, action in actions:
+            to = schedule.next_rank(action)
             if to is not None:
                 forward = action.kind == Work.FORWARD
                 item = (action.stage + (1 if forward else -1), action.microbatch)

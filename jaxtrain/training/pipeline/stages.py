@@ -13,23 +13,26 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.pipeline.schedules import cut_layers
+from jaxtrain.training.pipeline.table import stage_on
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """The layers of a model dealt out to the stages of a pipeline.
 
-    Stage s lies on rank s mod ranks, as its chunk s // ranks. The stacked parameters are kept in
+    They lie on the ranks as `table.stage_on` says. The stacked parameters are kept in
     stage order: rank after rank, chunk after chunk, each chunk padded to the longest stage, so that
     sharding the "layers" dimension over `pipe` gives every rank its own layers.
 
     Attributes:
       ranks: devices along `pipe`.
       cut: layers of each stage, the first stage first.
+      folded: whether the stages come back up the ranks that they went down.
     """
 
     ranks: int
     cut: tuple[int, ...]
+    folded: bool = False
 
     @property
     def longest(self) -> int:
@@ -48,7 +51,7 @@ class Stages:
         places = []
         for rank in range(self.ranks):
             for chunk in range(self.chunks):
-                stage = chunk * self.ranks + rank
+                stage = stage_on(rank, chunk, self.ranks, folded=self.folded)
                 layers = range(first[stage], first[stage + 1])
                 places += [*layers, *[-1] * (self.longest - len(layers))]
         return np.array(places, np.int32)
@@ -67,7 +70,7 @@ class Stages:
         return rearrange(tree, self.order.tolist(), range(sum(self.cut)))
 
 
-def deal(params: nnx.State, ranks: int, chunks: int) -> Stages:
+def deal(params: nnx.State, ranks: int, chunks: int, *, folded: bool = False) -> Stages:
     """The stages of a model: contiguous runs of layers, balanced by cost.
 
     The longest stage has ceil(layers / stages) layers, so that no rank keeps more than it must;
@@ -77,6 +80,7 @@ def deal(params: nnx.State, ranks: int, chunks: int) -> Stages:
       params: the parameters' shapes, in the model's order.
       ranks: devices along `pipe`.
       chunks: stages on each of them.
+      folded: as of `Stages`.
     """
     sizes = {True: 0, False: 0}
     count, output = 0, 0
@@ -90,7 +94,7 @@ def deal(params: nnx.State, ranks: int, chunks: int) -> Stages:
     last_cost = output / (sizes[True] / count)
     stages = ranks * chunks
     longest = math.ceil(count / stages)
-    return Stages(ranks, cut_layers(count, stages, last_cost=last_cost, longest=longest))
+    return Stages(ranks, cut_layers(count, stages, last_cost=last_cost, longest=longest), folded)
 
 
 def is_layer(variable: Any) -> bool:

@@ -1,8 +1,10 @@
 """What a pipeline schedule is: a table of actions, and what makes it a valid one.
 
-A model is cut into S = ranks x virtual_stages stages; stage s stands on rank s mod ranks, as that
-rank's chunk s // ranks. Every action takes one tick. What an action sends at the end of tick t (an
-activation to stage s + 1, a gradient to stage s - 1) can be used from tick t + 1 on.
+A model is cut into S = ranks x virtual_stages stages; stage s stands as chunk s // ranks on rank
+s mod ranks, or, where the stages are folded, goes down the ranks and back up again: on rank
+ranks - 1 - s mod ranks in every other chunk. Every action takes one tick. What an action sends at
+the end of tick t (an activation to stage s + 1, a gradient to stage s - 1) can be used from tick
+t + 1 on.
 """
 
 import dataclasses
@@ -10,6 +12,11 @@ import enum
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
+
+
+def stage_on(rank: int, chunk: int, ranks: int, *, folded: bool) -> int:
+    """The stage that stands on a rank as its chunk."""
+    return chunk * ranks + (ranks - 1 - rank if folded and chunk % 2 else rank)
 
 
 class Work(enum.IntEnum):
@@ -43,6 +50,8 @@ class Timetable:
       virtual_stages: stages on each rank.
       microbatches: microbatches in one step.
       ticks: the table.
+      folded: whether a microbatch comes back up the ranks that it went down, as along a V; else it
+        goes around their ring.
     """
 
     name: str
@@ -50,6 +59,7 @@ class Timetable:
     virtual_stages: int
     microbatches: int
     ticks: tuple[tuple[Action | None, ...], ...]
+    folded: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -68,12 +78,18 @@ class Timetable:
                 if action is not None:
                     yield tick, rank, action
 
-    def next_rank(self, rank: int, action: Action) -> int | None:
-        """The rank that what this action gives is sent to, None where it stays."""
+    def rank_of(self, stage: int) -> int:
+        """The rank that a stage stands on."""
+        chunk, place = divmod(stage, self.ranks)
+        # A fold is its own inverse.
+        return stage_on(place, chunk, self.ranks, folded=self.folded) - chunk * self.ranks
+
+    def next_rank(self, action: Action) -> int | None:
+        """The rank that what this action gives is sent to, which may be its own; None: nothing."""
         if action.kind == Work.FORWARD and action.stage + 1 < self.num_stages:
-            return (rank + 1) % self.ranks
+            return self.rank_of(action.stage + 1)
         if action.kind in (Work.BACKWARD, Work.BACKWARD_INPUT) and action.stage > 0:
-            return (rank - 1) % self.ranks
+            return self.rank_of(action.stage - 1)
         return None
 
 
@@ -99,7 +115,7 @@ def check(schedule: Timetable) -> None:
 
     Raises:
       ValueError: names the rank, tick and action: on another rank than its stage's, done twice,
-        before what it needs, or missing.
+        before what it needs, sending where another rank sends the same, or missing.
     """
     finished: set[Action] = set()
     covered: set[Action] = set()
@@ -115,8 +131,8 @@ def check(schedule: Timetable) -> None:
             if not known or not 0 <= action.microbatch < schedule.microbatches:
                 there_are = f"{schedule.num_stages} stages and {schedule.microbatches} microbatches"
                 raise _wrong(rank, tick, action, f"there are {there_are}")
-            if action.stage % schedule.ranks != rank:
-                own = action.stage % schedule.ranks
+            own = schedule.rank_of(action.stage)
+            if own != rank:
                 raise _wrong(rank, tick, action, f"that stage stands on rank {own}")
             for part in _parts(action):
                 if part in covered:
@@ -127,14 +143,23 @@ def check(schedule: Timetable) -> None:
                     thing = "output" if need.kind == Work.FORWARD else "input gradient"
                     why = f"before the {thing} of stage {need.stage} is there"
                     raise _wrong(rank, tick, action, why)
-        finished |= {result(action) for action in row if action is not None}
+        done = {result(action): rank for rank, action in enumerate(row) if action is not None}
+        received: set[tuple[bool, int]] = set()
+        for action, rank in done.items():
+            to = schedule.next_rank(action)
+            if to is None:
+                continue
+            if (action.kind == Work.FORWARD, to) in received:
+                raise _wrong(rank, tick, action, f"rank {to} gets another one in this tick")
+            received.add((action.kind == Work.FORWARD, to))
+        finished |= done.keys()
     kinds = (Work.FORWARD, Work.BACKWARD) if schedule.has_backward else (Work.FORWARD,)
     every = itertools.product(kinds, range(schedule.microbatches), range(schedule.num_stages))
     wanted = [part for action in every for part in _parts(Action(*action))]
     for part in wanted:
         if part not in covered:
             raise ValueError(
-                f"rank {part.stage % schedule.ranks}, tick {len(schedule.ticks)} (the end): "
+                f"rank {schedule.rank_of(part.stage)}, tick {len(schedule.ticks)} (the end): "
                 f"{part} is missing"
             )
     if len(covered) > len(wanted):
