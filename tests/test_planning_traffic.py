@@ -264,6 +264,13 @@ SLOW = {
         ),
         set(),
     ),
+    "dualpipe_v": (
+        config_of(
+            deep(LLAMA), {"pipe": 2, "data": 4}, rows=16,
+            pipeline=Pipeline(schedule="dualpipe_v", microbatches=4, virtual_stages=2),
+        ),
+        set(),
+    ),
     "interleaved": (
         config_of(
             deep(LLAMA), {"pipe": 2, "data": 4}, rows=16,

@@ -78,7 +78,7 @@ def crossings(
 ) -> dict[str, dict[str, int]]:
     """`parts.crossing` -> name of a pattern of edges, as the engine calls it -> ticks that use it.
 
-    Patterns without an edge, in which nothing moves, are left out.
+    Patterns in which nothing leaves its rank are left out.
 
     Args:
       schedule, ranks, microbatches: of the table.
@@ -151,6 +151,6 @@ def _crossings(
             found[name] = {
                 f"send_{name}_{number}": patterns[pattern]
                 for number, pattern in enumerate(sorted(patterns))
-                if pattern
+                if any(source != to for source, to in pattern)
             }
     return found
