@@ -364,12 +364,9 @@ class Trainer:
           UserError: the model tells neither; a file is missing or none of what it reads.
         """
         model, data = self.config.train.model, self.config.train.data
-
-        def vectors(batch: Batch) -> np.ndarray:
-            return embeddings(self.program.plain, model, self.program.consensus(self.state), batch)
-
-        found = predict(inputs, model, data, self.logits, vectors, top=top, say=self.say)
-        return list(found)
+        state = self.program.consensus(self.state)
+        vectors = functools.partial(embeddings, self.program.plain, model, state)
+        return list(predict(inputs, model, data, self.logits, vectors, top=top, say=self.say))
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
         """Gradients of the mean loss over a global batch, float32, by the names of `weights`.
