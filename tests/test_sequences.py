@@ -144,8 +144,9 @@ def test_a_vector_of_one_one_is_a_token():
 
 
 EVEN = dataclasses.replace(SHAPES["gru"], embed_dim=16)
+OF_NUMBERS = dataclasses.replace(SHAPES["gru_of_numbers"], embed_dim=16)
 MESHES = [
-    (dataclasses.replace(SHAPES["gru_of_numbers"], embed_dim=16), {"data": 2, "fsdp": 2, "zero": 3}),
+    (OF_NUMBERS, {"data": 2, "fsdp": 2, "zero": 3}),
     (EVEN, {"fsdp": 4, "data": 2, "zero": 1}),
     (EVEN, {"pipe": 2, "fsdp": 2, "zero": 2}),
     (BERT(features=4, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, context_length=16,
