@@ -308,3 +308,17 @@ def test_ratios_and_choices_of_a_model_stay():
     changed = {change.setting: change.small for change in small.changes()}
     assert changed["Pipeline.microbatches"] == 3
     assert changed["Train.global_batch_size"] == small.config.train.global_batch_size
+
+
+def test_layers_that_the_small_model_has_not_are_not_asked_for():
+    rates = {"layers/*[3:4]": 0.5, "embedding": 0.1}
+    own = load_config(
+        "gpt_quickstart",
+        [f"Optimizer.learning_rates={rates!r}", "Finetune.unfreeze={'layers/*[0:3]': 10}"],
+    )
+    small = shrink(own)
+    assert small.config.train.model.layers < 4
+    preflight.check(small.config, device_count=1, platform="cpu")
+    assert small.config.optimizer.learning_rates == {"embedding": 0.1}
+    shown = {change.setting for change in small.changes()}
+    assert {"Optimizer.learning_rates", "Finetune.unfreeze"} <= shown

@@ -36,6 +36,8 @@ from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.tokens import reserved_tokens
+from jaxtrain.training.optimizers.groups import part_of
+from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config, Train
@@ -141,6 +143,7 @@ def shrink(own: Config) -> Small:
         offload=offload,
         # A first step's gradients are compared, of which what waits has none.
         finetune=dataclasses.replace(own.finetune, unfreeze={}),
+        optimizer=_optimizer(own.optimizer),
         mesh=Mesh(fsdp=1),
         sharding=_sharding(own.sharding, 1),
         pipeline=Pipeline(),
@@ -158,6 +161,12 @@ def shrink(own: Config) -> Small:
     elif reads_vectors(model):
         config = _vectors(config, own, model)
     return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
+
+
+def _optimizer(own: Optimizer) -> Optimizer:
+    """Without rates of single layers, of which the small model has others: no gradient has any."""
+    whole = {name: x for name, x in own.learning_rates.items() if part_of(name).is_whole}
+    return dataclasses.replace(own, learning_rates=whole)
 
 
 def _size(mesh: Mesh, axis: str) -> float:
