@@ -19,10 +19,11 @@ from flax import nnx
 from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.memory import argument_bytes, memory
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision
+from jaxtrain.parallel import gathering
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import weights, with_weights
@@ -30,7 +31,7 @@ from jaxtrain.training.guard import Guard
 from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import OnHost
-from jaxtrain.training.offload.streaming import is_pinned, streamed
+from jaxtrain.training.offload.streaming import DEVICE, is_pinned, streamed
 from jaxtrain.training.optimizers.optimizer import Optimizer, chained, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
@@ -42,6 +43,7 @@ MODEL = GPT(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, context_leng
 BATCH = text_batch(rows=8, length=16, vocab_size=64)
 STATE, PARAMETERS = Offload(optimizer_state="host"), Offload(parameters="host")
 BOTH = Offload(optimizer_state="host", parameters="host")
+GRADIENTS = Offload(gradients="host")
 ADAMW = Optimizer(learning_rate=1e-2)
 
 
@@ -170,6 +172,20 @@ def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monk
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_go_there_as_they_are_made_are_the_same_bits(accumulation, monkeypatch):
+    state, losses = trained(make_program(GRADIENTS, accumulation=accumulation))
+    plain = trained(make_program(None, accumulation=accumulation))
+    np.testing.assert_allclose(losses, plain[1], rtol=2e-6)
+    for module in (on_host, gathering):
+        monkeypatch.setattr(module, "HOST", DEVICE)
+    on_devices, expected = trained(make_program(GRADIENTS, accumulation=accumulation))
+    assert losses == expected
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_devices), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.slow
 def test_a_bad_step_leaves_every_bit_of_it():
     program = make_program(BOTH, guard=Guard(policy="skip"))
     step, state = compile_step(program, BATCH), program.create(0)
@@ -261,6 +277,21 @@ def test_what_it_does_not_go_together_with(tiny_config, bindings, says):
         preflight.check(config, device_count=8, platform="cpu")
 
 
+@pytest.mark.parametrize(
+    ("bindings", "says"),
+    [
+        ({"Mesh.data": 2}, "with Mesh.data=2: gradients cross that axis once"),
+        ({"Sharding.zero": 2}, "with Sharding.zero=2: gradients lie as the parameters do"),
+        ({"Sharding.accumulate": "local"}, "with Sharding.accumulate='local': whole gradients"),
+        ({"Scan.layers_per_iteration": 0}, "with Scan.layers_per_iteration=0: they go one layer"),
+    ],
+)
+def test_what_gradients_there_do_not_go_together_with(tiny_config, bindings, says):
+    config = config_of(tiny_config, 2, GRADIENTS, **bindings)
+    with pytest.raises(UserError, match=re.escape(f"Offload.gradients='host' {says}")):
+        preflight.check(config, device_count=8, platform="cpu")
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 # Sizes of whole tiles: a TPU pads nothing.
@@ -281,9 +312,13 @@ Mesh.fsdp = 8
 """
 
 
-def large(offload: Offload) -> Any:
+def large(offload: Offload, *bindings: str) -> Any:
     said = [f"Offload.{name} = {where!r}" for name, where in vars(offload).items()]
-    return load_config(LARGE, said)
+    return load_config(LARGE, [*said, *bindings])
+
+
+# 12 E^2 numbers a layer and 3 E of the biases of queries, keys and values, over 8 devices.
+OF_LAYERS = 4 * (12 * 1024**2 // 8 + 3 * 1024)
 
 
 @pytest.mark.parametrize("offload", [STATE, PARAMETERS, BOTH])
@@ -317,6 +352,45 @@ def test_a_tpus_compiler_has_them_there_too():
     order = "".join(f"{which[0]}{when[0]}" for which, when in moved)
     assert re.search("ss.*us.*sd", order), "a layer's last array is read while the first is written"
     assert stats.temp_size_in_bytes < found.host, (stats, found)
+
+
+@functools.cache
+def gradients_there(accumulation: int) -> Any:
+    return large(
+        GRADIENTS, f"Train.accumulation = {accumulation}", "Train.global_batch_size = 16",
+        "Precision.compute = 'bfloat16'",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "of_each"), [(1, 2), (2, 4 + 2 * 2)], ids=["one microbatch", "two"]
+)
+def test_a_plan_has_the_bytes_of_gradients_there(accumulation, of_each):
+    """One microbatch's in bfloat16; of several the sum in float32, and two of a microbatch's."""
+    config = gradients_there(accumulation)
+    plain = dataclasses.replace(config, offload=Offload())
+    found, without = (memory(c, abstract_layout(c, 8), "tpu") for c in (config, plain))
+    biases = 4 * 3 * 1024 * (4 - 2)  # which are float32 in a microbatch too
+    assert abs(found.host - of_each * OF_LAYERS) <= 2 * biases
+    assert without.host == 0
+    assert found.temporaries < without.temporaries - OF_LAYERS
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_tpus_compiler_has_gradients_there(accumulation):
+    config, target = gradients_there(accumulation), parse_target("v5e:2x4")
+    layout = planned_layout(config, target)
+    plain = dataclasses.replace(config, offload=Offload())
+    stats, without = (
+        lower(c, layout).compile({"exec_time_optimization_effort": -1.0}).memory_analysis()
+        for c in (config, plain)
+    )
+    planned = memory(config, layout, "tpu").host
+    assert abs(stats.host_temp_size_in_bytes - planned) < 1 << 18  # vectors fill no tile
+    assert without.host_temp_size_in_bytes == 0
+    assert stats.temp_size_in_bytes < without.temp_size_in_bytes - OF_LAYERS
 
 
 def test_a_plan_shows_them():

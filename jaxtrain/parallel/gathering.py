@@ -7,6 +7,7 @@ of zeros on its way: what is kept, saved and exported has the rows that the mode
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -18,6 +19,7 @@ from jaxtrain.parallel.sharding import Layout, current_layout, is_variable, logi
 # The name of weights that were gathered: remat policies gather them again in the backward pass
 # instead of keeping them, or every layer's whole weights would be alive at once.
 GATHERED = "gathered"
+HOST = jax.memory.Space.Host
 
 # Dimensions of an array by their places, each group to become one dimension.
 Groups = tuple[tuple[int, ...], ...]
@@ -26,10 +28,11 @@ Groups = tuple[tuple[int, ...], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientSlice:
-    """A replicated weight, and the fsdp slice of it that the gradient is taken with respect to.
+    """A weight, and what lies as its gradient is to lie: the gradient is taken with respect to it.
 
-    This is ZeRO 2: the slice never enters the forward pass, it only gives the gradient a sharded
-    type, so each layer's gradient is reduced straight into its shard.
+    The slice never enters the forward pass, it only gives the gradient its type. Of ZeRO 2 it is
+    the fsdp slice of a replicated weight, so each layer's gradient is reduced straight into its
+    shard; in host memory it is like the weight, and each layer's gradient goes there as it is made.
     """
 
     weight: jax.Array
@@ -38,12 +41,12 @@ class GradientSlice:
 
 def with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
     """Each weight of a tree with its slice."""
-    return jax.tree.map(
-        lambda w, s: w.replace(GradientSlice(w.get_value(), s.get_value())),
-        weights,
-        slices,
-        is_leaf=is_variable,
-    )
+    return jax.tree.map(with_slice, weights, slices, is_leaf=is_variable)
+
+
+def with_slice(weight: nnx.Variable, slice_: nnx.Variable) -> nnx.Variable:
+    """A weight with its slice."""
+    return weight.replace(GradientSlice(weight.get_value(), slice_.get_value()))
 
 
 def gathers_weights() -> bool:
@@ -67,13 +70,16 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
     if layout is None:
         return _joined(value, groups)
     axes = logical_axes(parameter)
+    if isinstance(value, GradientSlice) and jax.typeof(value.slice).memory_space == HOST:
+        value = _attached(value.weight, value.slice, lambda g: jax.device_put(g, HOST))
     if isinstance(value, GradientSlice):
         axes = axes[-value.weight.ndim :]
         weight = jax.sharding.reshard(
             _joined(value.weight, groups), _join(layout.weight(axes), groups)
         )
-        whole = _with_sliced_gradient(
-            _join(layout.gradient(axes), groups), weight, _joined(value.slice, groups)
+        spec = _join(layout.gradient(axes), groups)
+        whole = _attached(
+            weight, _joined(value.slice, groups), lambda g: jax.sharding.reshard(g, spec)
         )
         return _with_padded_vocabulary(whole, axes, layout)
     # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
@@ -114,7 +120,11 @@ def _joined(x: jax.Array, groups: Groups | None) -> jax.Array:
     return reshape(x.transpose([i for group in groups for i in group]), shape, parts)
 
 
-def _with_sliced_gradient(spec: P, weight: jax.Array, slice_: jax.Array) -> jax.Array:
+def _attached(
+    weight: jax.Array, slice_: jax.Array, moved: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The weight, whose gradient is the slice's: `moved` to where that lies."""
+
     @jax.custom_vjp
     def attach(weight: jax.Array, slice_: jax.Array) -> jax.Array:
         return weight
@@ -123,7 +133,7 @@ def _with_sliced_gradient(spec: P, weight: jax.Array, slice_: jax.Array) -> jax.
         return weight, None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.numpy.zeros_like(gradient), jax.sharding.reshard(gradient, spec)
+        return jax.numpy.zeros_like(gradient), moved(gradient)
 
     attach.defvjp(forward, backward)
     return attach(weight, slice_)

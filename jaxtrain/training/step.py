@@ -441,9 +441,7 @@ class Program:
             sums, statistics = program.sums(params, statistics, micro, train=True, step=step)
             return self.objective.total(sums, scales), (sums, statistics)
 
-        # ZeRO 2 differentiates with respect to the shards (see GradientSlice).
-        trained, _ = weights
-        of = reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
+        of = program.with_respect_to(weights[0])
         gradient = jax.grad(loss_fn, has_aux=True)
 
         def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
@@ -459,16 +457,25 @@ class Program:
         def add(carry: Any, micro: Batch) -> tuple[Any, None]:
             grads, sums, statistics = carry
             more_grads, more_sums, statistics = one(statistics, micro)
-            more_grads = _as_float32(more_grads)
-            total = jax.tree.map(jnp.add, (grads, sums), (more_grads, more_sums))
-            return (*total, statistics), None
+            sums = jax.tree.map(jnp.add, sums, more_sums)
+            return (self.added(grads, more_grads), sums, statistics), None
 
         micros = split_microbatches(batch, self.accumulation)
         first = jax.tree.map(lambda x: x[0], micros)
         grads, sums, _ = jax.eval_shape(one, statistics, first)
-        zeros = jax.tree.map(_zeros, (jax.eval_shape(_as_float32, grads), sums))
-        (grads, sums, statistics), _ = jax.lax.scan(add, (*zeros, statistics), micros)
+        none, no_sums = jax.tree.map(_zeros, (jax.eval_shape(_as_float32, grads), sums))
+        none = jax.tree.map(lambda x, to: jax.device_put(x, jax.typeof(to).memory_space), none, of)
+        (grads, sums, statistics), _ = jax.lax.scan(add, (none, no_sums, statistics), micros)
         return grads, sums, statistics
+
+    def with_respect_to(self, trained: nnx.State) -> nnx.State:
+        """What gradients are taken with respect to: of ZeRO 2 the shards (see GradientSlice)."""
+        layout = self.layout
+        return reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
+
+    def added(self, total: nnx.State, grads: nnx.State) -> nnx.State:
+        """The float32 sum of microbatches' gradients with one's more."""
+        return jax.tree.map(lambda x, more: x + more.astype(jnp.float32), total, grads)
 
     def sums(
         self,

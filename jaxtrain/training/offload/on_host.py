@@ -4,16 +4,20 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.precision import to_compute
-from jaxtrain.parallel.sharding import reshard, shardings
+from jaxtrain.parallel.gathering import HOST, with_slice
+from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
+from jaxtrain.training.finetune.tuning import Weights
 from jaxtrain.training.guard import selected
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import (
+    is_matrix_of_layers,
     is_pinned,
     joined,
     on_device,
@@ -70,6 +74,52 @@ class OnHost(Program):
     ) -> tuple[nnx.State, Sums, nnx.State]:
         """As of `Program`."""
         return super().gradients(self._fetched(state), batch, counts)
+
+    def with_respect_to(self, trained: nnx.State) -> nnx.State:
+        """As of `Program`; of layers' matrices numbers in host memory, which nobody reads, where
+        their gradients go there."""
+        if self.offload.gradients == "none":
+            return super().with_respect_to(trained)
+
+        def one(variable: nnx.Variable) -> nnx.Variable:
+            if not is_matrix_of_layers(variable):
+                return variable
+            return variable.replace(jax.device_put(jnp.zeros_like(variable.get_value()), HOST))
+
+        return jax.tree.map(one, trained, is_leaf=is_variable)
+
+    def _with_gradient(self, weights: Weights, of: Any = None) -> nnx.State:
+        if of is None or self.offload.gradients == "none":
+            return super()._with_gradient(weights, of)
+        trained, frozen = weights
+
+        def one(weight: nnx.Variable, of: nnx.Variable) -> nnx.Variable:
+            return with_slice(weight, of) if is_matrix_of_layers(weight) else of
+
+        return self.tuning.join((jax.tree.map(one, trained, of, is_leaf=is_variable), frozen))
+
+    def added(self, total: nnx.State, grads: nnx.State) -> nnx.State:
+        """As of `Program`, one layer after the other where they are in host memory."""
+        if self.offload.gradients == "none":
+            return super().added(total, grads)
+
+        def add(total: nnx.State, grads: nnx.State, _: Any) -> tuple[nnx.State, tuple[()]]:
+            return super(OnHost, self).added(total, grads), ()
+
+        parts = []
+        for layers, names in stacks(total):
+            mine, more = part(total, names), part(grads, names)
+            if layers is None:
+                parts.append(add(mine, more, None)[0])
+            else:
+                parts.append(over_layers(add, mine, more)[0])
+        return joined(parts)
+
+    def _of_batch(
+        self, layout: Layout, batch: Batch, *arguments: Any
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        grads, sums, statistics = super()._of_batch(layout, batch, *arguments)
+        return on_device(grads), sums, statistics
 
     def _fetched(self, state: TrainState) -> TrainState:
         """The state with a copy of the parameters to compute with on the devices."""

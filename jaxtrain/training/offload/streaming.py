@@ -18,7 +18,7 @@ from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.finetune.tuning import named, told_apart
 from jaxtrain.training.guard import selected
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+DEVICE = jax.memory.Space.Device
 _PINNED = "pinned_host"
 
 # (slices kept, slices given, layer) -> (slices to keep, what is made).
@@ -90,6 +90,11 @@ def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
         count = variable.get_value().shape[0] if stacked else None
         found.setdefault(count, []).append(name)
     return [(count, frozenset(names)) for count, names in found.items()]
+
+
+def is_matrix_of_layers(variable: nnx.Variable) -> bool:
+    """Whether a parameter is a stack of as many matrices as there are layers."""
+    return logical_axes(variable)[:1] == ("layers",) and variable.get_value().ndim > 2
 
 
 def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it

@@ -34,7 +34,9 @@ _OF_SEQUENCES = (
     "Attention.kernel", "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
     "Sharding.sequence_parallel", "Sharding.tensor_layout",
 )  # fmt: skip
-_OF_LAYERS = "Remat.policy", "Remat.save", "Remat.offload", "Scan.layers_per_iteration"
+_OF_LAYERS = (
+    "Remat.policy", "Remat.save", "Remat.offload", "Scan.layers_per_iteration", "Offload.gradients",
+)  # fmt: skip
 
 # What a model reads -> what to call that, and the source that gives it.
 _KINDS = {

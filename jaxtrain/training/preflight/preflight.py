@@ -177,6 +177,8 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         seen.sizes,
         exchange=c.exchange.method,
         compares=corruption.switched_on(c.corruption),
+        sharding=c.sharding,
+        layers_per_iteration=c.scan.layers_per_iteration,
     ),
     lambda seen, c: guard.refuse(c.guard, exchange=c.exchange.method),
     lambda seen, c: finetune.refuse(

@@ -14,6 +14,7 @@ from jaxtrain.parallel import dividing
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
 
@@ -92,7 +93,7 @@ def _keeps_plainly(config: Config) -> bool:
     """
     if config.finetune.lora_rank is not None or config.exchange.method != "synchronous":
         return False
-    if config.offload.optimizer_state != "none" or config.offload.parameters != "none":
+    if config.offload != Offload():
         return False
     for variable in jax.tree.leaves(shapes_of(config.train.model), is_leaf=is_variable):
         shape, axes = variable.get_value().shape, logical_axes(variable)

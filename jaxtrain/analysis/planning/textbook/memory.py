@@ -24,7 +24,7 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.streaming import is_pinned
+from jaxtrain.training.offload.streaming import is_matrix_of_layers, is_pinned
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program, resolved
@@ -70,6 +70,8 @@ class Memory:
       parts: everything else that is alive then: name -> bytes.
       activations_on_host: what the backward pass has in the memory of the device's host.
       sent: what of them a step sends there, and reads again.
+      gradients_on_host: accumulators and gradients of microbatches there.
+      gradients_read: what a step reads of these, to sum them and to update with the sum.
     """
 
     arguments: Arguments
@@ -77,16 +79,19 @@ class Memory:
     parts: dict[str, int]
     activations_on_host: int = 0
     sent: int = 0
+    gradients_on_host: int = 0
+    gradients_read: int = 0
 
     @property
     def host(self) -> int:
         """All that lies in the memory of the device's host."""
-        return self.arguments.host + self.activations_on_host
+        return self.arguments.host + self.activations_on_host + self.gradients_on_host
 
     @property
     def to_host(self) -> tuple[int, int]:
-        """Bytes of a step to and from the host: of activations, and of a state that is read."""
-        return self.sent, self.arguments.read
+        """Bytes of a step to and from the host: of activations, and what of a state and of
+        gradients is read."""
+        return self.sent, self.arguments.read + self.gradients_read
 
     @property
     def temporaries(self) -> int:
@@ -211,7 +216,7 @@ def _held(state: _State, layout: Layout, offload: Offload) -> Arguments:
 
 
 # What a sum of parameters is over, and how they lie.
-_Which = Literal["weights", "cast", "trained"]
+_Which = Literal["weights", "cast", "trained", "layers' matrices"]
 _Way = Literal["gradient", "weight", "parameter"]
 
 
@@ -220,8 +225,10 @@ def _elements(state: _State, layout: Layout, way: _Way, which: _Which, layers: b
     """Numbers on one device of parameters that lie so; only the layers', or only the others'."""
     spec = {"gradient": layout.gradient, "weight": layout.weight, "parameter": layout.parameter}
     total = 0
-    for variable in state.trained if which == "trained" else state.weights:
+    for variable in state.weights if which in ("weights", "cast") else state.trained:
         axes = logical_axes(variable)
+        if which == "layers' matrices" and not is_matrix_of_layers(variable):
+            continue
         if which == "cast" and role_of(variable) == "few_bits":
             continue
         if layers is None or layers == ("layers" in axes):
@@ -271,12 +278,17 @@ class _Step:
         phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
         if self.arguments.streamed:
             phases.append(self._streaming())
+        if self._numbers_on_host:
+            phases.append({"gradients": self._gradients(itemsize=4) - self._accumulators})
         largest = max(phases, key=lambda phase: sum(phase.values()))
         gradients = self._accumulators + largest.pop("gradients")
         if self._copies:
             largest["parameters in the compute dtype"] = self._copies
         alive = {name: size for name, size in largest.items() if size}
-        return Memory(self.arguments, gradients, alive, self._offloaded, self._sent)
+        numbers, each, many = self._numbers_on_host, self._compute, self._microbatches > 1
+        on_host = numbers * (4 + 2 * each if many else each)
+        read = numbers * (4 + self._microbatches * (4 + each) if many else each)
+        return Memory(self.arguments, gradients, alive, self._offloaded, self._sent, on_host, read)
 
     # -- what is alive all the time --------------------------------------------------------------
 
@@ -287,6 +299,13 @@ class _Step:
     def _gradients(self, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of gradients as they are accumulated; only the layers', or only the others'."""
         return itemsize * _elements(self._state, self.layout, "gradient", "trained", layers)
+
+    @property
+    def _numbers_on_host(self) -> int:
+        """Gradients that lie there while they are taken."""
+        if self.config.offload.gradients == "none":
+            return 0
+        return _elements(self._state, self.layout, "gradient", "layers' matrices", True)
 
     @property
     def _model(self) -> TokenModel:
@@ -325,7 +344,7 @@ class _Step:
         if self._microbatches == 1:
             return 0
         if self._ranks == 1:
-            return self._gradients(itemsize=4)
+            return self._gradients(itemsize=4) - 4 * self._numbers_on_host
         # A pipeline's ranks each keep accumulators for the embedding and the head.
         outer = self._gradients(itemsize=4, layers=False)
         own = self._gradients(itemsize=4, layers=True)
@@ -430,6 +449,7 @@ class _Step:
 
     def _layers(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute, layers=True)
+        of_layers -= self._compute * self._numbers_on_host
         layers = self._model.layers
         held = _elements(self._state, self.layout, "weight", "weights", layers=True)
         weights = self._compute * held // layers
@@ -450,6 +470,7 @@ class _Step:
 
     def _embedding(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute)
+        of_layers -= self._compute * self._numbers_on_host
         return {"gradients": of_layers, "residual stream": 2 * self._stream, **self._tables()}
 
 
