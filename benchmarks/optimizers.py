@@ -59,7 +59,7 @@ GRIDS = {
     "adam_sage": Grid(1e-3, "adamw's"),
     "lion": Grid(3e-4, "a third of adamw's, arXiv 2302.06675: 3 to 10 times less"),
     "muon": Grid(1e-3, "adamw's, to whose size updates are scaled"),
-    "shampoo": Grid(1e-1, "as in implementations for PyTorch"),
+    "shampoo": Grid(1e-2, "a tenth of implementations for PyTorch, at which it diverges"),
     "soap": Grid(3e-3, "the authors' code"),
     "sophia_h": Grid(1e-3, "about adamw's, the authors' advice"),
     "sophia_g": Grid(1e-3, "about adamw's, the authors' advice"),
