@@ -163,10 +163,8 @@ class Program:
         ranks = self.layout.mesh.shape["pipe"]
         if ranks == 1:
             return None
-        pipeline = self.pipeline
-        return deal(
-            parameter_shapes(self.build), ranks, pipeline.virtual_stages, folded=pipeline.folded
-        )
+        shapes, pipeline = parameter_shapes(self.build), self.pipeline
+        return deal(shapes, ranks, pipeline.virtual_stages, folded=pipeline.folded)
 
     @property
     def layer_order(self) -> list[int] | None:
@@ -590,9 +588,8 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     """A tree of shapes with these shardings."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+        shapes, shardings,
+    )  # fmt: skip
 
 
 def _as_float32(tree):  # noqa: ANN001, ANN202 - any pytree of arrays
