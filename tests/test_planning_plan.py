@@ -10,7 +10,7 @@ from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.fitted import FITTED
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.parallel.chips import CHIPS
 
 # The keys that the contract promises.
@@ -53,6 +53,22 @@ def llama_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("plan") / "llama.gin"
     file.write_text(TPU_MODEL)
     return file
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_where_no_compiler_is_installed_the_plan_is_an_estimate_that_says_so(search):
+    """No plugin of JAX's compiles for AMD's GPUs, so that this is the same on every machine."""
+    config = load_config("gpt_quickstart", ["Mesh.tensor = 1", "Mesh.fsdp = -1"])
+    found = plan(config, "mi300x:1x8", search=search)
+    closed = plan(config, "mi300x:1x8", search=search, compile=False)
+    why = (
+        "nothing was compiled: target 'mi300x:1x8': no compiler for it comes with JAX's CUDA plugin"
+    )
+    assert found.to_json() == closed.to_json() | {"advice": [why, *closed.advice]}
+    assert found.to_json()["estimate"]
+    assert why in " ".join(found.table().split())
+    with pytest.raises(NoCompilerError, match="no compiler for it"):
+        plan(config, "mi300x:1x8", thorough=True)
 
 
 def test_a_plan_for_cpus_is_the_executable_that_a_run_has(tiny_config):

@@ -56,6 +56,7 @@ def plan(arguments: argparse.Namespace) -> int:
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
     targets = [parse_target(name, network=arguments.network) for name in arguments.target]
     if arguments.budget is not None:
+        budget = plan_budget(arguments.budget)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
         others |= {"--png": picture, "--search": arguments.search, "--tokens": arguments.tokens}
         others |= {"a second --target": len(targets) > 1}
@@ -65,7 +66,6 @@ def plan(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
             )
-        budget = plan_budget(arguments.budget)
         show_budget(console, budget)
         _on_target(console, budget, targets, arguments.price)
         return DONE

@@ -12,6 +12,10 @@ class UserError(ValueError):
     """
 
 
+class NoCompilerError(UserError):
+    """The compiler of a machine that is planned for is not on this one."""
+
+
 class ConfigError(UserError):
     """Everything that was refused while a configuration was read, a sentence a line.
 

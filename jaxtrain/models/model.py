@@ -312,7 +312,8 @@ def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
 def features_of(model: Model) -> int | None:
     """Numbers of the vectors that a model reads one after the other in place of tokens; None: it
     reads something else."""
-    return model.features if isinstance(model, SequenceModel) else None
+    # A protocol would ask for all the rest too, which a section that was refused may not have.
+    return getattr(model, "features", None) if reads_tokens(model) else None
 
 
 def refuse_features(model: Any) -> None:

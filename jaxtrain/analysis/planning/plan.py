@@ -20,7 +20,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.variants import refusal, slices_of
 from jaxtrain.analysis.planning.whole_run import refuse_amounts
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 
@@ -46,7 +46,8 @@ def plan(
     Args:
       config: from `load_config`.
       target: "v5p:4x4x4", "h100:2x8", "cpu:8"; with `Mesh.dcn`, one of the slices.
-      compile: whether to run the target's compiler; otherwise everything is a closed-form estimate.
+      compile: whether to run the target's compiler; otherwise, and where that is not installed,
+        everything is a closed-form estimate.
       thorough: whether a TPU's compiler takes as long as for the run itself, about ten times as
         long as for a plan.
       search: whether to look for the best mesh, ZeRO stage, remat policy, accumulation and schedule
@@ -57,8 +58,8 @@ def plan(
       progress: called with what is going to be done, for the time that takes.
 
     Raises:
-      UserError: the target is unknown, its compiler is missing, the configuration cannot run, or
-        a number is not finite and above 0.
+      UserError: the target is unknown, its compiler is missing and was to be thorough, the
+        configuration cannot run, or a number is not finite and above 0.
     """
     refuse_amounts(price, tokens)
     machine = parse_target(target, network=network)
@@ -83,14 +84,14 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     As many are compiled as it takes until `COMPILED` of them fit; their own traffic then ranks
     them.
     """
-    if effort == "none":
-        best = _plan(found.candidates[0].config, machine, effort, progress=progress)
-        return dataclasses.replace(best, found=found)
     plans: list[tuple[Candidate, Plan]] = []
     rest = list(found.candidates)
     while rest and sum(made.fits for _, made in plans) < COMPILED and len(plans) < 2 * COMPILED:
         one = rest.pop(0)
         made = _plan(one.config, machine, effort, progress=progress, advise=False)
+        if made.compiled is None:  # the closed forms' order stands
+            made = _plan(one.config, machine, effort, progress=progress)
+            return dataclasses.replace(made, found=found)
         done = dataclasses.replace(one, compiled_bytes=made.total, fits=made.fits)
         plans.append(
             (dataclasses.replace(done, price=dataclasses.replace(one.price, time=made.time)), made)
@@ -119,12 +120,16 @@ def _plan(
     with progress("closed forms"):
         estimate = memory(config, abstract, machine.chip.kind)
         textbook = expected(config, abstract)
-    compiled = None
-    layout = abstract
+    compiled, no_compiler, layout = None, None, abstract
     if effort != "none":
-        with progress(f"compiling the train step for {machine.name}"):
-            layout = planned_layout(config, machine)
-            compiled = compile_step(config, layout, machine, thorough=effort == "thorough")
+        try:
+            with progress(f"compiling the train step for {machine.name}"):
+                layout = planned_layout(config, machine)
+                compiled = compile_step(config, layout, machine, thorough=effort == "thorough")
+        except NoCompilerError as error:
+            if effort == "thorough":
+                raise
+            no_compiler = str(error)
     moved = moved_by(config, layout, compiled) if compiled and compiled.text else None
     beyond = slow_axes(config, layout, machine)
     if moved is None:
@@ -147,7 +152,10 @@ def _plan(
         text=compiled.text if compiled else "",
         thorough=effort == "thorough",
     )
-    result = Plan(config, machine, layout, estimate, compiled, textbook, rows, time, [])
+    result = Plan(
+        config, machine, layout, estimate, compiled, textbook, rows, time, [],
+        no_compiler=no_compiler,
+    )  # fmt: skip
     if advise and not result.fits:
         with progress("fixes"):
             over = result.total - (machine.chip.hbm_bytes or 0)

@@ -41,6 +41,7 @@ class Plan:
       rows: the compiled program's, each with its reason; of an estimate the textbook's.
       time: the prediction.
       fixes: where it does not fit, what makes it fit, the cheapest first.
+      no_compiler: why nothing was compiled that was to be; None: it was, or was not to be.
       found: what a search found; its best is `config`.
       price: dollars of one device for an hour; None: not said.
       tokens: of the run, in place of those of Train.steps; of images and vectors their number.
@@ -55,6 +56,7 @@ class Plan:
     rows: list[Row]
     time: StepTime
     fixes: list[Fix]
+    no_compiler: str | None = None
     found: Found | None = None
     price: float | None = None
     tokens: float | None = None
@@ -146,9 +148,12 @@ class Plan:
     def advice(self) -> list[str]:
         """Sentences: how to make it fit, what was flagged, what is left unused."""
         warnings = self.compiled.warnings if self.compiled else ()
-        return [fix.sentence for fix in self.fixes] + remarks(
-            self.config, self.target, self.layout, self.rows, warnings
-        )
+        why = [] if self.no_compiler is None else [f"nothing was compiled: {self.no_compiler}"]
+        return [
+            *why,
+            *(fix.sentence for fix in self.fixes),
+            *remarks(self.config, self.target, self.layout, self.rows, warnings),
+        ]
 
     # -- what people look at ---------------------------------------------------------------------
 

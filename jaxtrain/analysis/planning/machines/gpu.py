@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import topologies
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip
 
 
@@ -66,14 +66,12 @@ def gpu_devices(
       noise: what the compiler has said on stderr, for the message where it refuses.
 
     Raises:
-      UserError: JAX's CUDA plugin is not installed or, in this process, already refused by JAX.
+      NoCompilerError: JAX's CUDA plugin is not installed, or does not compile for this chip.
+      UserError: JAX has already refused it in this process; the compiler refuses the target.
     """
     name = f"{chip.name}:{hosts}x{gpus_per_host}"
     if chip.processor is None:
-        raise UserError(
-            f"target {name!r}: no compiler for it comes with JAX's CUDA plugin; use --no-compile "
-            "for an estimate by closed forms"
-        )
+        raise NoCompilerError(f"target {name!r}: no compiler for it comes with JAX's CUDA plugin")
     # The plugin otherwise looks for a driver as it is loaded, and refuses to be.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
@@ -90,10 +88,9 @@ def gpu_devices(
                 f"target {name!r}: JAX has already turned down its CUDA plugin in this process, "
                 "for want of a driver; set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before it starts"
             ) from error
-        raise UserError(
+        raise NoCompilerError(
             f"target {name!r} is compiled by JAX's CUDA plugin, which is not installed; "
-            "pip install 'jaxtrain[cuda13]' (4.4 GB), or --no-compile for an estimate by closed "
-            "forms"
+            "pip install 'jaxtrain[cuda13]' (4.4 GB)"
         ) from error
     except RuntimeError as error:
         said = f"{error} {noise()}".strip()

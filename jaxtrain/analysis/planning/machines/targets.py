@@ -12,7 +12,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain.analysis.planning.machines.gpu import gpu_devices
-from jaxtrain.config.errors import UserError, nearest
+from jaxtrain.config.errors import NoCompilerError, UserError, nearest
 from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
 
 # What recipes give a GPU's programs (JAX-Toolbox and MaxText's scripts).
@@ -115,8 +115,9 @@ def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
         joined by it already, and simulated devices stand in as many slices as `Mesh.dcn` says.
 
     Raises:
-      UserError: the compiler is not installed or does not take the target, slices are not asked of
-        TPUs, or JAX already runs on other devices in this process.
+      NoCompilerError: the target's compiler is not installed.
+      UserError: the compiler does not take the target, slices are not asked of TPUs, or JAX already
+        runs on other devices in this process.
     """
     assert slices >= 1
     kind = target.chip.kind
@@ -194,9 +195,9 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
         )
     except RuntimeError as error:
         if "not installed" in str(error):
-            raise UserError(
+            raise NoCompilerError(
                 f"target {target.name!r} is compiled by libtpu, which is not installed; "
-                "pip install 'jaxtrain[tpu]', or --no-compile for an estimate by closed forms"
+                "pip install 'jaxtrain[tpu]'"
             ) from error
         said = f"{error} {noise()}".strip()
         raise UserError(f"target {target.name!r}: libtpu refuses it: {said}") from error
