@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
 from jaxtrain.analysis.planning.search import TIE, Candidate, numbered, price, ranked, search
 from jaxtrain.analysis.planning.space import counts, meshes_and_schedules, stages_and_policies
 from jaxtrain.config.errors import UserError
@@ -91,7 +91,12 @@ def test_where_nothing_fits_the_ways_out_are_true():
     smallest = re.findall(r"([A-Z]\w+\.\w+=(?:'\w+'|\w+))", said[1])
     settings = said[2].split(" and ")
     base = ["Train.global_batch_size=8", "Llama.num_layers=12"]
-    one = parse_target("l4:1x1")
-    assert not price(load_config("llama_1b", [*base, *smallest]), one).fits
-    assert price(load_config("llama_1b", [*base, *smallest, *settings]), one).fits
+
+    def fits(*bindings):
+        config = load_config("llama_1b", [*base, *smallest, *bindings])
+        part = config.train.gpu_memory_fraction  # which may be what makes it fit
+        return price(config, with_memory(parse_target("l4:1x1"), part)).fits
+
+    assert not fits()
+    assert fits(*settings)
     assert search(config, parse_target(f"l4:1x{said[3]}")).candidates
