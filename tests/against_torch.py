@@ -1,7 +1,8 @@
 """Models of one answer to an example against PyTorch's: the same values, outputs and gradients."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -140,15 +141,25 @@ def draw_norms(network: Any) -> None:
             nn.init.uniform_(module.running_var, 0.5, 2.0)
 
 
-def step_on(sizes: Any, batch: Batch, accumulation: int = 1, step: int = 0, **layout: int) -> Any:
-    """Gradients, metrics and statistics of a step from fresh parameters, on a mesh."""
+def step_on(
+    sizes: Any,
+    batch: Batch,
+    accumulation: int = 1,
+    step: int = 0,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    **layout: int,
+) -> Any:
+    """Gradients, metrics and statistics of a step from fresh parameters, on a mesh; `changes` are
+    of the program."""
     layout_on = make_layout(**{"fsdp": 1, **layout})
-    program = make_program(sizes, layout_on, accumulation=accumulation)
+    program = make_program(sizes, layout_on, accumulation=accumulation, **changes)
     state = dataclasses.replace(program.create(0), step=jnp.int32(step))
     placed = jax.device_put(batch, program.batch_shardings(batch))
     with layout_on.active():
-        found = jax.jit(program.gradients)(state, placed)
-    return jax.tree.map(np.asarray, found)
+        grads, *rest = jax.device_get(jax.jit(program.gradients)(state, placed))
+    if program.stages is not None:
+        grads = program.stages.to_layers(grads)
+    return jax.tree.map(np.asarray, (grads, *rest))
 
 
 def assert_same_step(found: Any, expected: Any) -> None:

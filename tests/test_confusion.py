@@ -16,6 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.models.recurrent.gru import GRU
 from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.run.show.confusion import class_names, confusion_figure
 from jaxtrain.training.objectives.confusion import evaluation_sums, macro_f1, metrics_of
 
@@ -28,6 +29,9 @@ BERT_OF_TOKENS = BERT(
     vocab_size=64, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, context_length=12, **TOLD
 )
 
+VIT = ViT(num_classes=C, channels=1, image_size=12, patch_size=6, num_layers=2, embed_dim=16,
+          num_heads=2, mlp_dim=16)  # fmt: skip
+
 
 def vectors(rows: int, seed: int) -> Batch:
     """Vectors of which the last do not count, as in a padded last batch."""
@@ -35,6 +39,14 @@ def vectors(rows: int, seed: int) -> Batch:
     mask = (np.arange(rows) < rows - 3 * seed).astype(np.float32)
     labels = rng.integers(0, C - 1, rows).astype(np.int32)
     return Batch(rng.normal(size=(rows, 12)).astype(np.float32), labels, mask)
+
+
+def images(rows: int, seed: int) -> Batch:
+    """The same numbers as pixels."""
+    batch = vectors(rows, seed)
+    return dataclasses.replace(
+        batch, inputs=batch.inputs[:, :, None, None] * np.ones((12, 1), np.float32)
+    )
 
 
 def tagged(rows: int, seed: int) -> Batch:
@@ -79,10 +91,14 @@ CASES: dict = {
     "vectors": (MLP(widths=(12, 9, C)), vectors, [{"data": 2, "fsdp": 2, "tensor": 2}]),
     "bert": (BERT_OF_TOKENS, tagged, [{"data": 2, "context": 2, "tensor": 2}]),
     "gru": (GRU_OF_TOKENS, tagged, [{"pipe": 2, "data": 2}]),
+    "vit": (VIT, images, [{"pipe": 2, "fsdp": 2}]),
 }
 
 
-@pytest.mark.parametrize("case", ["vectors", "gru", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    ["vectors", "gru", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bert", "vit"))],
+)
 def test_every_mesh_counts_as_scikit_learn_does(case):
     model, make, layouts = CASES[case]
     batches = [make(16, seed) for seed in (0, 1, 2)]

@@ -179,6 +179,8 @@ def test_an_axis_that_nothing_uses_hides_no_size_that_does_not_divide():
 def test_a_cnn_refuses_the_context_axis_and_a_width_that_tensor_does_not_divide():
     message = refused("Mesh.context = 2", "Mesh.fsdp = 4", name="resnet_mnist5k")
     assert "Mesh.context=2: ResNet has nothing that this axis could split" in message
+    message = refused("Mesh.pipe = 2", "Mesh.fsdp = 4", name="resnet_mnist5k")
+    assert "Mesh.pipe=2: ResNet has nothing that this axis could split" in message
     message = refused("Mesh.tensor = 8", "Mesh.fsdp = 1", "ResNet.width = 4", name="resnet_mnist5k")
     assert "ResNet.width=4 does not divide over Mesh.tensor=8" in message
 

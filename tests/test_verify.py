@@ -31,6 +31,7 @@ OF_TEXT = [
     "initial", "mesh", "precision", "accumulation", "packing", "isolation", "resume", "kernel",
     "execution",
 ]  # fmt: skip
+OF_IMAGES = ["initial", "mesh", "precision", "accumulation", "resume"]
 
 
 @pytest.fixture
@@ -120,13 +121,25 @@ def test_every_kind_of_config_is_proved(prove, config, bindings):
 @pytest.mark.parametrize("config", ["resnet_digits", "resnet50_imagenet"])
 def test_a_cnn_is_proved_with_its_statistics(prove, config):
     status, verdicts, written = prove(config)
-    text_alone = {"packing", "isolation", "kernel", "execution"}
-    expected = [name for name in OF_TEXT if name not in text_alone]
-    if config == "resnet_digits":
-        expected.remove("precision")
+    of_float32 = ["precision"] if config == "resnet_digits" else []
+    expected = [name for name in OF_IMAGES if name not in of_float32]
     assert (status, verdicts) == (0, dict.fromkeys(expected, "proved"))
     (mesh,) = [proof for proof in written["proofs"] if proof["proof"] == "mesh"]
     assert "statistics" in mesh["detail"]
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_patches_is_proved(prove):
+    """Six layers on four stages; float32, of which there is no `precision`."""
+    bindings = ["Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4",
+                "Pipeline.schedule = 'interleaved'", "Pipeline.virtual_stages = 2",
+                "ViT.num_layers = 6"]  # fmt: skip
+    words = [word for binding in bindings for word in ("-b", binding)]
+    status, verdicts, written = prove("vit_digits", *words)
+    expected = [name for name in OF_IMAGES if name != "precision"]
+    assert (status, verdicts) == (0, dict.fromkeys(expected, "proved"))
+    (mesh,) = written["meshes"]
+    assert mesh["pipe"] == 2
 
 
 # -- what is broken -------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """ViT equals the transformers library's, and one device on every mesh."""
 
+import dataclasses
+import functools
+
 import numpy as np
 import pytest
 from against_torch import Twin, assert_same_step, step_on
@@ -8,6 +11,8 @@ from tiny_models import count_parameters
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.vit import ViT
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.pipeline.schedules import Pipeline
 
 
 def images(sizes: ViT, *, rows: int = 8) -> Batch:
@@ -127,11 +132,13 @@ def test_flops_and_parameters_are_the_published_ones():
 # -- meshes ----------------------------------------------------------------------------------------
 
 
+ON_MESH = ViT(num_classes=16, channels=1, image_size=8, patch_size=4, num_layers=2, embed_dim=32,
+              num_heads=4, mlp_dim=64)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def alone():
-    sizes = ViT(num_classes=16, channels=1, image_size=8, patch_size=4, num_layers=2,
-                embed_dim=32, num_heads=4, mlp_dim=64)  # fmt: skip
-    return sizes, images(sizes), step_on(sizes, images(sizes))
+    return step_on(ON_MESH, images(ON_MESH))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +147,60 @@ def alone():
     ids=str,
 )
 def test_every_mesh_computes_the_same(layout, alone):
-    sizes, batch, expected = alone
-    assert_same_step(step_on(sizes, batch, **layout), expected)
+    assert_same_step(step_on(ON_MESH, images(ON_MESH), **layout), alone)
+
+
+def test_a_pipeline_computes_the_same(alone):
+    changes = {"pipeline": Pipeline(microbatches=2)}
+    found = step_on(ON_MESH, images(ON_MESH), changes=changes, pipe=2, data=2)
+    assert_same_step(found, alone)
+
+
+def mixed() -> Batch:
+    """Images with two labels each, as of CutMix; one that does not count is no number."""
+    batch = images(ON_MESH)
+    inputs, part = batch.inputs.copy(), np.linspace(0.1, 0.9, 8, dtype=np.float32)
+    inputs[4, 0, 0] = np.nan
+    assert batch.loss_mask[4] == 0
+    labels = np.stack([batch.targets, (batch.targets * 7 + 3) % ON_MESH.num_classes], -1)
+    mask = batch.loss_mask[:, None] * np.stack([part, 1 - part], -1)
+    return Batch(inputs, labels.astype(np.int32), mask)
+
+
+SMOOTHED = Loss(label_smoothing=0.1, z_weight=1e-3)
+
+
+@functools.cache
+def mixed_alone(layers: int):
+    sizes = dataclasses.replace(ON_MESH, num_layers=layers)
+    return sizes, step_on(sizes, mixed(), changes={"loss": SMOOTHED})
+
+
+PIPELINES = {
+    "gpipe": (2, {"pipe": 2, "fsdp": 2, "zero": 3}, {"schedule": "gpipe", "microbatches": 4}),
+    "accumulated": (2, {"pipe": 2, "fsdp": 2, "zero": 2, "accumulation": 2}, {"microbatches": 2}),
+    "interleaved": (
+        4, {"pipe": 2, "data": 2, "zero": 1},
+        {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 2},
+    ),
+    "uneven_zero_bubble_residuals": (
+        3, {"pipe": 2, "tensor": 2},
+        {"schedule": "zero_bubble", "microbatches": 4, "backward": "residuals"},
+    ),
+    "dualpipe_v": (
+        4, {"pipe": 2, "fsdp": 2}, {"schedule": "dualpipe_v", "virtual_stages": 2,
+                                    "microbatches": 4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES)
+def test_every_schedule_computes_the_same_of_mixed_labels(case):
+    layers, layout, pipeline = PIPELINES[case]
+    sizes, expected = mixed_alone(layers)
+    changes = {"loss": SMOOTHED, "pipeline": Pipeline(**pipeline)}
+    assert_same_step(step_on(sizes, mixed(), changes=changes, **layout), expected)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,27 @@ class ImageModel(Model, Protocol):
 
 
 @runtime_checkable
+class PatchModel(ImageModel, Protocol):
+    """What is asked besides of a model of images whose equal layers a pipeline goes through; its
+    module is a `StackedPredictor`."""
+
+    @property
+    def tokens(self) -> int:
+        """What goes from layer to layer of an image: its patches, and what stands beside them."""
+        ...
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of each of them."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Equal layers in one module."""
+        ...
+
+
+@runtime_checkable
 class VectorModel(Model, Protocol):
     """What is asked besides of a model whose inputs are vectors; its module is a `Predictor`."""
 
@@ -361,6 +382,16 @@ def refuse_incomplete(model: Model) -> None:
 def has_stacks(model: Model) -> TypeGuard[StackModel]:
     """Whether a model of pairs has two stacks that a pipeline can go through."""
     return isinstance(model, StackModel)
+
+
+def has_patches(model: Model) -> TypeGuard[PatchModel]:
+    """Whether a model of images has equal layers that a pipeline can go through."""
+    return reads_images(model) and isinstance(model, PatchModel)
+
+
+def has_stages(model: Model) -> bool:
+    """Whether a pipeline can go through a model's layers."""
+    return reads_tokens(model) or has_stacks(model) or has_patches(model)
 
 
 def passes_of(model: Model) -> int:

@@ -1,9 +1,9 @@
 """What models with one answer to an example have in common: inputs go in, and come out as numbers.
 
-Letters: B batch, C classes, or the numbers that are told.
+Letters: B batch, C classes, or the numbers that are told, T patches or other places, D embed.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -14,7 +14,7 @@ class Predictor(Protocol):
     """A model that tells images or vectors apart, or numbers from them."""
 
     def __call__(
-        self, inputs: jax.Array, statistics: Any, execution: Execution, *, train: bool
+        self, inputs: jax.Array, statistics: Any, execution: Execution, /, *, train: bool
     ) -> tuple[Any, Any]:
         """Logits or numbers [B, C], and the running statistics after this batch.
 
@@ -27,3 +27,38 @@ class Predictor(Protocol):
           train: normalise with the batch's own statistics and update the running ones.
         """
         ...
+
+
+@runtime_checkable
+class StackedPredictor(Predictor, Protocol):
+    """One in the parts that a loop over equal layers and a pipeline put together; it has no running
+    statistics.
+
+    Attributes:
+      layers: the parameters of all layers, from `parameters.stack`.
+    """
+
+    layers: Any
+
+    def embed(self, inputs: jax.Array, execution: Execution, /) -> jax.Array:
+        """What goes into the first layer: [B, T, D]."""
+        ...
+
+    def run_layer(self, layer: Any, x_BTD: jax.Array, execution: Execution) -> jax.Array:
+        """One layer, of these parameters."""
+        ...
+
+    def finish(self, x_BTD: jax.Array, execution: Execution) -> Any:
+        """Of what comes out of the last layer logits or numbers [B, C], as of a call."""
+        ...
+
+
+def through_layers(model: StackedPredictor, inputs: jax.Array, execution: Execution) -> Any:
+    """Logits or numbers [B, C], of all layers one after the other."""
+
+    def run_layer(layer: Any, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return model.run_layer(layer, x_BTD, execution), None
+
+    x_BTD = model.embed(inputs, execution)
+    x_BTD, _ = execution.over_layers(run_layer, x_BTD, model.layers)
+    return model.finish(x_BTD, execution)

@@ -157,7 +157,7 @@ def shrink(own: Config) -> Small:
     elif reads_pairs(model):
         config = _pairs(config, own, model, sizes, most, pipeline.virtual_stages)
     elif reads_images(model):
-        config = _images(config, own, model, most)
+        config = _images(config, own, model, sizes, most, pipeline.virtual_stages)
     elif reads_vectors(model):
         config = _vectors(config, own, model)
     return Small(own, config, tuple(meshes), tuple(left_out), pipeline)
@@ -233,7 +233,6 @@ def _text(
 ) -> Config:
     data = own.train.data
     length = data.abstract_batch(1).inputs.shape[1]
-    block = min(own.scan.layers_per_iteration, 2)
 
     def small(model: TokenModel) -> TokenModel:
         return _of_tokens(own, model, length, sizes, most, virtual_stages)
@@ -282,7 +281,7 @@ def _text(
         config,
         train=dataclasses.replace(config.train, model=model, data=text, objective=objective),
         attention=dataclasses.replace(own.attention, kernel=kernel),
-        scan=dataclasses.replace(own.scan, layers_per_iteration=block),
+        scan=dataclasses.replace(own.scan, layers_per_iteration=_block(own)),
         loss=dataclasses.replace(own.loss, chunk_size=_chunk(own.loss, length)),
     )
 
@@ -298,9 +297,7 @@ def _of_tokens(
     """The model, or a teacher, of few layers and narrow, for rows of `length` made short."""
     data, fields = own.train.data, vars(model)
     shorter = SEQUENCE / length
-    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
-    block = min(own.scan.layers_per_iteration, 2)
-    layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
+    layers = _layers(own, model.layers, sizes, most, virtual_stages)
     vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
     small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
     if model.attention is not None:
@@ -340,9 +337,7 @@ def _pairs(
     virtual_stages: int,
 ) -> Config:
     """Both stacks of as many layers, and random pairs that do not fill their rows."""
-    fields, block = vars(model), min(own.scan.layers_per_iteration, 2)
-    stages = most["pipe"] * virtual_stages if most["pipe"] > 1 else 1
-    layers = _layers(model.layers, stages, block, sizes["pipe"], virtual_stages)
+    fields, layers = vars(model), _layers(own, model.layers, sizes, most, virtual_stages)
     vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
     small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
     if model.attention is not None:
@@ -366,17 +361,26 @@ def _pairs(
         config,
         train=train,
         attention=dataclasses.replace(own.attention, kernel=kernel),
-        scan=dataclasses.replace(own.scan, layers_per_iteration=block),
+        scan=dataclasses.replace(own.scan, layers_per_iteration=_block(own)),
     )
 
 
-def _layers(own: int, stages: int, block: int, own_ranks: float, virtual_stages: int) -> int:
+def _block(own: Config) -> int:
+    """Layers of one iteration of the loop over them."""
+    return min(own.scan.layers_per_iteration, 2)
+
+
+def _layers(
+    own: Config, layers: int, sizes: dict[str, float], most: MeshSizes, virtual_stages: int
+) -> int:
     """At least two for every stage where that is cheap; uneven over the stages if they were."""
-    if stages == 1:
-        return own if own == 1 else max(2 * block, 2)
+    block, own_ranks = _block(own), sizes["pipe"]
+    if most["pipe"] == 1:
+        return layers if layers == 1 else max(2 * block, 2)
+    stages = most["pipe"] * virtual_stages
     small = stages * (2 if stages <= 4 or block == 2 else 1)
     own_stages = stages if math.isinf(own_ranks) else int(own_ranks) * virtual_stages
-    if own % own_stages and block < 2:
+    if layers % own_stages and block < 2:
         small = max(small - 1, stages + 1)
     return small
 
@@ -451,7 +455,14 @@ def _chunk(own: Loss, length: int) -> int | None:
     return SEQUENCE // (chunks if chunks <= 2 else MAX_CHUNKS)
 
 
-def _images(config: Config, own: Config, model: ImageModel, most: MeshSizes) -> Config:
+def _images(
+    config: Config,
+    own: Config,
+    model: ImageModel,
+    sizes: dict[str, float],
+    most: MeshSizes,
+    virtual_stages: int,
+) -> Config:
     data: Any = own.train.data
     fields = vars(model)
     classes = min(model.num_classes, CLASSES)
@@ -464,8 +475,10 @@ def _images(config: Config, own: Config, model: ImageModel, most: MeshSizes) -> 
         small["head_width"] = 2 * UNIT
     if model.attention is not None:
         heads = max(most["tensor"], 2)
-        small |= {"num_layers": 2, "num_heads": heads, "embed_dim": HEAD_DIM * heads}
+        small |= {"num_heads": heads, "embed_dim": HEAD_DIM * heads}
         small |= {"mlp_dim": 4 * UNIT, "image_size": 2 * fields["patch_size"]}
+    if model.layers is not None:
+        small["num_layers"] = _layers(own, model.layers, sizes, most, virtual_stages)
     changed = dataclasses.replace(model, **{n: v for n, v in small.items() if n in fields})
     pixels = data.abstract_batch(1).inputs.shape[1]
     values = {
@@ -479,8 +492,11 @@ def _images(config: Config, own: Config, model: ImageModel, most: MeshSizes) -> 
         images = dataclasses.replace(data, **values, augment=None, workers=0)
     else:
         images = ImageData(**values, channels=data.abstract_batch(1).inputs.shape[-1])
-    train = dataclasses.replace(config.train, model=changed, data=images)
-    return dataclasses.replace(config, train=train)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, model=changed, data=images),
+        scan=dataclasses.replace(own.scan, layers_per_iteration=_block(own)),
+    )
 
 
 def _vectors(config: Config, own: Config, model: VectorModel) -> Config:

@@ -26,6 +26,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
+from jaxtrain.nn.predictor import through_layers
 from jaxtrain.parallel.gathering import dtype_of, gather
 from jaxtrain.parallel.sharding import reshape, shard
 
@@ -138,7 +139,7 @@ class ViT:
 
 
 class ViTModel(nnx.Module):
-    """Images to logits."""
+    """Images to logits: a `StackedPredictor`."""
 
     def __init__(self, sizes: ViT, key: jax.Array) -> None:
         key_patches, key_class, key_places, key_layers, key_head = jax.random.split(key, 5)
@@ -156,8 +157,10 @@ class ViTModel(nnx.Module):
             setattr(self, name, weight)
         self.head = Dense(key_head, D, sizes.num_classes, normal(0.01), role="output")
 
+    @jax.named_scope("embedding")
     def embed(self, images_BHWC: jax.Array, execution: Execution) -> jax.Array:
         """The residual stream [B, T, D] that goes into the first layer."""
+        images_BHWC = shard(images_BHWC, IMAGES)
         B, H, W, C = images_BHWC.shape
         S = self.patch_size
         x = images_BHWC.astype(dtype_of(self.patches))
@@ -171,19 +174,19 @@ class ViTModel(nnx.Module):
         x_BTD = jnp.concatenate([first_B1D, shard(x_BPD, RESIDUAL)], 1)
         return x_BTD + gather(self.position_embedding).astype(x_BTD.dtype)
 
+    def run_layer(self, layer: Any, x_BTD: jax.Array, execution: Execution) -> jax.Array:
+        """One block."""
+        places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # the embedding has told them
+        return self.block(layer, x_BTD, places_BT, Mask(causal=False), execution)[0]
+
+    @jax.named_scope("head")
+    def finish(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
+        """Logits [B, C] of what comes out of the last layer, by the class token's place."""
+        return self.head(self.norm(under("norm", vars(self)), x_BTD[:, 0]), execution)
+
     def __call__(
         self, images_BHWC: jax.Array, statistics: Any, execution: Execution, *, train: bool
     ) -> tuple[jax.Array, Any]:
         """Logits [B, C]; as in `Predictor`."""
         del train
-        with jax.named_scope("embedding"):
-            x_BTD = self.embed(shard(images_BHWC, IMAGES), execution)
-        places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # the embedding has told them
-
-        def run_layer(layer: Any, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return self.block(layer, x_BTD, places_BT, Mask(causal=False), execution)[0], None
-
-        x_BTD, _ = execution.over_layers(run_layer, x_BTD, self.layers)
-        with jax.named_scope("head"):
-            x_BD = self.norm(under("norm", vars(self)), x_BTD[:, 0])
-            return self.head(x_BD, execution), statistics
+        return through_layers(self, images_BHWC, execution), statistics

@@ -63,21 +63,20 @@ class AnswerObjective(Objective[Predictor]):
         train: bool,
     ) -> tuple[Sums, Any]:
         """As in Objective."""
-        mask_B = batch.loss_mask
-        if mask_B.ndim > 1:  # of several labels: an example counts where one of them does
-            mask_B = mask_B.max(-1)
-        # A batch norm sees the examples that do not count too, so they stay, but for what is no
-        # number: 0 x NaN is NaN in every gradient.
-        counts = (mask_B != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))
-        inputs = jnp.where(counts | jnp.isfinite(batch.inputs), batch.inputs, 0)
-        answers_BC, statistics = model(inputs, statistics, execution, train=train)
+        answers_BC, statistics = model(countable(batch), statistics, execution, train=train)
+        return self.of_predicted(answers_BC, batch, settings, train=train), statistics
+
+    @final
+    def of_predicted(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
+        """The sums of what a model gave of a batch that is `countable`; as of `sums`."""
+        mask_B = _examples(batch)
 
         def kept(x_BC: jax.Array) -> jax.Array:
             # Whole: few numbers, of which the losses look one up.
             return jnp.where(mask_B[:, None] != 0, shard(x_BC, ("batch", "classes")), 0)
 
         answers_BC = jax.tree.map(kept, answers_BC)
-        return self.of_answers(answers_BC, batch, settings, train=train), statistics
+        return self.of_answers(answers_BC, batch, settings, train=train)
 
     def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Images [B, H, W, C] with the model's channels, or vectors [B, D] of its features."""
@@ -113,3 +112,18 @@ class AnswerObjective(Objective[Predictor]):
     @abc.abstractmethod
     def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
         """Targets out of bounds, in a batch of the right form."""
+
+
+def countable(batch: Batch) -> jax.Array:
+    """A batch's inputs, as models are given them.
+
+    A batch norm sees the examples that do not count too, so they stay, but for what is no number:
+    0 x NaN is NaN in every gradient.
+    """
+    counts = (_examples(batch) != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))
+    return jnp.where(counts | jnp.isfinite(batch.inputs), batch.inputs, 0)
+
+
+def _examples(batch: Batch) -> jax.Array:
+    """By how much each example counts, [B]; of several labels it does where one of them does."""
+    return batch.loss_mask if batch.loss_mask.ndim == 1 else batch.loss_mask.max(-1)

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.partial import NotRead
 from jaxtrain.data.batch import kind_of
-from jaxtrain.models.model import Model, has_stacks, reads_tokens
+from jaxtrain.models.model import Model, has_stages
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.balancing import biases
@@ -101,11 +101,11 @@ class Outlook:
     def usable(self) -> list[str]:
         """The mesh axes that can split something of the model."""
         usable = usable_axes(self.logical, attends=self.model.attention is not None)
-        # Stages and parts of a sequence are what objectives over tokens are put together from, and
-        # stages those over two stacks; why these have no parts, `model_and_data` says.
+        # Parts of a sequence are what objectives over tokens are put together from; why those over
+        # two stacks have none, `model_and_data` says.
         is_text = self.model.inputs in ("tokens", "pairs")
         lacks = set() if is_text else {"context"}
-        lacks |= set() if reads_tokens(self.model) or has_stacks(self.model) else {"pipe"}
+        lacks |= set() if has_stages(self.model) else {"pipe"}
         return [axis for axis in usable if axis not in lacks]
 
     @property

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.analysis.planning.textbook.steady import crossings
-from jaxtrain.models.model import Model, TokenModel, reads_pairs, token_model
+from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
 from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import tuning_of
+from jaxtrain.training.pipeline.image_parts import ImageParts
 from jaxtrain.training.pipeline.pair_parts import PairParts
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.pipeline.text_parts import TextParts
@@ -276,7 +277,8 @@ class Facts:
     @property
     def travels(self) -> Mapping[str, int]:
         """What goes from stage to stage of a pipeline: `Parts.travels`."""
-        return PairParts.travels if reads_pairs(self.model) else TextParts.travels
+        parts = {"pairs": PairParts, "images": ImageParts}.get(self.model.inputs, TextParts)
+        return parts.travels
 
 
 def split_over(spec: P) -> Iterator[tuple[int, str]]:

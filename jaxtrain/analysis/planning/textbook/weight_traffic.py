@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight, split_over
+from jaxtrain.models.model import has_patches
 
 
 def weight_traffic(facts: Facts) -> Iterator[Expected]:
@@ -92,10 +93,10 @@ class _Weight:
             # its input goes forward once more.
             once_more = pipelined and facts.config.pipeline.backward == "recompute"
             return 1 + once_more + self.is_gathered_again
-        if not facts.is_text:
+        if not (facts.is_text or (pipelined and has_patches(facts.model))):
             return 1  # no loop, no recomputation
         if pipelined:
-            # Stage 0 looks its rows up again where it recomputes.
+            # Stage 0 looks its rows up again, or embeds its patches, where it recomputes.
             lookups = 2 if facts.config.pipeline.backward == "recompute" else 1
             return lookups * (self.weight.role != "output") + self.makes_logits
         return 1  # one gather serves lookup and logits
