@@ -200,6 +200,25 @@ def test_a_pipeline_whose_layers_do_not_divide_is_planned(schedule):
     assert kept >= 16 if schedule == "gpipe" else kept <= 16
 
 
+def test_a_pipeline_of_patches_is_planned():
+    """196 patches and the class token of ViT-B/16 cross the boundary, 8 images at a time."""
+    sizes = ["Mesh.fsdp = 2", "Mesh.pipe = 2", "Pipeline.microbatches = 4"]
+    images = ["ImageData.image_size = 224", "ViT.image_size = 224", "ViT.patch_size = 16"]
+    wide = ["ViT.embed_dim = 768", "ViT.num_layers = 12", "ViT.num_heads = 12"]
+    config = load_config("vit_digits", [*sizes, *images, *wide])
+    report = plan(config, target="v5e:2x2", compile=False)
+    stream = 64 // 2 // 4 * (196 + 1) * 768 * 4
+    crossed = {row.cause: row.bytes for row in report.rows if "boundary" in row.cause}
+    assert crossed == {
+        "pipeline boundary, forward": 4 * stream, "pipeline boundary, backward": 4 * stream
+    }  # fmt: skip
+    # Of 1F1B's inputs 2 p - 2 wait on a rank, and the gradient that goes back next.
+    waiting = report.estimate.parts["pipeline: inputs and gradients of stages"]
+    assert waiting == (2 * 2 - 2 + 1) * stream
+    assert report.time.bubble is not None
+    assert report.time.bubble > 0
+
+
 def test_slices_are_joined_by_the_network():
     bindings = ["Mesh.data = 2", "Mesh.dcn = {'data': 2}", "Train.global_batch_size = 1024"]
     config = load_config("llama_8b", ["Attention.kernel = 'tpu'", *bindings])

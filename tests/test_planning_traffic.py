@@ -41,6 +41,16 @@ GEMMA3 = Gemma3(
     vocab_size=VOCAB, num_layers=4, embed_dim=256, num_heads=2, num_kv_heads=2, head_dim=128,
     mlp_dim=512, context_length=LENGTH, global_every=4, sliding_window=100,
 )  # fmt: skip
+
+
+def of_patches() -> Config:
+    """A ViT of a layer on each of four stages, of which no shard is narrower than a TPU's tile."""
+    sizes = ["num_layers = 4", "embed_dim = 1024", "num_heads = 8", "mlp_dim = 512"]
+    mesh = ["Mesh.pipe = 4", "Mesh.data = 2", "Mesh.fsdp = 1", "Pipeline.microbatches = 4"]
+    bindings = [*(f"ViT.{one}" for one in sizes), *mesh, "Precision.compute = 'bfloat16'"]
+    return load_config("vit_digits", bindings)
+
+
 # Everything of the gradient is float32 or bfloat16; numbers alone are 4 bytes.
 NUMBER = 4
 
@@ -159,6 +169,7 @@ OWN = {
     ),
 }  # fmt: skip
 SLOW = {
+    "pipe x data, patches": (of_patches(), {WHOLE}),
     "local, one microbatch": (
         config_of(LLAMA, {"fsdp": 8}, sharding=Sharding(accumulate="local")), set(),
     ),
