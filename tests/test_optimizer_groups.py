@@ -265,8 +265,8 @@ def test_a_table_says_which_parameter_gets_what():
     [
         (
             "Optimizer.learning_rates = {'embeding': 0.5}",
-            "Optimizer.learning_rates: no parameter is called 'embeding' or has that role; did you "
-            "mean 'embedding'?",
+            "Optimizer.learning_rates: no trained parameter is called 'embeding' or has that role; "
+            "did you mean 'embedding'?",
         ),
         (
             "Optimizer.learning_rates = {'embedding': 0.0}",
@@ -297,8 +297,8 @@ def test_what_is_frozen_is_in_no_group_and_adapters_are():
 
     freeze = "Finetune.freeze = ('token_embedding',)"
     checked(freeze, "Optimizer.learning_rates = {'position': 0.5}")
-    with pytest.raises(UserError, match="no parameter is called 'embedding'"):
+    with pytest.raises(UserError, match="no trained parameter is called 'embedding'"):
         checked(freeze, "Optimizer.learning_rates = {'embedding': 0.5}")
     checked("Finetune.lora_rank = 2", "Optimizer.learning_rates = {'*/up/*': 16.0}")
-    with pytest.raises(UserError, match="no parameter is called 'position'"):
+    with pytest.raises(UserError, match="no trained parameter is called 'position'"):
         checked("Finetune.lora_rank = 2", "Optimizer.learning_rates = {'position': 0.5}")

@@ -251,7 +251,8 @@ def test_a_table_says_from_which_step_on():
 @pytest.mark.parametrize(
     ("bindings", "sentence"),
     [
-        (["Finetune.unfreeze={'layer/*': 5}"], "no parameter is called 'layer/*' or has that role"),
+        (["Finetune.unfreeze={'layer/*': 5}"],
+         "no trained parameter is called 'layer/*' or has that role"),
         (["Finetune.unfreeze={'layers/*[7:]': 5}"], "stands for no layer of these parameters"),
         (["Finetune.unfreeze={'layers/*': -1}"], "'layers/*' has -1; use 0 or more steps"),
         (["Finetune.unfreeze={'*': 5}"], "leaves nothing to train at the first step"),
@@ -262,7 +263,7 @@ def test_a_table_says_from_which_step_on():
         (["Finetune.unfreeze={'layers/*': 5}", "Exchange.method='gossip'", "Mesh.data=8"],
          "use Exchange.method='synchronous'"),
         (["Finetune.unfreeze={'embedding': 5}", "Finetune.freeze=('token_embedding',)"],
-         "no parameter is called 'embedding'"),
+         "no trained parameter is called 'embedding'"),
     ],
     ids=str,
 )  # fmt: skip

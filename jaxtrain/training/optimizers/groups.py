@@ -187,7 +187,7 @@ def refuse(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[s
         found = [param for name, param in named.items() if fits(part.pattern, name, param)]
         if not found:
             yield (
-                f"{setting}: no parameter is called {part.pattern!r} or has that role"
+                f"{setting}: no trained parameter is called {part.pattern!r} or has that role"
                 f"{did_you_mean(part.pattern, [*roles, *named])}"
             )
         elif not part.is_whole:
