@@ -146,6 +146,19 @@ def test_every_rule_updates_in_blocks(tiny_config, rule, monkeypatch):
 
 
 @pytest.mark.slow
+def test_ten_steps_with_rates_of_layers_are_those_of_a_state_in_memory(tiny_config, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 12)
+    rates = {"layers/*[1:2]": 0.25, "layers/up*": 3.0, "embedding": 0.5}
+    alone, found = (
+        Trainer(config_of(tiny_config, 10, where, **{"Optimizer.learning_rates": rates}))
+        for where in (Offload(), DISK)
+    )
+    for trainer in (alone, found):
+        trainer.train()
+    assert_close(numbers(found.state), numbers(alone.state), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
 def test_a_bad_step_leaves_every_bit_of_it(tiny_config):
     trainer = Trainer(config_of(tiny_config, 4, DISK, **{"Guard.policy": "skip"}))
     trainer.train(2)

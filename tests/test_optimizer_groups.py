@@ -143,8 +143,6 @@ def test_layers_in_the_order_of_stages_have_their_own_rates():
         (["Optimizer.learning_rates = {'token_embedding[0:1]': 0.1}"], "which have none"),
         (["Optimizer.weight_decays = {'layers/up[0:2]': 0.1}"],
          "decays are of all layers: use 'layers/up'"),
-        (["Optimizer.learning_rates = {'layers/up[0:2]': 0.1}",
-          "Offload.optimizer_state = 'disk'"], "in blocks that know no layers; use 'host'"),
     ],
     ids=str,
 )  # fmt: skip

@@ -129,15 +129,8 @@ def refuse_groups(settings: Optimizer, params: Any) -> Iterator[str]:
     yield from groups.refuse("Optimizer.weight_decays", settings.weight_decays, params)
 
 
-def refuse(settings: Optimizer, *, exchange: str, on_disk: bool) -> Iterator[str]:
-    """A sentence where what is kept does not go with this method of exchange, or rates of layers
-    with a state that is updated in blocks of numbers."""
-    ranges = [one for one in settings.learning_rates if not groups.part_of(one).is_whole]
-    if on_disk and ranges:
-        yield (
-            f"Optimizer.learning_rates: {ranges[0]!r} with Offload.optimizer_state='disk', which "
-            "is updated in blocks that know no layers; use 'host'"
-        )
+def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
+    """A sentence where what is kept does not go with this method of exchange."""
     said, instead = f"Optimizer.name={settings.name!r}", "another rule"
     reason = settings.rule.no_mean
     if settings.moments != "float32":

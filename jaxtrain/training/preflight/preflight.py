@@ -189,9 +189,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         starts_from=c.train.start_from,
         trains=seen.trains,
     ),
-    lambda seen, c: optimizer.refuse(
-        c.optimizer, exchange=c.exchange.method, on_disk=c.offload.optimizer_state == "disk"
-    ),
+    lambda seen, c: optimizer.refuse(c.optimizer, exchange=c.exchange.method),
     lambda seen, c: plateau.refuse(c.schedule, exchange=c.exchange.method),
     lambda seen, c: noise.refuse(
         c.train.noise_scale_every,
