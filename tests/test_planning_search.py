@@ -85,6 +85,54 @@ def test_the_same_question_has_the_same_answer():
     assert again == found()
 
 
+def test_microbatches_are_summed_locally_where_that_fits_and_nowhere_else():
+    """Of what was found with 'shard', each layout that gains so has its twin, in as many
+    microbatches or more; without room it needs more."""
+    target = parse_target(TARGET)
+    local = [one for one in found().candidates if one.config.sharding.accumulate == "local"]
+    fastest = min(found().candidates, key=lambda one: one.price.seconds)
+    assert fastest in local
+    assert fastest.price.seconds < price(shard(fastest.config), target).seconds
+    last = sorted(one.price.seconds for one in found().candidates)[SHOWN - 1]
+    configs, seconds = {one.config for one in local}, {
+        uncounted(one.config): one.price.seconds for one in local
+    }  # fmt: skip
+    roomy = short = 0
+    for one in found().candidates:
+        if one in local or one.config.sharding.zero < 3 or one.config.mesh.fsdp == 1:
+            continue
+        twin = changed(one.config, {"Sharding.accumulate": "local"})
+        priced = price(twin, target)
+        if priced.fits and priced.seconds <= last:
+            roomy += 1
+            assert seconds[uncounted(one.config)] <= priced.seconds, one.bindings
+        elif not priced.fits:
+            short += 1
+            assert twin not in configs, one.bindings
+    assert roomy
+    assert short
+
+
+def shard(config):
+    return changed(config, {"Sharding.accumulate": "shard"})
+
+
+def uncounted(config):
+    return changed(shard(config), {"Train.accumulation": 1, "Pipeline.microbatches": 1})
+
+
+def test_stage_2_summed_locally_is_stage_1():
+    """In the time of its step, which is why the search leaves it out."""
+    config = load_config("llama_1b", [*KERNEL, "Mesh.fsdp = 8", "Train.accumulation = 8"])
+    one, two = (
+        price(changed(config, {"Sharding.zero": zero, "Sharding.accumulate": accumulate}),
+              parse_target(TARGET))
+        for zero, accumulate in ((1, "shard"), (2, "local"))
+    )  # fmt: skip
+    assert two.seconds == pytest.approx(one.seconds, rel=1e-3)
+    assert two.memory.total == pytest.approx(one.memory.total, rel=1e-3)
+
+
 def test_what_was_not_taken_is_counted():
     assert found().priced > found().too_large > 0
     counted = found().to_json()["search"]

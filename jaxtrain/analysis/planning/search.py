@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from jaxtrain.analysis.planning.space import (
     counts,
     meshes_and_schedules,
     stages_and_policies,
+    summed_locally,
 )
+from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.memory import Memory, memory
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expected
@@ -171,8 +174,8 @@ def search(config: Config, target: Target) -> Found:
 
     The model, data, global batch and kernels stay as they are. Of each mesh, ZeRO stage, remat
     policy and schedule the fewest microbatches that fit are taken, since more repeat the weights'
-    traffic; of pipelines more, while that is worth their smaller bubble. The same question has the
-    same answer.
+    traffic; of pipelines more, while that is worth their smaller bubble. Where there are several,
+    they are summed locally too, if that fits. The same question has the same answer.
 
     Raises:
       UserError: nothing fits, or nothing may run.
@@ -182,18 +185,26 @@ def search(config: Config, target: Target) -> Found:
     refused: dict[str, int] = {}
     priced = too_large = slower = 0
     smallest: _Sized | None = None
-    layouts = list(_allowed(config, target, slices, refused))
-    layouts.sort(key=lambda layout: (layout.least_seconds, str(layout.changes)))
-    for layout in layouts:
+    left = list(_allowed(config, target, slices, refused))
+    heapq.heapify(left)
+    while left:
         # Nothing that is left can be among those that are shown.
-        if len(fitting) >= SHOWN and layout.least_seconds > fitting[SHOWN - 1].price.seconds:
-            slower += 1
-            continue
+        if len(fitting) >= SHOWN and left[0].least_seconds > fitting[SHOWN - 1].price.seconds:
+            slower = len(left)
+            break
+        layout = heapq.heappop(left)
         found, tried, large = _fewest(config, layout, target)
         if large < tried:
             best, more = _fastest(config, layout, target, found)
             tried += more
             bisect.insort(fitting, best, key=_order)
+            local = _locally(layout, best, Facts(best.config, found.layout).passes)
+            if local is not None:
+                said = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
+                if said is None:
+                    heapq.heappush(left, local)
+                else:
+                    refused[said] = refused.get(said, 0) + 1
         elif smallest is None or found.memory.total < smallest.memory.total:
             smallest = found
         priced, too_large = priced + tried, too_large + large
@@ -278,6 +289,11 @@ class _Layout:
     changes: dict[str, Any]
     counts: list[dict[str, int]]
     least_seconds: float
+
+    def __lt__(self, other: "_Layout") -> bool:
+        """In which order they are priced."""
+        mine, theirs = ((one.least_seconds, str(one.changes)) for one in (self, other))
+        return mine < theirs
 
 
 def _allowed(
@@ -389,8 +405,7 @@ def _fastest(
     best, tried = candidate(fewest), 0
     if layout.changes["Mesh.pipe"] == 1:
         return best, tried
-    first = next(n for n, one in enumerate(layout.counts) if one.items() <= fewest.changes.items())
-    for count in layout.counts[first + 1 :]:
+    for count in layout.counts[_place(layout, fewest.config) + 1 :]:
         changes = {**layout.changes, **count}
         variant = changed(config, changes)
         needed = memory(variant, fewest.layout, target.chip.kind)
@@ -400,6 +415,23 @@ def _fastest(
             break
         best = after
     return best, tried
+
+
+def _place(layout: _Layout, config: Config) -> int:
+    """Where among a layout's counts of microbatches a configuration's is."""
+    return next(n for n, one in enumerate(layout.counts) if not essential(config, one))
+
+
+def _locally(layout: _Layout, best: Candidate, passes: int) -> _Layout | None:
+    """A layout that was priced, its microbatches summed locally; None where it has one, or is so
+    already. That takes more memory, so no fewer fit, and no traffic of weights for each, so that in
+    a pipeline the most, with the smallest bubble, are the best."""
+    changes = summed_locally(layout.changes)
+    if changes is None or passes == 1:
+        return None
+    pipelined = layout.changes["Mesh.pipe"] > 1
+    left = layout.counts[-1 if pipelined else _place(layout, best.config) :]
+    return _Layout(changes, left, max(layout.least_seconds, best.price.time.compute or 0.0))
 
 
 # -- the reasons ----------------------------------------------------------------------------------

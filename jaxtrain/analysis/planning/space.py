@@ -41,6 +41,8 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
     in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
+        # Of layouts with microbatches 'local' is tried once they are priced (`summed_locally`).
+        mesh["Sharding.accumulate"] = "shard"
         if (sizes["tensor"] > 1 and _in_sequence(config)) or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
         if sizes["context"] > 1 and not in_ring:
@@ -81,6 +83,13 @@ def stages_and_policies(
         yield {**chosen, "Pipeline.backward": "recompute"}
         if not chosen.get("Remat.offload"):  # what a stage keeps waits on the devices
             yield {**chosen, "Pipeline.backward": "residuals"}
+
+
+def summed_locally(layout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The layout with weights gathered and gradients reduced once a step; None where that is none
+    of its own: stages 0 and 1 have whole gradients anyway, and stage 2 would be stage 1."""
+    local = {**layout, "Sharding.accumulate": "local"}
+    return None if local == layout or layout["Sharding.zero"] < 3 else local
 
 
 def _remats(config: Config, target: Target) -> Iterator[dict[str, Any]]:
