@@ -20,6 +20,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout, layout
 from jaxtrain.training.program.program import make_program
@@ -119,6 +120,9 @@ def test_plan_says_what_both_cost_and_which_fits():
     assert said.count("(fits)") == 2
     once = configured("shard", accumulation=1)
     assert sentence(once, target, abstract_layout(once, K)) is None
+    # Gradients that are summed on the hosts are so in their shards alone.
+    on_hosts = dataclasses.replace(config, offload=Offload(gradients="host"))
+    assert sentence(on_hosts, target, over) is None
 
 
 def test_where_it_does_nothing_it_is_refused():

@@ -43,6 +43,8 @@ def ways(config: Config, target: Target, layout: Layout) -> list[Way]:
     facts = Facts(config, layout)
     if layout.zero < 2 or facts.size("fsdp") == 1 or facts.passes == 1 or facts.replicas_alone:
         return []
+    if config.offload.gradients == "host":
+        return []  # summed there, in their shards alone
     found = []
     for name in sorted(get_args(_Name), key=lambda name: name != layout.accumulate):
         other = changed(config, {"Sharding.accumulate": name})
