@@ -86,6 +86,8 @@ def shortened(words: list[str]) -> list[str]:
         return words
     images = any("resnet" in word for word in words)
     bindings = SHORT_IMAGES if images else SHORT_TEXT
+    if any("Finetune.unfreeze" in word for word in words):  # it waits for steps of the whole run
+        bindings = [one for one in bindings if not one.startswith("Train.steps")]
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
 
 
