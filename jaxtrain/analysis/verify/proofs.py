@@ -122,6 +122,7 @@ def execution(bench: Bench) -> Finding:
         attention=Attention() if model.attention is None else Attention(kernel="reference"),
         remat=Remat(policy="none"),
         scan=Scan(layers_per_iteration=0),
+        offload=dataclasses.replace(small.offload, gradients="none"),
         loss=dataclasses.replace(small.loss, chunk_size=Loss().chunk_size),
     )
     return equal(bench.whole_step, MeshRun(plain).gradients(bench.batch, bench.one_device.created))
