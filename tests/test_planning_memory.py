@@ -157,12 +157,26 @@ def test_nothing_recomputed_keeps_more_and_scores_besides():
 
 def test_none_keeps_what_pytorch_does():
     """The textbook's bytes of a GPT with a flash kernel, whose output is kept once more as its
-    product reads it, two numbers a token of each norm, and the kernel's 16 bytes of blocks."""
+    product reads it, and two numbers a token of each norm."""
     config = load_config("gpt2_124m", ["Mesh.data = 1", "Mesh.fsdp = 1", "Remat.policy = 'none'"])
     length, model = config.train.data.sequence_length, config.train.model
     found = layer_profile(config, layouts.abstract_layout(config, 1), "tpu").kept_bytes
     textbook = formulas.gpt_layer_flash(1, length, model.embed_dim, model.num_heads)
-    assert found == textbook + 2 * length * model.embed_dim + 2 * 2 * 4 * length + 16
+    assert found == textbook + 2 * length * model.embed_dim + 2 * 2 * 4 * length
+
+
+def test_weights_in_the_shape_that_they_are_multiplied_in_are_no_activations():
+    """On CPUs heads and head_dim of a weight become one dimension: not a number more a token."""
+    kept = []
+    for length in (1024, 512):
+        config = load_config(
+            "gpt2_124m",
+            ["Mesh.data = 1", "Remat.policy = 'none'", "Attention.kernel = 'blocked'"]
+            + [f"TextData.sequence_length = {length}"],
+        )
+        layout = layouts.abstract_layout(config, 1)
+        kept.append(layer_profile(config, layout, "cpu").kept_bytes)
+    assert kept[0] == 2 * kept[1]
 
 
 def test_tensor_divides_what_is_inside_and_sequence_parallelism_the_stream():

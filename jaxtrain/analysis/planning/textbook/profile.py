@@ -178,17 +178,19 @@ def _residuals(
             return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
 
         closed = jax.make_jaxpr(forward)(layer, x, positions, mask)
-    given = closed.jaxpr.invars
-    before = len(jax.tree.leaves(layer))
-    # A layer's weights are there anyway, and positions and masks are the same for all layers.
-    unkept = {*given[:before], *given[before + 1 :]}
+    # A layer's weights are there anyway, in another shape too; positions and masks are the same for
+    # all layers. What is kept is the stream, and what is made of it.
+    of_stream = {closed.jaxpr.invars[len(jax.tree.leaves(layer))]}
+    for equation in closed.jaxpr.eqns:
+        if any(isinstance(var, Var) and var in of_stream for var in equation.invars):
+            of_stream |= {*equation.outvars}
     sizes: dict[str, int] = {}
     offloaded = 0
     for var in dict.fromkeys(v for v in closed.jaxpr.outvars if isinstance(v, Var)):
         aval: Any = var.aval
         if is_on_host(aval):
             offloaded += shard_bytes(aval)
-        elif var not in unkept and aval.ndim > 1:
+        elif var in of_stream and aval.ndim > 1:
             kind = _kind(closed.jaxpr, var)
             sizes[kind] = sizes.get(kind, 0) + shard_bytes(aval)
     return _Kept(tuple(sorted(sizes.items())), offloaded, shard_bytes(x), shard_bytes(finished))
