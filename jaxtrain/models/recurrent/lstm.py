@@ -22,12 +22,12 @@ from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
+from jaxtrain.nn.recurrence import goes_on
+from jaxtrain.nn.recurrent import STATE
 from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
-
-STATE = ("batch", "embed")
 
 # What a layer carries from place to place: its output h and its cell c, float32 [B, D].
 State = tuple[jax.Array, jax.Array]
@@ -118,7 +118,7 @@ class LSTMLayer:
             else:
                 zeros = shard(jnp.zeros((x_BTD.shape[0], self.state_dim), jnp.float32), STATE)
                 before = zeros, zeros
-            h_TBD, after = _recurrence(x_TBG, weight_DG, _goes_on(mask), before)
+            h_TBD, after = _recurrence(x_TBG, weight_DG, goes_on(mask), before)
             x_BTD = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
             return x_BTD, None if cache is None else after, {}
 
@@ -127,15 +127,6 @@ def _remembering(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
     """Zeros, and 1 for the forget gate, so that a new layer remembers (Jozefowicz et al. 2015)."""
     del key
     return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
-
-
-def _goes_on(mask: Mask) -> jax.Array | None:
-    """Whether each place [T, B, 1] is in the document of the one before; None: all of them are."""
-    ids_BT = mask.segment_ids_BT
-    if ids_BT is None:
-        return None
-    same_BT = jnp.pad(ids_BT[:, 1:] == ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return same_BT.T[:, :, None]
 
 
 # -- the recurrence --------------------------------------------------------------------------------
