@@ -28,7 +28,7 @@ from jaxtrain.config.files import writable, write_atomically
 from jaxtrain.config.swept import Combination, combinations
 from jaxtrain.models.model import passes_of
 from jaxtrain.parallel.devices import offer_cpu_devices
-from jaxtrain.run.show.progress import say_notes, terminal
+from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE, FAILED, USER_ERROR
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.settings import load_config
@@ -41,7 +41,7 @@ def verify(arguments: argparse.Namespace) -> int:
     config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
     verification.simulate()
     console = terminal()
-    say_notes(console, config.notes)
+    say(console, *config.notes)
     with showing(console) as show:
         found = verification.verify(config, on_small=show.small, on_proof=show.proof)
     show_end(console, found)
@@ -109,15 +109,14 @@ def _on_target(
         return
     jax.config.update("jax_platforms", "cpu")
     found = planned(budget, targets[0], price=price)
-    for line in sentences(budget, found):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    say(console, *sentences(budget, found))
 
 
 def _plan(
     arguments: argparse.Namespace, console: Console, target: Target, chosen: Combination
 ) -> Plan:
     config = load_config(arguments.config, chosen.bindings, allow_imports=arguments.allow_imports)
-    say_notes(console, config.notes)
+    say(console, *config.notes)
 
     def progress(words: str) -> contextlib.AbstractContextManager[Any]:
         return console.status(words) if console.is_terminal else contextlib.nullcontext()

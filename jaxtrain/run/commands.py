@@ -1,6 +1,7 @@
 """What train, eval, predict, inspect and data do: one function per command, nothing else."""
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -33,7 +34,7 @@ from jaxtrain.run.metrics_file import numbers_of, strict
 from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
-from jaxtrain.run.show.progress import quiet, say_notes, terminal
+from jaxtrain.run.show.progress import quiet, say, terminal
 from jaxtrain.run.starved import starved
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED
 from jaxtrain.run.trainer import Trainer
@@ -70,11 +71,11 @@ def train(
     workdir = run_folder(name, arguments.workdir)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     try:
-        with begin.begin(config, workdir, flags, say=sayer(console)) as attempt:
+        with begin.begin(config, workdir, flags, say=functools.partial(say, console)) as attempt:
             output.when_closed(attempt.request_stop)
             if not attempt.is_first:
                 console = quiet()
-            say_notes(console, config.notes)
+            say(console, *config.notes)
             with attempt.phases.phase("start"):
                 if recorder is not None:
                     done = max(sealed_steps(workdir / FOLDER), default=0)
@@ -91,7 +92,7 @@ def train(
                 account = attempt.goodput.account()
                 account.show(console)
                 if (told := starved(account, config.train.data, trainer.dataset)) is not None:
-                    console.print(told, highlight=False, markup=False, soft_wrap=True)
+                    say(console, told)
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config, trainer.steps_done)
@@ -123,15 +124,6 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
     if first:
         console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
     return trainer.train(profile=profile) or trainer.evaluate()
-
-
-def sayer(console: Console) -> Callable[[str], None]:
-    """What prints a line as it is."""
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-    return say
 
 
 def _chooses_devices(bindings: Sequence[str], flags: Flags) -> bool:
@@ -260,7 +252,7 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
         config = load_config(file, bindings, allow_imports=allow_imports)
     # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
     console = console or Console(stderr=True)
-    say_notes(console, config.notes)
+    say(console, *config.notes)
     return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
 
 

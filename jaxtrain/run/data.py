@@ -1,6 +1,7 @@
 """`jaxtrain data`: what a config trains on, told, and drawn where that is asked for."""
 
 import argparse
+import functools
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
@@ -13,7 +14,7 @@ from jaxtrain.run.show.examples import (
     show_examples,
     show_tokens,
 )
-from jaxtrain.run.show.progress import say_notes, terminal
+from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.training.settings import load_config
 
@@ -26,15 +27,12 @@ def command(arguments: argparse.Namespace) -> int:
     config = load_config(
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
     )
-    say_notes(console, config.notes)
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-    dataset = with_stores(config.train.data, say).open(seed=config.train.seed)
+    print_line = functools.partial(say, console)
+    say(console, *config.notes)
+    dataset = with_stores(config.train.data, print_line).open(seed=config.train.seed)
     report.show_facts(console, dataset.facts, dataset.digest)
     report.show_mixing(console, dataset, config.train)
-    say(f"Digest: sha256 {dataset.digest}")
+    say(console, f"Digest: sha256 {dataset.digest}")
     # Text is cheap to make, and told of as a whole; images are decoded.
     rows = arguments.examples
     if dataset.unit == "tokens":
@@ -43,13 +41,13 @@ def command(arguments: argparse.Namespace) -> int:
         rows = max(rows, SHEET_IMAGES)
     if rows:
         learned = config.train.task.dataset(dataset, config.train.model)
-        batch = first_batch(config.train, learned, rows, say)
+        batch = first_batch(config.train, learned, rows, print_line)
         if dataset.unit == "tokens":
-            show_tokens(batch, dataset, say)
-        show_examples(batch, dataset, arguments.examples, say)
+            show_tokens(batch, dataset, print_line)
+        show_examples(batch, dataset, arguments.examples, print_line)
         if picture is not None:
             from jaxtrain.run.show.data_picture import data_picture
 
             write_atomically(picture, data_picture(batch, dataset).png())
-            say(f"Drawn: {picture}")
+            say(console, f"Drawn: {picture}")
     return DONE

@@ -14,7 +14,7 @@ from jaxtrain.data.text.prepare import prepare, source_characters
 from jaxtrain.data.text.sending import prepare_in_bucket
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import Store
-from jaxtrain.run.show.progress import quantity, say_notes, terminal
+from jaxtrain.run.show.progress import quantity, say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.training.settings import load_config
 
@@ -68,7 +68,7 @@ def _data(arguments: argparse.Namespace, console: Console) -> TextData:
     config = load_config(
         source if is_config else "gpt_quickstart", bindings, allow_imports=arguments.allow_imports
     )
-    say_notes(console, config.notes)
+    say(console, *config.notes)
     data = config.train.data
     if not isinstance(data, TextData):
         raise UserError(
@@ -92,5 +92,4 @@ def _tell(console: Console, store: Store, out: Place, data: TextData) -> None:
     if "bad_records" in store.facts:
         bad, first = store.facts["bad_records"], store.facts["first_bad_records"]
         lines.insert(0, f"Left out: {bad:,} records ({first})")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(console, *lines)

@@ -21,7 +21,7 @@ from jaxtrain.run.attempts.lifeline import Child
 from jaxtrain.run.attempts.signals import noted_signals
 from jaxtrain.run.metrics_file import lines_of
 from jaxtrain.run.show import compare
-from jaxtrain.run.show.progress import clock, terminal
+from jaxtrain.run.show.progress import clock, say, terminal
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.training.settings import Config, load_config
 
@@ -89,21 +89,21 @@ def sweep(arguments: argparse.Namespace) -> int:
     for number, point in enumerate(points):
         name = f"{point.folder.name} ({number + 1} of {len(points)})"
         if done[number]:
-            _say(console, f"{name}: trained already")
+            say(console, f"{name}: trained already")
             continue
         log = point.folder.with_name(f"{point.folder.name}.log")
-        _say(console, f"{name}: its output is in {log}")
+        say(console, f"{name}: its output is in {log}")
         started = time.monotonic()
         status, signals = _train(arguments, point, log)
         if signals or status == PREEMPTED:
-            _say(console, f"{name}: stopped; run the same command again to go on")
+            say(console, f"{name}: stopped; run the same command again to go on")
             return PREEMPTED if status in (DONE, PREEMPTED) else FAILED
         if status != DONE:
             told = records.read(point.folder / records.EXIT_FILE) or {}
             refused = status == USER_ERROR or "reason" not in told
             failed[point.folder] = f"status {status}" if refused else str(told["reason"])
         seconds = clock(time.monotonic() - started)
-        _say(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
+        say(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
     _show(console, points, failed, workdir)
     return FAILED if failed else DONE
 
@@ -193,8 +193,4 @@ def _show(
     runs = [compare.Run(p.folder.name, lines_of(p.folder)) for p in points if last[p.folder]]
     if runs:
         write_atomically(workdir / PICTURE, compare.figure(runs).png())
-        _say(console, f"Drawn: {workdir / PICTURE}")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(console, f"Drawn: {workdir / PICTURE}")

@@ -51,7 +51,7 @@ from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
 from jaxtrain.run.show.plot import loss_figure, reference_losses
-from jaxtrain.run.show.progress import quiet
+from jaxtrain.run.show.progress import quiet, say
 from jaxtrain.run.tracking.services import Track
 from jaxtrain.run.tracking.tracking import Tracking, trackings
 from jaxtrain.run.weights import merged, on_host, weights, with_weights
@@ -566,7 +566,7 @@ class Trainer:
     def say(self, line: str) -> None:
         """A line for people, on process 0's terminal."""
         if jax.process_index() == 0:
-            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            say(self.console, line)
 
     def _open_log(self, first: int, last: int) -> MetricsLog:
         return open_log(

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ def show(console: Console, plan: "Plan") -> None:
     _advice(console, plan)
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 def _head(console: Console, plan: "Plan") -> None:
     chip, devices = plan.target.chip, plan.devices
     source = "closed-form ESTIMATE, nothing was compiled"
@@ -41,16 +38,16 @@ def _head(console: Console, plan: "Plan") -> None:
         source = f"compiled in {plan.compiled.seconds:.0f} s"
         source += " by an earlier plan" if plan.compiled.cached else ""
     mesh = written_mesh(plan.layout.mesh.shape)
-    _line(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
+    say(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
     show_attention(console, plan.attention)
     if chip.hbm_bytes is None:
-        _line(console, f"Memory: {human_bytes(plan.total)} a device")
+        say(console, f"Memory: {human_bytes(plan.total)} a device")
         return
     verdict = "FITS" if plan.fits else "DOES NOT FIT"
     needs = f"{human_bytes(plan.total)} of {human_bytes(chip.hbm_bytes)} a device"
-    _line(console, f"{verdict}: {needs}")
+    say(console, f"{verdict}: {needs}")
     if plan.compiled is not None and plan.compiled.refusal:
-        _line(console, f"The compiler says: {plan.compiled.refusal}")
+        say(console, f"The compiler says: {plan.compiled.refusal}")
 
 
 def memory_parts(plan: "Plan") -> dict[str, int]:
@@ -114,7 +111,7 @@ def _buffers(console: Console, plan: "Plan") -> None:
 
 def _traffic(console: Console, plan: "Plan") -> None:
     if not plan.rows:
-        _line(console, "Traffic: none")
+        say(console, "Traffic: none")
         return
     table = Table(title="Traffic of one device and step", title_justify="left")
     for name in ("collective", "axis", "link"):
@@ -137,13 +134,13 @@ def _traffic(console: Console, plan: "Plan") -> None:
     if len(plan.rows) > _ROWS:
         rest = plan.rows[_ROWS:]
         size = human_bytes(sum(row.bytes for row in rest))
-        _line(console, f"... and {len(rest)} smaller rows of {size} together (--json has them)")
+        say(console, f"... and {len(rest)} smaller rows of {size} together (--json has them)")
 
 
 def _time(console: Console, plan: "Plan") -> None:
     time = plan.time
     if time.seconds is None:
-        _line(console, f"Time: {'; '.join(time.assumptions)}")
+        say(console, f"Time: {'; '.join(time.assumptions)}")
         return
     # Where a program was compiled, its schedule counts; the closed forms stand beside it.
     closed = time.estimate
@@ -176,16 +173,16 @@ def _time(console: Console, plan: "Plan") -> None:
     row("communication behind computation", time.hidden, estimate.hidden, "")
     console.print(table)
     if time.kernels:
-        _line(
+        say(
             console,
             f"Of the computation {time.kernels:.4g} s are attention's kernels, of which "
             "the program says nothing: by closed form.",
         )
     if plan.whole_run is not None:
         watts = plan.target.chip.watts
-        _line(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
+        say(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
     for words in time.assumptions:
-        _line(console, f"Assumed: {words}.")
+        say(console, f"Assumed: {words}.")
 
 
 def _candidates(console: Console, plan: "Plan") -> None:
@@ -215,22 +212,22 @@ def _candidates(console: Console, plan: "Plan") -> None:
         )
     console.print(table)
     refused = sum(found.refused.values())
-    _line(
+    say(
         console,
         f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
         f"out, slower by products and what their mesh waits for alone; {refused} meshes refused",
     )
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
-        _line(console, f"  {count} x {reason}")
+        say(console, f"  {count} x {reason}")
     pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
-    _line(console, f"To train so: {pasted or 'as it is'}")
+    say(console, f"To train so: {pasted or 'as it is'}")
 
 
 def _advice(console: Console, plan: "Plan") -> None:
     if plan.advice:
-        _line(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
+        say(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
     for words in plan.advice:
-        _line(console, f"- {words}")
+        say(console, f"- {words}")
 
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.run.show.picture import Picture
+from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes, written_mesh
 
 _GIB = 2**30
@@ -78,7 +79,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.refusal is not None:
             words = f"{entry.name}: {entry.refusal}"
-            console.print(words, highlight=False, markup=False, soft_wrap=True)
+            say(console, words)
 
 
 def _days(plan: Plan) -> float:

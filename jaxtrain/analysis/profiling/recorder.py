@@ -16,6 +16,7 @@ from jaxtrain.analysis.profiling.operations import profile
 from jaxtrain.analysis.profiling.show import show
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.run.show.progress import say
 
 FOLDER = "profile"
 OPERATIONS_FILE = "operations.json"
@@ -143,7 +144,7 @@ class Recorder:
 
     def _say(self, line: str) -> None:
         if self._records:
-            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+            say(self._console, line)
 
 
 @contextlib.contextmanager

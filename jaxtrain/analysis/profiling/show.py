@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.profiling.operations import Figures, Profile
+from jaxtrain.run.show.progress import say
 
 ROWS = 15
 
@@ -38,7 +39,7 @@ def show(console: Console, found: Profile) -> None:
         operations.add_row(one.name, where, one.place.operation, *_cells(one.figures))
     console.print(layers)
     console.print(operations)
-    console.print(f"Per device; {limits}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"Per device; {limits}")
 
 
 def _cells(figures: Figures) -> list[str]:

@@ -22,7 +22,7 @@ from jaxtrain.config.disks import FullDiskError
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.attempts.phases import Activity, Phases
-from jaxtrain.run.show.progress import clock
+from jaxtrain.run.show.progress import clock, say
 
 if TYPE_CHECKING:
     from jaxtrain.run.show.picture import Picture
@@ -117,7 +117,7 @@ class Account:
             if spent > 0:
                 table.add_row(CAUSES[cause], _human(spent), f"{spent / total:.1%}")
         console.print(table)
-        console.print(self.sentence(), highlight=False, markup=False, soft_wrap=True)
+        say(console, self.sentence())
 
     def figure(self) -> "Picture":
         """A bar for each attempt, stacked by cause; the oldest share one where there are many."""

@@ -1,14 +1,15 @@
 """What import-hf and export-hf do."""
 
 import argparse
+import functools
 
 from jaxtrain.config.buckets import place
 from jaxtrain.models.model import reads_images
 from jaxtrain.parallel.compilation import keep_compiled_programs
-from jaxtrain.run.commands import open_run, sayer
+from jaxtrain.run.commands import open_run
 from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.importing import import_run
-from jaxtrain.run.show.progress import say_notes, terminal
+from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE, FAILED
 from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import load_config
@@ -22,20 +23,18 @@ def import_hf(arguments: argparse.Namespace) -> int:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
     name = SCHEME + arguments.source.removeprefix(SCHEME)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
-    say_notes(console, config.notes)
+    say(console, *config.notes)
     workdir = place(arguments.workdir)
-    found = import_run(config, workdir, console=console, say=sayer(console))
+    found = import_run(config, workdir, console=console, say=functools.partial(say, console))
     of_images = reads_images(config.train.model)
     first = (
         f"predict --workdir {workdir} IMAGE"
         if of_images
         else f"generate --workdir {workdir} --prompt TEXT"
     )
-    console.print(
+    say(
+        console,
         f"To go on: jaxtrain {first}, or eval, or train {workdir}/config.gin --workdir {workdir}",
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
     )
     return DONE if found.passed else FAILED
 

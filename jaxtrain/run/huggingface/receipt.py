@@ -27,6 +27,7 @@ from jaxtrain.models.weights.safetensors import raw
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.logits import logits
+from jaxtrain.run.show.progress import say
 from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.step import Program, TrainState
 
@@ -113,8 +114,7 @@ class Receipt:
                 f"{self.logits.largest_difference:.2e}, of logits up to "
                 f"{self.logits.largest_logit:.3g} ({self.logits.against})"
             )
-        for line in lines:
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(console, *lines)
 
 
 def compare(

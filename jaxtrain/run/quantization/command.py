@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +23,14 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.commands import open_run, sayer
+from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.write import tokenizer_of
 from jaxtrain.run.huggingface.exporting import carried_along
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, refuse_taken
 from jaxtrain.run.quantization.activation_aware import scale, scaled_together
 from jaxtrain.run.quantization.calibration import read_by, rows_of
 from jaxtrain.run.quantization.clipping import READ, clip
-from jaxtrain.run.show.progress import terminal
+from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merged, on_host, placed
@@ -64,7 +65,7 @@ def quantize(arguments: argparse.Namespace) -> int:
     few_bits = "int8" if bits == 8 else "int4"
     write_quantised(
         trainer, out, few_bits, group=group or Finetune.few_bits_group, text=text,
-        say=sayer(console),
+        say=functools.partial(say, console),
     )  # fmt: skip
     return DONE
 

@@ -15,6 +15,7 @@ from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path, writable, write_atomically
 from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
+from jaxtrain.run.show.progress import say
 from jaxtrain.run.status import DONE
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def plot(console: Console, folders: Sequence[str], png: str | None) -> int:
     runs = open_runs(folders)
     console.print(table(runs))
     write_atomically(picture, figure(runs).png())
-    console.print(f"Drawn: {picture}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"Drawn: {picture}")
     return DONE
 
 

@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from jaxtrain.config.shipped import shipped_headers
+from jaxtrain.run.show.progress import say
 from jaxtrain.run.status import DONE
 
 
@@ -12,5 +13,5 @@ def show_configs(console: Console) -> int:
     longest = max(len(header.name) for header in headers)
     for header in headers:
         line = f"{header.name:{longest}}  {header.trains}; for {header.hardware}"
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(console, line)
     return DONE

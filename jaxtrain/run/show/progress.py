@@ -1,7 +1,7 @@
 """Shows a run's progress to people: one live line on a terminal, plain lines elsewhere."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -37,8 +37,7 @@ class Display:
         self._progress.update(self._task, completed=step, figures=figures)
 
     def line(self, text: str) -> None:
-        # soft_wrap: a log file's lines are not cut to a terminal's width.
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -76,10 +75,10 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def say_notes(console: Console, notes: Sequence[str]) -> None:
-    """What a configuration was not taken as it was written, a line each."""
-    for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+def say(console: Console, *lines: str) -> None:
+    """Prints lines as they are: a log file's are not cut to a terminal's width."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def quiet() -> Console:

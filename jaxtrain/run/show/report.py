@@ -18,6 +18,7 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, logical_axes
 from jaxtrain.run.ancestry import told
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
+from jaxtrain.run.show.progress import say
 from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.optimizers.groups import Part, factors_of
@@ -188,7 +189,7 @@ def show_attention(console: Console, choice: Choice | None) -> None:
     """Prints which attention kernel runs, and why; nothing for a model without attention."""
     if choice is not None:
         text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, text)
 
 
 def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: int) -> None:
@@ -292,8 +293,7 @@ def show_checkpoint(
     console.print(f"Format {extra['format']}, written with {words}", soft_wrap=True)
     for name, value in extra["data"].items():
         console.print(f"{name}: {value}", soft_wrap=True)
-    for line in told(extra.get("ancestors", [])):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    say(console, *told(extra.get("ancestors", [])))
     show_config(console, extra["config"])
     table = Table(title="Arrays", title_justify="left", show_footer=True)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in tree.values())
