@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.gemma2 import Gemma2
 from jaxtrain.models.weights import gemma_settings, grouped_query
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 
 _CAPS = {
     "attention_softcap": ("attn_logit_softcapping", 50.0),
@@ -38,14 +37,11 @@ def _write(model: Gemma2) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
     model=Gemma2,
     read=_read,
     write=_write,
     names=grouped_query.norms_after_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.grouped_query import GLOBAL, LOCAL
 from jaxtrain.models.weights.names import Name
 
@@ -74,14 +73,11 @@ def _write(model: Gemma3) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     model=Gemma3,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.weights import awq, grouped_query, mxfp4
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, in_turn
 
 _LAYER, _OURS = "model.layers.{L}", "layers/experts"
@@ -78,15 +77,12 @@ def _write(model: GPTOSS) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     model=GPTOSS,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
     dequantised=(mxfp4.METHOD, awq.METHOD),
 )

@@ -1,10 +1,12 @@
 """What families with grouped queries and rotary positions share: settings and names."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 # What they call the factors of low and of high frequencies.
@@ -53,10 +55,13 @@ NORMS_ON_BOTH_SIDES = (
         "LD->D",
     ),
 )
-PREFIX = "model."
-COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
-# Llama's first files hold the rotary frequencies, a tensor a layer.
-BUFFERS = r".*rotary_emb\.inv_freq"
+# All of them; Llama's first files hold the rotary frequencies, a tensor a layer.
+family = functools.partial(
+    Family,
+    prefix="model.",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    buffers=r".*rotary_emb\.inv_freq",
+)
 # Layers with a window, and without.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 

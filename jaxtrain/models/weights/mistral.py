@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
@@ -26,14 +25,11 @@ def _write(model: Llama) -> Mapping[str, Any] | None:
     return {**grouped_query.write_sizes(model), "sliding_window": model.sliding_window}
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     model=Llama,
     read=_read,
     write=_write,
     names=grouped_query.dense_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

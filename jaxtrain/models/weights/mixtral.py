@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 _MOE = "model.layers.{L}.block_sparse_moe"
@@ -52,14 +51,11 @@ def _write(model: Mixtral) -> Mapping[str, Any] | None:
     }
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     model=Mixtral,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

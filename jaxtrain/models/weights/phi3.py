@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, one_after_the_other
 
 _LAYER = "model.layers.{L}"
@@ -59,14 +58,11 @@ def _write(model: Llama) -> Mapping[str, Any] | None:
     }
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     model=Llama,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

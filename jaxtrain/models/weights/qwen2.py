@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 
@@ -31,14 +30,11 @@ def _write(model: Llama) -> Mapping[str, Any] | None:
     return {**said, "use_sliding_window": False, "sliding_window": None}
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     model=Llama,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import grouped_query, qwen_mixture
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 _SHARED = (
@@ -39,14 +38,11 @@ def _write(model: Mixtral) -> Mapping[str, Any] | None:
     return {**said, "shared_expert_intermediate_size": model.shared_mlp_dim, "qkv_bias": True}
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     model=Mixtral,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )

@@ -6,7 +6,6 @@ from typing import Any
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import grouped_query, qwen_mixture
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 
@@ -28,14 +27,11 @@ def _write(model: Mixtral) -> Mapping[str, Any] | None:
     return {**qwen_mixture.write_sizes(model), "attention_bias": False}
 
 
-FAMILY = Family(
+FAMILY = grouped_query.family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     model=Mixtral,
     read=_read,
     write=_write,
     names=_names,
-    prefix=grouped_query.PREFIX,
-    copies=grouped_query.COPIES,
-    buffers=grouped_query.BUFFERS,
 )
