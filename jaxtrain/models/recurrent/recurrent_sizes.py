@@ -87,6 +87,8 @@ class RecurrentSizes(Protocol):
 
     states: ClassVar[int] = 1
     inputs: ClassVar[Inputs] = "tokens"
+    attention: ClassVar[None] = None
+    experts: ClassVar[None] = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
@@ -110,18 +112,6 @@ class RecurrentSizes(Protocol):
     def layer(self) -> RecurrentLayer:
         """What every layer computes."""
         return one_or_both_ways(self, self.one_way)
-
-    # A protocol's member without a body would be asked of each model.
-
-    @property
-    def attention(self) -> None:
-        """They have none."""
-        return None  # noqa: RET501
-
-    @property
-    def experts(self) -> None:
-        """They have none."""
-        return None  # noqa: RET501
 
     @property
     def layers(self) -> int:

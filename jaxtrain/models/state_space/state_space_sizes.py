@@ -108,7 +108,10 @@ class StateSpaceSizes(Protocol):
         """What every layer computes."""
         ...
 
+    objective: ClassVar[str] = "next_token"
     inputs: ClassVar[Inputs] = "tokens"
+    attention: ClassVar[None] = None
+    experts: ClassVar[None] = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
@@ -122,23 +125,6 @@ class StateSpaceSizes(Protocol):
         )  # fmt: skip
         refuse_below(2, self, "conv_width")
         refuse_not_positive(self, "norm_eps")
-
-    # A protocol's member without a body would be asked of each model.
-
-    @property
-    def objective(self) -> str:
-        """The next token's."""
-        return "next_token"
-
-    @property
-    def attention(self) -> None:
-        """They have none."""
-        return None  # noqa: RET501
-
-    @property
-    def experts(self) -> None:
-        """They have none."""
-        return None  # noqa: RET501
 
     @property
     def layers(self) -> int:

@@ -34,17 +34,9 @@ class Stacks(Protocol):
     @property
     def decoder(self) -> CrossBlock: ...
 
+    objective: ClassVar[str] = "sequence_to_sequence"
     inputs: ClassVar[Inputs] = "pairs"
-
-    @property
-    def objective(self) -> str:
-        """They tell a target from a source."""
-        return "sequence_to_sequence"
-
-    @property
-    def experts(self) -> None:
-        """They have none."""
-        return None  # noqa: RET501
+    experts: ClassVar[None] = None
 
     @property
     def layers(self) -> int:
