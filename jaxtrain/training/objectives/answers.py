@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model, reads_images, vector_model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.predictor import Predictor
@@ -30,15 +29,6 @@ class AnswerObjective(Objective[Predictor]):
     @abc.abstractmethod
     def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
         """The sums of what the model gave; it is finite, and 0 where nothing counts."""
-
-    def refuse_model(self, model: Model) -> Iterator[str]:
-        """One that reads something else."""
-        yield from self.refuse_inputs(model)
-
-    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
-        return dataset
 
     @final
     def counts(self, batch: Batch) -> Sums:

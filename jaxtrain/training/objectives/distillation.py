@@ -17,7 +17,6 @@ from jaxtrain.config.errors import UserError, refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import Transformer, hidden, logits
@@ -101,11 +100,6 @@ class Distillation(TokenObjective):
         return dataclasses.replace(
             tuning, frozen=tuning.frozen | names, teacher_zero=self.teacher_zero
         )
-
-    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
-        return dataset
 
     def refuse_loss(self, settings: Loss) -> Iterator[str]:
         """What is of a cross entropy alone."""

@@ -5,8 +5,6 @@ from typing import ClassVar
 import jax
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset
-from jaxtrain.models.model import Model
 from jaxtrain.nn.transformer import Transformer
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
@@ -17,11 +15,6 @@ class NextToken(TokenObjective):
 
     name: ClassVar[str] = "next_token"
     causal: ClassVar[bool] = True
-
-    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
-        return dataset
 
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool

@@ -49,11 +49,10 @@ class Objective(abc.ABC, Generic[M]):
     refers: ClassVar[bool] = False
     evaluated: ClassVar[tuple[str, ...]] = ("weight",)
 
-    @abc.abstractmethod
     def refuse_model(self, model: Model) -> Iterator[str]:
-        """Why a model, which names this objective, cannot be trained to it."""
+        """Why a model, which names this objective, cannot be trained to it: what it reads."""
+        yield from self.refuse_inputs(model)
 
-    @abc.abstractmethod
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
         """What is learned from, out of what a data source opened: the same, or examples of another
         form made of its own.
@@ -65,6 +64,8 @@ class Objective(abc.ABC, Generic[M]):
         Raises:
           UserError: the model cannot take these data.
         """
+        del model
+        return dataset
 
     def of(self, model: Model) -> "Objective":
         """The same, with what it has of a model's settings."""

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.preferences import CHOSEN
-from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, refuse_unread
@@ -43,11 +41,6 @@ class DPO(TokenObjective):
 
     def __post_init__(self) -> None:
         refuse_not_positive(self, "beta")
-
-    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
-        return dataset
 
     def refuse_loss(self, settings: Loss) -> Iterator[str]:
         """What is of a cross entropy."""

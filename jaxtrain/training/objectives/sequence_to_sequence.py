@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model, PairModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
@@ -34,15 +33,6 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     inputs: ClassVar[tuple[Inputs, ...]] = ("pairs",)
     draws: ClassVar[bool] = True
     evaluated: ClassVar[tuple[str, ...]] = ("weight", "rows")
-
-    def refuse_model(self, model: Model) -> Iterator[str]:
-        """One that reads something else."""
-        yield from self.refuse_inputs(model)
-
-    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
-        return dataset
 
     def counts(self, batch: Batch) -> Sums:
         """`weight` and `rows`."""

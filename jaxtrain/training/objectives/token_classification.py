@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset
-from jaxtrain.models.model import ClassModel, Model, TokenModel
+from jaxtrain.models.model import ClassModel, TokenModel
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.confusion import CONFUSION, TOP, evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
@@ -29,11 +28,6 @@ class TokenClassification(TokenObjective):
     causal: ClassVar[bool] = False
     own: ClassVar[tuple[str, ...]] = ("loss", "accuracy", f"top{TOP}_accuracy", CONFUSION)
     labels: ClassVar[bool] = True
-
-    def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same."""
-        del model
-        return dataset
 
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
