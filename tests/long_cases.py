@@ -97,14 +97,18 @@ LONG_CASES = {
         "test_every_layout_trains_alike[uneven]",
         "test_every_layout_trains_alike[tensor]",
     },
-    "test_gemma2": {
-        "test_every_mesh_computes_the_same[context_tensor_chunks]",
-        "test_every_mesh_computes_the_same[pipe]",
-        "test_every_mesh_computes_the_same[sequence_parallel]",
-        "test_every_mesh_computes_the_same[zero_bubble]",
-        "test_logits_and_every_gradient_equal_transformers[all_heads]",
-        "test_logits_and_every_gradient_equal_transformers[odd]",
-        "test_thirty_steps_have_the_losses_of_transformers",
+    "test_gemma": {
+        "test_every_mesh_computes_the_same[gemma2-context_tensor_chunks]",
+        "test_every_mesh_computes_the_same[gemma2-pipe]",
+        "test_every_mesh_computes_the_same[gemma2-sequence_parallel]",
+        "test_every_mesh_computes_the_same[gemma2-zero_bubble]",
+        "test_every_mesh_computes_the_same[gemma3-pipe]",
+        "test_every_mesh_computes_the_same[gemma3-zero_bubble]",
+        "test_logits_and_every_gradient_equal_transformers[gemma2 all heads]",
+        "test_logits_and_every_gradient_equal_transformers[gemma2 odd]",
+        "test_logits_and_every_gradient_equal_transformers[gemma3 all heads]",
+        "test_thirty_steps_have_the_losses_of_transformers[gemma]",
+        "test_thirty_steps_have_the_losses_of_transformers[gemma2]",
     },
     "test_gpt_oss": {
         "test_every_mesh_computes_the_same[expert_tensor]",
@@ -114,11 +118,6 @@ LONG_CASES = {
         "test_logits_and_every_gradient_equal_transformers[all_heads]",
         "test_logits_and_every_gradient_equal_transformers[odd]",
         "test_thirty_steps_have_the_losses_of_transformers",
-    },
-    "test_gemma3": {
-        "test_every_mesh_computes_the_same[pipe]",
-        "test_every_mesh_computes_the_same[zero_bubble]",
-        "test_logits_and_every_gradient_equal_transformers[all_heads]",
     },
     "test_state_space": {
         "test_every_mesh_computes_the_same[mamba-sequence_parallel]",
