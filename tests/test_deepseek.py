@@ -20,9 +20,9 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.balancing import biases, rebalanced, refuse, speed_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
-from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 YARN = {"rope_scaling": 4.0, "rope_original_context_length": 6, "rope_score_factor": 0.707}
@@ -253,7 +253,7 @@ SMALL = dataclasses.replace(SHAPES["v3"], balance_weight=0.01, predicted_tokens=
 @pytest.fixture(scope="module")
 def one_device():
     found = evaluate(program_of(SMALL, make_layout()), BATCH)
-    for bias in named(found["frozen"]).values():
+    for bias in by_name(found["frozen"]).values():
         moved = np.abs(np.round(bias.get_value() / SMALL.bias_speed))
         assert set(moved.ravel()) <= {0, 1, 2}, "two steps"
         assert moved.max() == 2
@@ -282,8 +282,8 @@ def test_every_mesh_computes_the_same_and_moves_the_biases_alike(layout, changes
 def test_biases_move_against_the_load_error_and_nothing_else_does():
     program = program_of(SMALL, make_layout(fsdp=1))
     shapes = program.shapes()
-    assert list(named(shapes.frozen)) == ["layers/experts/bias", "predictors/0/experts/bias"]
-    assert not any(name.endswith("bias") for name in named(shapes.params))
+    assert list(by_name(shapes.frozen)) == ["layers/experts/bias", "predictors/0/experts/bias"]
+    assert not any(name.endswith("bias") for name in by_name(shapes.params))
     rng = np.random.default_rng(0)
     bias = rng.normal(size=(2, 4)).astype(np.float32)
     load = np.array([[3, 3, 3, 3], [8, 0, 4, 4], [4, 4, 0, 8]])

@@ -20,8 +20,7 @@ from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.config.errors import UserError
-from jaxtrain.parallel.sharding import is_variable, logical_axes
-from jaxtrain.run.weights import by_name
+from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.training.exchange import exchange as settings
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.graphs import neighbours

@@ -14,9 +14,9 @@ from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.show.report import parameter_table, shard_bytes
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import by_name
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight

@@ -18,9 +18,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import by_name, merged
+from jaxtrain.run.weights import merged
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import UP, LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline

@@ -14,7 +14,8 @@ from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.products.quantised import NF4, dequantised, quantise
-from jaxtrain.run.weights import by_name, merged
+from jaxtrain.parallel.sharding import by_name
+from jaxtrain.run.weights import merged
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline

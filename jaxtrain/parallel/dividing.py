@@ -15,7 +15,14 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.errors import nearest_multiple
-from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, own_axes, parts_of
+from jaxtrain.parallel.sharding import (
+    Layout,
+    by_name,
+    is_variable,
+    logical_axes,
+    own_axes,
+    parts_of,
+)
 from jaxtrain.parallel.tables import ROWS, MeshAxes
 
 # Columns of a TPU's tile, and rows of one of bfloat16; and below how many columns of a shard of
@@ -60,8 +67,8 @@ def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
       layout: where they lie.
       shapes: the parameters, of which no array need be there.
     """
-    for path, variable in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable):
-        axes, name = logical_axes(variable), jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, variable in by_name(shapes).items():
+        axes = logical_axes(variable)
         for spec in (layout.parameter(axes), layout.moment(axes)):
             for axis, size, part in zip(axes, variable.get_value().shape, spec, strict=True):
                 if axis != "layers" and size % layout.size(part):

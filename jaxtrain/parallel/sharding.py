@@ -419,6 +419,20 @@ def is_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable)
 
 
+def name_of(path: tuple[Any, ...]) -> str:
+    """The name of a leaf of a tree, the keys on the way joined: 'layers/up'."""
+    # A variable is a node whose one child is called "value"; the array is called as the variable.
+    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_name(tree: Any) -> dict[str, nnx.Variable]:
+    """The variables of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+    return {name_of(path): variable for path, variable in leaves}
+
+
 def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
     """What the dimensions of a parameter mean, as its model declared them."""
     return variable.get_metadata()["axes"]

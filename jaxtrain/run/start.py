@@ -9,6 +9,7 @@ from jaxtrain.config.buckets import Place, on_disk, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import CONFIG
 from jaxtrain.models.weights.published import published
+from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run import resume
 from jaxtrain.run.ancestry import Ancestor, of_checkpoint, of_published
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
@@ -17,7 +18,6 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.parameters import read_parameters, weight_shapes
 from jaxtrain.training.finetune.finetune import Finetune, matching
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
-from jaxtrain.training.finetune.tuning import named as by_name
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.settings import Checkpoint, Config
 from jaxtrain.training.step import Program

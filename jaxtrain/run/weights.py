@@ -11,7 +11,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jaxtrain.config.errors import UserError, nearest
-from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.parallel.sharding import by_name, is_variable, name_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.tuning import TEACHER, told_apart
 from jaxtrain.training.pipeline.stages import Stages, is_layer
@@ -19,16 +19,6 @@ from jaxtrain.training.step import Program, TrainState
 
 Weights = Mapping[str, Any]
 _MAX_SHOWN = 8
-
-
-def by_name(tree: Any) -> dict[str, nnx.Variable]:
-    """The variables of a tree, such as `layers/up`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
-    return {_name(path): variable for path, variable in leaves}
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
@@ -128,7 +118,7 @@ def placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.Stat
     """
 
     def one(path: Any, variable: Any) -> Any:
-        leaf, value = variable.get_value(), np.asarray(given[_name(path)])
+        leaf, value = variable.get_value(), np.asarray(given[name_of(path)])
         if stages is not None and is_layer(variable):
             value = value[np.maximum(stages.order, 0)]
             value[~stages.valid] = 0

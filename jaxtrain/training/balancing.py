@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtrain.models.model import Model
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.routing import balanced
-from jaxtrain.training.finetune.tuning import TEACHER, named
+from jaxtrain.parallel.sharding import by_name
+from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.pipeline.stages import is_layer
 
 
@@ -32,7 +33,7 @@ def biases(model: Model) -> frozenset[str]:
 def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
     """The same, of any module; no array is made."""
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
-    return frozenset(name for name, one in named(shapes).items() if role_of(one) == "balance")
+    return frozenset(name for name, one in by_name(shapes).items() if role_of(one) == "balance")
 
 
 def rebalanced(

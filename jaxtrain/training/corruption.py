@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, name_of
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import TrainState
 
@@ -255,11 +255,4 @@ def _copies(x: Any) -> int:
 
 def _named(state: Any) -> list[tuple[str, Any]]:
     """Every array and its name in the state, as checkpoints name them."""
-
-    def name(path: Any) -> str:
-        # A parameter object (flax's Variable) is a node whose one child is called "value".
-        if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
-            path = path[:-1]
-        return jax.tree_util.keystr(path, simple=True, separator="/")
-
-    return [(name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    return [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]

@@ -21,10 +21,10 @@ from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute, to_master
 from jaxtrain.nn.transformer import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices
-from jaxtrain.parallel.sharding import Layout, reshard, shardings
+from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
 from jaxtrain.training.balancing import rebalanced
 from jaxtrain.training.creation import created
-from jaxtrain.training.finetune.tuning import Tuning, Weights, named, told_apart
+from jaxtrain.training.finetune.tuning import Tuning, Weights, told_apart
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, selected
 from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
@@ -126,7 +126,7 @@ class Program:
             them; those that are missing are drawn. None draws all.
         """
         _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
-        given = {} if params is None else named(params)
+        given = {} if params is None else by_name(params)
         missing = told_apart(drawn, lambda name, _: name not in given)[0]
         missing = to_master(missing, self.precision.params)
         if self.stages is not None:

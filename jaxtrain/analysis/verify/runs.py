@@ -19,7 +19,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import options_of_run
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.parallel.sharding import Layout, is_variable
+from jaxtrain.parallel.sharding import Layout, is_variable, name_of
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.preflight import preflight
@@ -141,9 +141,7 @@ class MeshRun:
             tree = self.program.stages.to_layers(tree)
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
         return {
-            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(
-                leaf.get_value() if is_variable(leaf) else leaf
-            )
+            name_of(path): np.asarray(leaf.get_value() if is_variable(leaf) else leaf)
             for path, leaf in leaves
         }
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, nearest
+from jaxtrain.parallel.sharding import name_of
 
 _MAX_SHOWN = 8
 _MOST_AT_ONCE = 1 << 28  # bytes
@@ -113,17 +114,9 @@ def groups(stored: Mapping[str, StoredLeaf]) -> Iterator[dict[str, StoredLeaf]]:
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Names, leaves and structure of a pytree; a name joins the keys on the way with "/"."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = [_name(path) for path, _ in paths]
+    names = [name_of(path) for path, _ in paths]
     assert len(set(names)) == len(names), "two leaves of the state have one name"
     return names, [leaf for _, leaf in paths], treedef
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    # A parameter object (flax's Variable) is a pytree node whose one child is called "value";
-    # the array it holds is called as the parameter is.
-    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def stored_leaf(leaf: Any) -> StoredLeaf:

@@ -14,12 +14,11 @@ from jaxtrain.config.files import refused_path, write_atomically
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import Name, their_shapes
-from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import their_tensors
 from jaxtrain.training.finetune.few_bits import sides_of
 from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA
-from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState, parameter_shapes
 
@@ -108,13 +107,13 @@ def _shapes(program: Program, tuning: LoRA) -> dict[str, tuple[int, ...]]:
     """Of A and B by name, the layers in the model's order and number."""
     shapes = parameter_shapes(program.build)
     drawn = jax.eval_shape(lambda: tuning.draw(shapes, jax.random.key(0)))
-    return {name: variable.get_value().shape for name, variable in named(drawn).items()}
+    return {name: variable.get_value().shape for name, variable in by_name(drawn).items()}
 
 
 def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, ...]]:
     """The map's line of each weight that has an adapter, and those of its A, B and magnitude."""
     family, _ = family_for(config.train.model, None)
-    shapes = named(parameter_shapes(program.build))
+    shapes = by_name(parameter_shapes(program.build))
     for line in family.names(config.train.model):
         if line.ours in tuning.targets and (line.rows or line.turn):
             raise UserError(

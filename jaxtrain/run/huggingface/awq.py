@@ -29,7 +29,7 @@ from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.products.quantised import Quantised, unpacked
-from jaxtrain.parallel.sharding import is_variable, logical_axes
+from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
@@ -37,7 +37,6 @@ from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_proce
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training.finetune.few_bits import FewBits, sides_of
 from jaxtrain.training.finetune.lora import LoRA
-from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState, parameter_shapes
 
@@ -178,7 +177,7 @@ def _names(
     lines: tuple[Name, ...], tuning: FewBits, program: Program, architecture: str
 ) -> tuple[Name, ...]:
     """The lines of the map, three for one of a weight in few bits."""
-    variables, found = named(parameter_shapes(program.build)), list[Name]()
+    variables, found = by_name(parameter_shapes(program.build)), list[Name]()
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
         if together[0].ours not in tuning.few_bits:

@@ -17,10 +17,9 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.products.watched import Watched
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer import hidden
-from jaxtrain.parallel.sharding import logical_axes, shard
+from jaxtrain.parallel.sharding import by_name, logical_axes, shard
 from jaxtrain.run.generation.decoding import ROWS, for_one_text
 from jaxtrain.training.finetune.few_bits import sides_of
-from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.step import Program, TrainState
 
 ROWS_MOST, LENGTH_MOST = 8, 512  # of the text that is read
@@ -61,7 +60,7 @@ def _read_by(
     program: Program, state: TrainState, tokens_BT: jax.Array, names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     graphdef, params, rest = nnx.split(program.model(state), nnx.Param, ...)
-    variables = named(params)
+    variables = by_name(params)
     kept = tokens_BT.shape[0] * -(-tokens_BT.shape[1] // EVERY)
 
     def probe(name: str) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxtrain.models.model import token_model
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
+from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.commands import open_run
@@ -37,7 +38,6 @@ from jaxtrain.run.weights import merged, on_host, placed
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.few_bits import FewBits
 from jaxtrain.training.finetune.finetune import Finetune
-from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import Optimizer
@@ -197,9 +197,9 @@ def _bits(program: Program, frozen: nnx.State) -> float:
     """Bits of a weight that is held in few."""
     held = sum(
         v.get_value().size * v.get_value().dtype.itemsize
-        for v in named(frozen).values()
+        for v in by_name(frozen).values()
         if role_of(v) == "few_bits"
     )
     assert isinstance(program.tuning, FewBits), "as configured"
-    shapes = named(parameter_shapes(program.build))
+    shapes = by_name(parameter_shapes(program.build))
     return 8 * held / sum(shapes[name].get_value().size for name in program.tuning.few_bits)

@@ -15,11 +15,10 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.parallel.sharding import Layout, logical_axes
+from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.run.ancestry import told
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.show.progress import say
-from jaxtrain.run.weights import by_name
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.optimizers.groups import Part, factors_of
 from jaxtrain.training.optimizers.optimizer import Optimizer

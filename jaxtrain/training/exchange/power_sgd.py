@@ -13,10 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import is_variable, logical_axes, reshape, shardings
+from jaxtrain.parallel.sharding import (
+    by_name,
+    is_variable,
+    logical_axes,
+    name_of,
+    reshape,
+    shardings,
+)
 from jaxtrain.training.exchange.compression import GradientExchange
 from jaxtrain.training.exchange.exchange_program import replica_shardings, to_replicas
-from jaxtrain.training.finetune.tuning import named
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.step import TrainState
 
@@ -75,7 +81,7 @@ class PowerSGD(GradientExchange):
 
     def _first(self, params: nnx.State) -> dict[str, nnx.Param]:
         found = {}
-        for name, variable in named(params).items():
+        for name, variable in by_name(params).items():
             shape, axes = variable.get_value().shape, logical_axes(variable)
             told = narrow(shape, axes, self.rank)
             if told is not None:
@@ -101,7 +107,7 @@ class PowerSGD(GradientExchange):
         basis = dict(state.exchange["basis"])
         sent, left = [], []
         for (path, param), variable in zip(params, leaves, strict=True):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = name_of(path)
             x, axes = variable.get_value(), logical_axes(param)
             told = narrow(x.shape[1:], axes, self.rank)
             if told is None:

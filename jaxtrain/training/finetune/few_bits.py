@@ -18,8 +18,8 @@ from jaxtrain.nn.products.quantised import (
     of_arrays,
     quantise,
 )
-from jaxtrain.parallel.sharding import Layout, logical_axes
-from jaxtrain.training.finetune.tuning import Tuning, Weights, named
+from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
+from jaxtrain.training.finetune.tuning import Tuning, Weights
 
 # A weight of these dimensions besides embed is multiplied with in a transformer's layers.
 _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
@@ -112,7 +112,7 @@ def refuse_blocks(
 ) -> Iterator[str]:
     """A sentence for each weight whose blocks of nf4, or groups of int4, would be cut, by its sizes
     or by the mesh."""
-    for name, variable in named(shapes).items():
+    for name, variable in by_name(shapes).items():
         if not can_adapt(variable):
             continue
         axes, shape = logical_axes(variable), variable.get_value().shape

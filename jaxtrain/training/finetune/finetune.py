@@ -14,10 +14,10 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.nn.dropout import refuse_rate
 from jaxtrain.nn.products.quantised import BLOCK
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, by_name
 from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, refuse_blocks
 from jaxtrain.training.finetune.lora import LoRA, targets_of
-from jaxtrain.training.finetune.tuning import Tuning, named
+from jaxtrain.training.finetune.tuning import Tuning
 
 
 @configurable
@@ -129,7 +129,7 @@ def refuse(
                 f"Finetune.fresh={settings.fresh!r} with Train.start_from=None: all parameters are "
                 "drawn; use Finetune.fresh=(), or name what the others come from"
             )
-        yield from _refuse_unmatched("fresh", settings.fresh, list(named(shapes())))
+        yield from _refuse_unmatched("fresh", settings.fresh, list(by_name(shapes())))
     holds_few = settings.few_bits != "none"
     if settings.lora_rank is None and not settings.freeze and not holds_few:
         return
@@ -155,7 +155,7 @@ def refuse(
         yield from _refuse_adapters(settings, shapes(), layout)
     if not settings.freeze:
         return
-    known = list(named(shapes()))
+    known = list(by_name(shapes()))
     yield from _refuse_unmatched("freeze", settings.freeze, known)
     if len(matching(settings.freeze, known)) == len(known):
         yield (
@@ -185,7 +185,7 @@ def _refuse_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None)
             f"Finetune.{wanted} with Sharding.tensor_layout={layout.tensor_layout!r}: adapters and "
             "codes are laid out for '1d'; use Sharding.tensor_layout='1d'"
         )
-    if not any(map(can_adapt, named(shapes).values())):
+    if not any(map(can_adapt, by_name(shapes).values())):
         yield (
             f"Finetune.{wanted}: the model has no layers of a transformer, whose weights adapters "
             "stand beside and codes stand for; use Finetune.freeze to train a part of it"
@@ -208,7 +208,7 @@ def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | Non
                     f"{layout.mesh.shape[axis]}: what is dropped depends on rows and places that "
                     f"these devices do not know; use Mesh.{axis}=1, or Finetune.lora_dropout=0.0"
                 )
-    able = [name for name, variable in named(shapes).items() if can_adapt(variable)]
+    able = [name for name, variable in by_name(shapes).items() if can_adapt(variable)]
     if not able:
         return
     if not settings.lora_targets:
@@ -243,7 +243,7 @@ def tuning_of(
     found = list(refuse(own, lambda: shapes, exchange="synchronous"))
     if found:
         raise UserError("\n".join(found))
-    names, rank = named(shapes), settings.lora_rank
+    names, rank = by_name(shapes), settings.lora_rank
     if settings.freeze:
         return Tuning(untrained | frozenset(matching(settings.freeze, names)))
     all_names, few_bits, kind = frozenset(names), frozenset[str](), settings.few_bits

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.products.low_rank import LowRank
-from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, sides_of
-from jaxtrain.training.finetune.tuning import Weights, named
+from jaxtrain.training.finetune.tuning import Weights
 
 DOWN, UP = "lora_a", "lora_b"  # A and B, under the name of their weight
 MAGNITUDE = "lora_magnitude"  # m, likewise
@@ -56,7 +56,7 @@ class LoRA(FewBits):
           key: of what is drawn; every weight's adapter draws its own.
         """
         found: dict[Any, Any] = {}
-        for name, variable in named(shapes).items():
+        for name, variable in by_name(shapes).items():
             if name not in self.targets:
                 continue
             one = _Adapter.of(variable, self.rank)
@@ -81,7 +81,7 @@ class LoRA(FewBits):
         return super().begin(params, adapters)
 
     def _with_norms(self, params: nnx.State, adapters: nnx.State) -> nnx.State:
-        weights, found = named(params), dict[Any, Any]()
+        weights, found = by_name(params), dict[Any, Any]()
         for path, variable in nnx.to_flat_state(adapters):
             if path[-1] == MAGNITUDE:
                 weight = weights["/".join(map(str, path[:-1]))]
@@ -94,7 +94,7 @@ class LoRA(FewBits):
     def join(self, weights: Weights) -> nnx.State:
         """The model's parameters, those with an adapter as `LowRank`."""
         adapters, params = weights
-        pairs = named(adapters)
+        pairs = by_name(adapters)
         found = self.as_declared(params)
         for path, variable in found.items():
             name = "/".join(map(str, path))
@@ -115,7 +115,7 @@ class LoRA(FewBits):
         """W + scale A B, computed in float32; of a weight in few bits W is what its codes stand
         for."""
         adapters, _ = weights
-        pairs = named(adapters)
+        pairs = by_name(adapters)
         found: dict[Any, Any] = dict(nnx.to_flat_state(super().merged(weights)))
         for path, variable in found.items():
             name, value = "/".join(map(str, path)), variable.get_value()
@@ -195,7 +195,7 @@ def _of_magnitude(weight: jax.Array, size: jax.Array, inside: tuple[int, ...]) -
 
 def targets_of(wanted: tuple[str, ...], shapes: nnx.State) -> Iterator[tuple[str, list[str]]]:
     """What each of `Finetune.lora_targets` names: 'attention', 'mlp', or a pattern."""
-    able = {name: logical_axes(v) for name, v in named(shapes).items() if can_adapt(v)}
+    able = {name: logical_axes(v) for name, v in by_name(shapes).items() if can_adapt(v)}
     for one in wanted:
         if one == "attention":
             yield one, [n for n, axes in able.items() if {"heads", "kv_heads"} & set(axes)]

@@ -81,11 +81,6 @@ class Tuning:
         return self.join(weights)
 
 
-def named(state: nnx.State) -> dict[str, Any]:
-    """The variables of a tree by name, such as `layers/up`."""
-    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-
-
 def told_apart(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
     """Two trees: of the variables of which `first` says so, by name and self, and of the others."""
     parts: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}

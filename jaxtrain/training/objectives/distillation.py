@@ -20,7 +20,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import Transformer, hidden, logits
-from jaxtrain.training.finetune.tuning import TEACHER, Tuning, named
+from jaxtrain.parallel.sharding import by_name
+from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, perplexity, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.published import SCHEME
@@ -96,7 +97,7 @@ class Distillation(TokenObjective):
     def tuned(self, tuning: Tuning) -> Tuning:
         """The teacher is not trained."""
         shapes = nnx.state(nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0))), nnx.Param)
-        names = frozenset(f"{TEACHER}/{name}" for name in named(shapes))
+        names = frozenset(f"{TEACHER}/{name}" for name in by_name(shapes))
         return dataclasses.replace(
             tuning, frozen=tuning.frozen | names, teacher_zero=self.teacher_zero
         )

@@ -15,8 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import Layout, reshard
-from jaxtrain.training.finetune.tuning import named
+from jaxtrain.parallel.sharding import Layout, by_name, reshard
 from jaxtrain.training.guard import selected
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.offload.streaming import joined, on_device, part, stacks
@@ -75,7 +74,7 @@ def groups(params: nnx.State, kept: Any) -> list[Group]:
     for layers, names in stacks(params):
         together: list[str] = []
         size = 0
-        for name in named(params):
+        for name in by_name(params):
             if name not in names:
                 continue
             own = bytes_of(part(kept, frozenset({name}))) // (layers or 1)

@@ -8,7 +8,7 @@ import jax
 import optax
 from flax import nnx
 
-from jaxtrain.training.finetune.tuning import named
+from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.guard import selected
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.blocks import Blocks, Pending
@@ -125,7 +125,7 @@ class OnDisk(OnHost):
           read: reads a part of the whole state, that which its argument takes of the abstract one.
         """
         files = self._files()
-        for name in named(state.params):
+        for name in by_name(state.params):
             names = frozenset({name})
 
             def of_name(whole: TrainState) -> dict[str, Any]:

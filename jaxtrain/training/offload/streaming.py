@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.finetune.tuning import named, told_apart
+from jaxtrain.parallel.sharding import by_name, logical_axes
+from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.guard import selected
 
 DEVICE = jax.memory.Space.Device
@@ -85,7 +85,7 @@ def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
       L and names, where each name is one of L layers; None and the names of those of no layer.
     """
     found: dict[int | None, list[str]] = {}
-    for name, variable in named(params).items():
+    for name, variable in by_name(params).items():
         stacked = logical_axes(variable)[:1] == ("layers",)
         count = variable.get_value().shape[0] if stacked else None
         found.setdefault(count, []).append(name)

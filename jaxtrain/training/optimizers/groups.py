@@ -14,7 +14,7 @@ import optax
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.parallel.sharding import is_variable, logical_axes
+from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes, name_of
 
 LAYERS = "layers"
 _OF_LAYERS = re.compile(r"(.+)\[(\d*):(\d*)\]")
@@ -115,11 +115,6 @@ def each_named(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree, *others, is_leaf=is_variable)
 
 
-def name_of(path: Any) -> str:
-    """A parameter's name, such as 'layers/up'."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def add_decay(decay: Decay) -> optax.GradientTransformation:
     """Adds its part of each parameter to the parameter's update."""
 
@@ -179,8 +174,7 @@ def refuse(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[s
       groups: pattern -> value.
       params: the parameters, of which no array need be there.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
-    named = {name_of(path): param for path, param in leaves}
+    named = by_name(params)
     roles = {role for role in map(role_of, named.values()) if role is not None}
     for written in groups:
         part = part_of(written)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.finetune.tuning import named
+from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.training.offload.streaming import joined, over_states, part
 from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.groups import LAYERS, Part, by_layer, each_named, factors_of
@@ -102,7 +101,7 @@ class Unfreezing:
             counted = []
             for start, counts in zip(steps, given, strict=True):
                 names = frozenset(
-                    name for name, param in named(params).items() if start in
+                    name for name, param in by_name(params).items() if start in
                     self.starts(name, param)
                 )  # fmt: skip
                 mine, kept, own, more = (
@@ -112,7 +111,7 @@ class Unfreezing:
                 counted.append(_counted(step >= start, part(after, _NONE), counts))
                 opened = {
                     name: self._opened(name, param, start, step, extra.get("layers"))
-                    for name, param in named(own).items()
+                    for name, param in by_name(own).items()
                 }
                 found = _taken(opened, (moved, after), found)
             updates, after = found
@@ -221,7 +220,7 @@ def refuse(
                 "moments"
             )
     waits = Unfreezing(tuple(steps.items()))
-    if not any(0 in waits.starts(name, param) for name, param in named(params).items()):
+    if not any(0 in waits.starts(name, param) for name, param in by_name(params).items()):
         yield (
             f"Finetune.unfreeze={dict(steps)!r} leaves nothing to train at the first step; give "
             "what learns first the step 0, or no pattern"

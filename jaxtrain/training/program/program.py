@@ -17,13 +17,13 @@ from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.products.eight_bit import EINSUMS, GROUPED
 from jaxtrain.nn.products.grouped import grouped
 from jaxtrain.parallel.devices import platform_of
-from jaxtrain.parallel.sharding import Layout, logical_axes
+from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.balancing import biases, speed_of
 from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
-from jaxtrain.training.finetune.tuning import Tuning, named
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.noise import with_noise
 from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.offload.offload import Offload
@@ -179,9 +179,9 @@ def flops_per_step(config: Config) -> float:
 def _frozen_products(model: Model, tuning: Tuning) -> float:
     """Numbers of frozen weights that a token is multiplied with; of experts those it goes to."""
     shapes = parameter_shapes(model.build)
-    tied = all(role_of(variable) != "output" for variable in named(shapes).values())
+    tied = all(role_of(variable) != "output" for variable in by_name(shapes).values())
     count = 0.0
-    for name, variable in named(shapes).items():
+    for name, variable in by_name(shapes).items():
         only_read = role_of(variable) == "position" or (
             role_of(variable) == "embedding" and not tied
         )

@@ -8,9 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +16,7 @@ from jaxtrain.analysis.planning.textbook.steady import crossings
 from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of
+from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
 from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import tuning_of
 from jaxtrain.training.pipeline.image_parts import ImageParts
@@ -83,18 +81,12 @@ class Weight:
 def weights_of(model: Model) -> tuple[Weight, ...]:
     """The parameters of a model, from their shapes alone."""
     found = []
-    for path, variable in _named(model):
+    for name, variable in by_name(parameter_shapes(model.build)).items():
         shape, axes = variable.get_value().shape, logical_axes(variable)
         layer = axes[:1] == ("layers",)
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
         matrix, role = is_matrix(variable), role_of(variable)
         found.append(Weight(name, shape[layer:], axes[layer:], layer, matrix, role))
     return tuple(found)
-
-
-def _named(model: Model) -> list[tuple[Any, Any]]:
-    shapes = parameter_shapes(model.build)
-    return jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable)
 
 
 @functools.lru_cache(maxsize=1024)
