@@ -52,11 +52,6 @@ class Pattern(abc.ABC):
         """Head j sees what head j modulo this sees; a multiple of as many is on each device."""
         return 1
 
-    @property
-    def counts_twice(self) -> bool:
-        """Whether a query may count a key more than once."""
-        return False
-
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,11 +247,6 @@ class DilatedPattern(Pattern):
     def kinds_of_heads(self) -> int:
         """As in Pattern."""
         return math.lcm(*self.dilated_ratios)
-
-    @property
-    def counts_twice(self) -> bool:
-        """As in Pattern."""
-        return len(self.dilated_ratios) > 1
 
 
 def refuse(
