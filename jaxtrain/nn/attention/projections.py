@@ -67,6 +67,10 @@ class Projections:
         """All but the biases."""
         return 4 * self.num_heads * self.head_dim * self.embed_dim
 
+    def score_flops_per_token(self, sequence_length: int) -> float:
+        """12 S N H: every key of a sequence of S is scored."""
+        return 12 * sequence_length * self.num_heads * self.head_dim
+
     def of(self, name: str, own: Weights, x_BTD: jax.Array, execution: Execution) -> jax.Array:
         """The queries, keys or values [B, T, N, H] of a sequence; `name` is the weight's."""
         x_BTNH = execution.contract("BTD,DNH->BTNH", x_BTD, own[name])
@@ -86,10 +90,6 @@ class Projections:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfAttention(Projections):
     """Attention of a sequence to itself: a part of a block, `block.Attends`."""
-
-    def score_flops_per_token(self, sequence_length: int) -> float:
-        """12 S N H: every key of S is scored."""
-        return 12 * sequence_length * self.num_heads * self.head_dim
 
     def __call__(
         self,
@@ -114,10 +114,6 @@ class SelfAttention(Projections):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttention(Projections):
     """Attention of a sequence to another one, the memory."""
-
-    def score_flops_per_token(self, memory_length: int) -> float:
-        """12 S N H: every key of S is scored."""
-        return 12 * memory_length * self.num_heads * self.head_dim
 
     def keys_and_values(
         self, own: Weights, memory_BSD: jax.Array, execution: Execution
