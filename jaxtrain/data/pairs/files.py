@@ -15,15 +15,34 @@ from jaxtrain.data.text.records import BadRecord
 
 ENDINGS = (".jsonl", ".json", ".tsv", ".csv", ".parquet", ".arrow")
 Texts = tuple[str, str]
+Answered = tuple[str, tuple[str, ...]]  # a source, and the targets that are right
 
 
 def read(path: Place, setting: str, source_field: str, target_field: str) -> Iterator[Texts]:
-    """The pairs of a file, one after the other; empty lines are passed over.
+    """The pairs of a file, one after the other, as `read_answered` reads them.
+
+    Raises:
+      UserError: as there, or a record has a list of targets.
+    """
+    for source, targets in read_answered(path, setting, source_field, target_field):
+        if len(targets) != 1:
+            raise UserError(
+                f"{setting} = {str(path)!r}: {target_field!r} is a list of {len(targets)} texts; "
+                "give each text one"
+            )
+        yield source, targets[0]
+
+
+def read_answered(
+    path: Place, setting: str, source_field: str, target_field: str
+) -> Iterator[Answered]:
+    """The sources of a file, each with its targets; empty lines are passed over.
 
     Args:
       path: the file, perhaps compressed (.gz, .zst).
       setting: what names the file, for messages.
-      source_field, target_field: the names of a record's, or of a column's, two texts.
+      source_field, target_field: the names of a record's, or of a column's, texts; a record's
+        target is a text, or a list of at least one.
 
     Raises:
       UserError: it has another ending, cannot be read, or a record of it holds no such texts.
@@ -49,18 +68,23 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
             yield from _of_table(lines, delimiter, (source_field, target_field), said)
         else:
             for where, record in records(lines, said):
-                source, target = (
-                    _string(record, name, where) for name in (source_field, target_field)
-                )
-                yield source, target
+                told = field(record, target_field, where)
+                if isinstance(told, list) and not told:
+                    raise UserError(f"{where}: {target_field!r} is an empty list; give a text")
+                several = told if isinstance(told, list) else [told]
+                source = _string(field(record, source_field, where), source_field, where)
+                yield source, tuple(_string(one, target_field, where) for one in several)
 
 
-def _of_record(record: dict[str, Any], fields: Texts) -> Texts:
+def _of_record(record: dict[str, Any], fields: Texts) -> Answered:
     for field in fields:
         if field not in record:
             raise BadLineError(f"no field {field!r}{did_you_mean(field, record)}")
-    source, target = (string(field, record[field]) for field in fields)
-    return source, target
+    source, told = (record[field] for field in fields)
+    if told == []:
+        raise BadLineError(f"{fields[1]!r} is an empty list")
+    several = told if isinstance(told, list) else [told]
+    return string(fields[0], source), tuple(string(fields[1], one) for one in several)
 
 
 def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -88,8 +112,7 @@ def field(record: dict[str, Any], name: str, where: str) -> Any:
     return record[name]
 
 
-def _string(record: dict[str, Any], name: str, where: str) -> str:
-    value = field(record, name, where)
+def _string(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: {name!r} is no string, which a text is")
     return _text(value, f"{where}: {name!r}")
@@ -103,7 +126,9 @@ def _text(text: str, said: str) -> str:
     return text
 
 
-def _of_table(lines: Iterator[bytes], delimiter: str, fields: Texts, said: str) -> Iterator[Texts]:
+def _of_table(
+    lines: Iterator[bytes], delimiter: str, fields: Texts, said: str
+) -> Iterator[Answered]:
     csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for texts
     # A byte that is no UTF-8 passes as half of a surrogate pair, to be found in its row.
     decoded = (line.decode("utf-8", errors="surrogateescape") for line in lines)
@@ -121,6 +146,6 @@ def _of_table(lines: Iterator[bytes], delimiter: str, fields: Texts, said: str) 
             if len(row) != len(header):
                 raise UserError(f"{where} has {len(row)} fields, the line of names {len(header)}")
             source, target = (_text(row[column], where) for column in columns)
-            yield source, target
+            yield source, (target,)
     except csv.Error as error:
         raise UserError(f"{said} is no whole table (line {rows.line_num}: {error})") from error

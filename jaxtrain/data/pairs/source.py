@@ -27,6 +27,7 @@ from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 WORDS = ("addition", "synthetic")
 SYNTHETIC_PAIRS = 4096
 SEED = 0  # of the sums: they are the same in every run
+Tokens = tuple[np.ndarray, list[np.ndarray]]  # of a source, and of its targets
 
 
 @configurable
@@ -38,10 +39,11 @@ class PairData:
       source: a file of JSON lines (`.jsonl`), or of columns with a line of names (`.tsv`, `.csv`),
         each of them perhaps `.gz` or `.zst`; `'addition'`, sums such as `014+250` and `0264`;
         or `'synthetic'`, random tokens.
-      source_field, target_field: names of the two texts in a record, or of their columns.
+      source_field, target_field: names of the two texts in a record, or of their columns. A
+        record's target may be a list of texts, each of which is a right answer.
       source_length: tokens of the longest source.
-      target_length: tokens of the longest target, the one that ends it with them. Pairs of which
-        either is longer are left out; the facts say how many.
+      target_length: tokens of the longest target, the one that ends it with them. Targets, and
+        pairs with none that fits, are left out; the facts say how many pairs.
       tokenizer: `'byte'`, or the path of a Hugging Face `tokenizer.json`.
       end_of_text: the token that ends a target; None takes the tokenizer's own.
       begin: the id of the token that the decoder's first is told from (T5's is its padding's, 0).
@@ -129,61 +131,71 @@ class PairData:
                 f"{self.target_length}, of which {held.sum()} would be held out; use more, or "
                 f"another PairData.heldout_fraction (now {self.heldout_fraction})"
             )
-        train, heldout = (
-            Pairs(
-                _joined([pairs[place][0] for place in np.flatnonzero(chosen)]),
-                _joined([pairs[place][1] for place in np.flatnonzero(chosen)]),
-                (self.source_length, self.target_length),
-                self.begin,
-            )
-            for chosen in (~held, held)
-        )
+        most = max(len(targets) for _, targets in pairs)
+        train, heldout = (self._split(pairs, np.flatnonzero(part), most) for part in (~held, held))
         facts: dict[str, float | int | str] = {
             "source": self.source,
             "vocab_size": self.vocab_size,
             "train_pairs": len(train),
             "heldout_pairs": len(heldout),
-            "train_tokens": int(train.targets.offsets[-1]),
+            "train_tokens": int(train.targets[0].offsets[-1]),
         }
+        if most > 1:
+            facts["answers"] = sum(len(targets) for _, targets in pairs)
         if count > len(pairs):
             facts["pairs_left_out"] = count - len(pairs)
         header = {
             "kind": "pairs", "tokenizer": None if tokenizer is None else tokenizer.digest,
             "lengths": [self.source_length, self.target_length], "begin": self.begin,
         }  # fmt: skip
-        sequences = (train.sources, train.targets, heldout.sources, heldout.targets)
+        sequences = (train.sources, *train.targets, heldout.sources, *heldout.targets)
         parts = [array for one in sequences for array in (one.tokens, one.offsets)]
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "pairs")
 
-    def _texts(self) -> Iterable[files.Texts]:
+    def _split(self, pairs: list[Tokens], places: np.ndarray, most: int) -> "Pairs":
+        """The pairs at these places; of those with fewer than `most` targets the rest is empty."""
+        nothing = np.zeros(0, np.int32)
+        return Pairs(
+            _joined([pairs[place][0] for place in places]),
+            tuple(
+                _joined([[*pairs[place][1], *[nothing] * most][k] for place in places])
+                for k in range(most)
+            ),
+            (self.source_length, self.target_length),
+            self.begin,
+        )
+
+    def _texts(self) -> Iterable[files.Answered]:
         if self.source == "addition":
             return _sums(self.addition_digits, self.addition_pairs)
         path = existing_path("PairData.source", self.source, words=WORDS)
-        return files.read(path, "PairData.source", self.source_field, self.target_field)
+        return files.read_answered(path, "PairData.source", self.source_field, self.target_field)
 
     def _fitting(
-        self, texts: Iterable[files.Texts], tokenizer: Tokenizer
-    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+        self, texts: Iterable[files.Answered], tokenizer: Tokenizer
+    ) -> tuple[list[Tokens], int]:
         """The tokens of the pairs that fit, each target with its end, and how many there were."""
         found, count, end = [], 0, tokenizer.end_of_text
-        for source, target in texts:
+        for source, targets in texts:
             count += 1
-            tokens, told = tokenizer.encode(source), [*tokenizer.encode(target), end]
-            if 0 < len(tokens) <= self.source_length and len(told) <= self.target_length:
-                found.append((np.array(tokens, np.int32), np.array(told, np.int32)))
+            tokens = tokenizer.encode(source)
+            told = ([*tokenizer.encode(target), end] for target in targets)
+            fit = [np.array(one, np.int32) for one in told if len(one) <= self.target_length]
+            if 0 < len(tokens) <= self.source_length and fit:
+                found.append((np.array(tokens, np.int32), fit))
         return found, count
 
-    def _synthetic(self, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _synthetic(self, seed: int) -> list[Tokens]:
         rng, most = np.random.default_rng(seed), (self.source_length, self.target_length)
         lengths = [rng.integers((length + 1) // 2, length + 1, SYNTHETIC_PAIRS) for length in most]
 
         def draw(length: int) -> np.ndarray:
             return rng.integers(0, self.synthetic_vocab_size, length).astype(np.int32)
 
-        return [(draw(s), draw(t)) for s, t in zip(*lengths, strict=True)]
+        return [(draw(s), [draw(t)]) for s, t in zip(*lengths, strict=True)]
 
 
-def _sums(digits: int, count: int) -> Iterable[files.Texts]:
+def _sums(digits: int, count: int) -> Iterable[files.Answered]:
     """Different sums, in an order that is drawn."""
     rng, most = np.random.default_rng(SEED), 10**digits
     found = np.unique(rng.integers(0, most * most, 2 * count))
@@ -191,7 +203,7 @@ def _sums(digits: int, count: int) -> Iterable[files.Texts]:
         found = np.union1d(found, rng.integers(0, most * most, count))
     for both in rng.permutation(found)[:count].tolist():
         first, second = divmod(both, most)
-        yield f"{first:0{digits}}+{second:0{digits}}", f"{first + second:0{digits + 1}}"
+        yield f"{first:0{digits}}+{second:0{digits}}", (f"{first + second:0{digits + 1}}",)
 
 
 def of_pairs(rows: int, source_length: int, target_length: int) -> Batch:
@@ -236,13 +248,15 @@ class Pairs:
     """Sources and targets, in memory; implements Examples.
 
     Attributes:
-      sources, targets: their tokens, of targets with the one that ends them.
+      sources: their tokens.
+      targets: the first, second, ... of each, with the token that ends it; where a pair has fewer,
+        nothing.
       lengths: of a row of sources, and of one of targets.
       begin: the token before a target.
     """
 
     sources: Sequences
-    targets: Sequences
+    targets: tuple[Sequences, ...]
     lengths: tuple[int, int]
     begin: int
 
@@ -250,16 +264,30 @@ class Pairs:
         return len(self.sources)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Pair `index`: rows [S] and [T] that end with padding; the same for any `rng`."""
-        del rng
-        return pair(self.sources[index], self.targets[index], self.lengths, self.begin)
+        """Pair `index`: rows [S] and [T] that end with padding.
+
+        Args:
+          index: its number.
+          rng: draws which of its targets is told; None: the first, with the others as `answers`.
+        """
+        source, found = self.sources[index], [one[index] for one in self.targets]
+        if rng is not None:
+            real = sum(len(one) > 0 for one in found)
+            told = found[int(rng.integers(real)) if real > 1 else 0]
+            return pair(source, told, self.lengths, self.begin)
+        first, *others = (pair(source, one, self.lengths, self.begin) for one in found)
+        if not others:
+            return first
+        bare = {"source": None, "source_segment_ids": None}
+        answers = tuple(dataclasses.replace(one, **bare) for one in others)
+        return dataclasses.replace(first, answers=answers)
 
 
 def pair(source: np.ndarray, target: np.ndarray, lengths: tuple[int, int], begin: int) -> Batch:
     """One pair: each of the target's tokens is told from those before it and from the source.
 
     Args:
-      source, target: their tokens.
+      source, target: their tokens; a target without any is none, of which nothing counts.
       lengths: of the rows [S] and [T] that are made of them, padded at their ends.
       begin: the token before the target.
     """

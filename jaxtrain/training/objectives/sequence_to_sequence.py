@@ -4,6 +4,7 @@ Source: Sutskever et al. 2014 (arXiv 1409.3215). Letters: B batch, S source leng
 D embed, V vocab.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -57,9 +58,20 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
-        """As in Objective: those of the hidden states."""
-        h_BTD = hidden(model, batch, execution)
-        return self.of_hidden(model, h_BTD, batch, settings, train=train), statistics
+        """As in Objective: those of the hidden states. A held-out row with several answers is an
+        exact match where any of them is told whole: greedy decoding then tells that one."""
+        memory = _read(model, batch, execution)
+        h_BTD = _written(model, batch, memory, execution)
+        found = self.of_hidden(model, h_BTD, batch, settings, train=train)
+        if batch.answers is not None and not train:
+            told_B = _whole(_right(padded_logits(model, h_BTD), model, batch), batch)
+            for answer in _answers(batch):
+                h_BTD = _written(model, answer, memory, execution)
+                told_B |= _whole(_right(padded_logits(model, h_BTD), model, answer), answer)
+            # A row of which nothing counts is there for the sake of the batch's size.
+            told_B &= (batch.loss_mask != 0).any(-1)
+            found["exact_match"] = told_B.sum(dtype=jnp.float32)
+        return found, statistics
 
     def of_hidden(
         self, model: PairModule, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
@@ -75,14 +87,11 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
             told_BT = losses(
                 logits_BTV, batch.targets, mask_BT, settings, train=train, classes=size
             )
-            real_V = jnp.arange(logits_BTV.shape[-1]) < size
-            right_BT = jnp.where(real_V, logits_BTV, -jnp.inf).argmax(-1) == batch.targets
-        counts_BT = mask_BT != 0
-        whole_B = (right_BT | ~counts_BT).all(-1) & counts_BT.any(-1)
+            right_BT = _right(logits_BTV, model, batch)
         return {
             "loss": told_BT.sum(),
             "accuracy": (right_BT * mask_BT).sum(),
-            "exact_match": whole_B.sum(dtype=jnp.float32),
+            "exact_match": _whole(right_BT, batch).sum(dtype=jnp.float32),
         }
 
     def reading(self, inputs: Any) -> Batch:
@@ -101,7 +110,6 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
 
     def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Targets' fields [B, T] and sources' [B, S], of tokens that the model has."""
-        del settings, layout
         found = list(refuse_form(batch, "inputs", "int32", ("B", "T")))
         if not found:
             shape = batch.inputs.shape
@@ -116,6 +124,10 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
             found += refuse_form(batch, "source_segment_ids", "int32", batch.source.shape)
         if not found:
             found += _refuse_tokens(batch, pair_model(model))
+        if not found and batch.answers is not None:
+            found += refuse_answers(layout)
+            for answer in _answers(batch):
+                found += self.refuse(answer, model, settings, layout)
         yield from found
 
 
@@ -139,10 +151,44 @@ def seen(batch: Batch) -> Seen:
 
 def hidden(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
     """Finished hidden states of the targets, [B, T, D]."""
+    return _written(model, batch, _read(model, batch, execution), execution)
+
+
+def _read(model: PairModule, batch: Batch, execution: Execution) -> Any:
     assert batch.source is not None, "a batch of pairs has sources"
+    return model.encode(batch.source, seen(batch).source, execution)
+
+
+def _written(model: PairModule, batch: Batch, memory: Any, execution: Execution) -> jax.Array:
     masks = seen(batch)
-    memory = model.encode(batch.source, masks.source, execution)
     return model.decode(batch.inputs, memory, masks.target, masks.of_memory, execution)
+
+
+def _right(logits_BTV: jax.Array, model: PairModule, batch: Batch) -> jax.Array:
+    """Which targets have the highest logit, bool [B, T]."""
+    real_V = jnp.arange(logits_BTV.shape[-1]) < vocabulary(model)
+    return jnp.where(real_V, logits_BTV, -jnp.inf).argmax(-1) == batch.targets
+
+
+def _whole(right_BT: jax.Array, batch: Batch) -> jax.Array:
+    """Of which rows all targets that count are right, and any counts, bool [B]."""
+    counts_BT = batch.loss_mask != 0
+    return (right_BT | ~counts_BT).all(-1) & counts_BT.any(-1)
+
+
+def _answers(batch: Batch) -> Iterator[Batch]:
+    """The further answers to a batch's sources, with these."""
+    sources = {"source": batch.source, "source_segment_ids": batch.source_segment_ids}
+    return (dataclasses.replace(answer, **sources) for answer in batch.answers or ())
+
+
+def refuse_answers(layout: Layout) -> Iterator[str]:
+    """Why several answers cannot be told apart on a mesh."""
+    if layout.mesh.shape["pipe"] > 1:
+        yield (
+            f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline tells each source's first answer "
+            "alone, and there are sources with several; use Mesh.pipe=1, or give each one answer"
+        )
 
 
 def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
