@@ -87,8 +87,8 @@ class RecurrentSizes(Protocol):
 
     states: ClassVar[int] = 1
     inputs: ClassVar[Inputs] = "tokens"
-    attention: ClassVar[None] = None
-    experts: ClassVar[None] = None
+    attention: None = None
+    experts: None = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",

@@ -108,10 +108,10 @@ class StateSpaceSizes(Protocol):
         """What every layer computes."""
         ...
 
-    objective: ClassVar[str] = "next_token"
+    objective: str = "next_token"
     inputs: ClassVar[Inputs] = "tokens"
-    attention: ClassVar[None] = None
-    experts: ClassVar[None] = None
+    attention: None = None
+    experts: None = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",

@@ -34,9 +34,9 @@ class Stacks(Protocol):
     @property
     def decoder(self) -> CrossBlock: ...
 
-    objective: ClassVar[str] = "sequence_to_sequence"
+    objective: str = "sequence_to_sequence"
     inputs: ClassVar[Inputs] = "pairs"
-    experts: ClassVar[None] = None
+    experts: None = None
 
     @property
     def layers(self) -> int:
