@@ -1,10 +1,12 @@
 """The one batch that every data source yields and every model reads."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # jax.Array on devices, numpy.ndarray on the host; trees of shapes or shardings have the same form.
 Array = Any
@@ -69,3 +71,8 @@ def example_shape(batch: Batch) -> tuple[int, ...]:
     if batch.source is not None:
         return batch.source.shape[1], batch.inputs.shape[1]
     return batch.inputs.shape[1:]
+
+
+def stacked(examples: Sequence[Batch]) -> Batch:
+    """One batch of these examples, one under the other."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, stacked
 from jaxtrain.data.order import ordered
 from jaxtrain.data.source import Examples, MixedRows, WholeBatches
 
@@ -67,7 +67,7 @@ class TrainingRows:
                 places[: len(rows)], places[len(rows) :], rows.tolist(), strict=True
             )
         ]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *mixed)
+        return stacked(mixed)
 
     def _unmixed(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         size = self.global_batch_size
@@ -135,4 +135,4 @@ def _read_rows(
         read_example(examples, index, rng(row), split, bad)
         for row, index in enumerate(indices.tolist())
     ]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
+    return stacked(made)

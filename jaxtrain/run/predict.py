@@ -11,7 +11,7 @@ from PIL import Image
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, stacked
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.pairs.labelled import LabelledText
@@ -32,7 +32,7 @@ from jaxtrain.models.model import (
     reads_vectors,
 )
 from jaxtrain.run.embedding import Embedding, embedded
-from jaxtrain.run.texts import AT_ONCE, stacked, texts_of
+from jaxtrain.run.texts import AT_ONCE, texts_of
 
 Given = str | Path | Image.Image | np.ndarray
 

@@ -1,14 +1,10 @@
-"""Texts as `predict` is given them, and rows of them as one batch."""
+"""Texts as `predict` is given them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
 
 AT_ONCE = 64  # examples that go through the model together
@@ -28,8 +24,3 @@ def texts_of(given: Sequence[Any], model: Model) -> Iterator[str]:
         if not text:
             raise UserError("predict: a text is empty; give at least one character")
         yield text
-
-
-def stacked(rows: Sequence[Batch]) -> Batch:
-    """One batch of these rows."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxtrain.data.batch import Batch, kind_of
+from jaxtrain.data.batch import Batch, kind_of, stacked
 from jaxtrain.data.source import Dataset, Examples, Part
 from jaxtrain.data.text.packing import PackedText, pack
 from jaxtrain.models.model import SequenceModel, reads_pairs, reads_tokens
@@ -130,7 +129,7 @@ def dataset(config: Config) -> Dataset:
 def whole_batch(config: Config, data: Dataset) -> Batch:
     """The batch of the first step; the last row of all, which has padding, is in it."""
     rows = np.arange(config.train.global_batch_size) - 1
-    return _stack([data.train.example(int(row) % len(data.train), None) for row in rows])
+    return stacked([data.train.example(int(row) % len(data.train), None) for row in rows])
 
 
 def twins(batch: Batch) -> Batch:
@@ -201,7 +200,3 @@ def with_one_document_changed(batch: Batch, vocab_size: int) -> tuple[Batch, np.
         other = ((batch.inputs + shift) % vocab_size).astype(np.int32)
         inputs = np.where(chosen, other, batch.inputs)
     return dataclasses.replace(batch, inputs=inputs), chosen
-
-
-def _stack(examples: list[Batch]) -> Batch:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
