@@ -1,12 +1,8 @@
-"""Mamba equals transformers', place after place too, and one device on every mesh."""
-
-import dataclasses
+"""Mamba's scan and convolution in chunks, place after place; and what it refuses."""
 
 import jax
 import numpy as np
 import pytest
-from conftest import text_batch
-from tiny_models import count_parameters
 
 from jaxtrain import load_config
 from jaxtrain.config.errors import UserError
@@ -14,47 +10,6 @@ from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.selective_scan import causal_convolution, selective_scan
 from jaxtrain.training.preflight.preflight import check
-
-SHAPES = {
-    "small": Mamba(vocab_size=64, num_layers=2, embed_dim=32, state_dim=8, context_length=16),
-    "odd": Mamba(vocab_size=61, num_layers=3, embed_dim=18, state_dim=5, step_rank=3, conv_width=3,
-                 context_length=17),
-    "one_state": Mamba(vocab_size=23, num_layers=1, embed_dim=8, expand=3, state_dim=1,
-                       conv_width=2, context_length=16, norm_eps=1e-3),
-}  # fmt: skip
-
-
-def pair_of(sizes: Mamba):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
-
-    config = transformers.MambaConfig(
-        vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim, state_size=sizes.state_dim,
-        num_hidden_layers=sizes.num_layers, expand=sizes.expand, conv_kernel=sizes.conv_width,
-        time_step_rank=sizes.layer.step_rank, layer_norm_epsilon=sizes.norm_eps, use_cache=False,
-    )  # fmt: skip
-    return Pair(sizes, draw(transformers.MambaForCausalLM(config)), "mamba")
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_logits_and_every_gradient_equal_transformers(name):
-    sizes = SHAPES[name]
-    pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
-
-
-def test_thirty_steps_have_the_losses_of_transformers():
-    sizes = dataclasses.replace(SHAPES["small"], num_layers=1)
-    pair_of(sizes).train([text_batch(rows=4, length=8, vocab_size=sizes.vocab_size, documents=1)])
-
-
-def test_parameters_are_the_published_ones():
-    """Those of state-spaces/mamba-130m-hf: 129,135,360."""
-    sizes = Mamba()
-    assert count_parameters(sizes) == 129_135_360
-
-
-# -- the scan --------------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
 B, T, F, S = 2, 11, 4, 3
