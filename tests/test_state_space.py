@@ -86,7 +86,8 @@ def test_cached_logits_are_those_of_the_whole_text(name):
     with program.layout.active():
         model = program.model(state)
         texts = [row[None, before:] for row, before in zip(tokens, padding, strict=True)]
-        whole = [objective.logits(model, {}, objective.reading(x), execution)[0] for x in texts]
+        read = jax.jit(lambda x: objective.logits(model, {}, objective.reading(x), execution)[0])
+        whole = [read(x) for x in texts]
         cache = empty_cache(sizes.cached, layers=3, rows=2, room=9, dtype=jnp.dtype("float32"))
         run = jax.jit(lambda t, c: next_logits(model, t, c, padding, execution, room=9, last=1))
         done = 0
