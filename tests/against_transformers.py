@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+import pytest
 from against_torch import GRADIENTS, OUTPUTS, filled, name_of
 from conftest import make_layout, make_program
 from flax import nnx
-from torch.nn.functional import cross_entropy
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.weights.family import families
@@ -25,6 +24,11 @@ from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.step import TrainState
+
+# Who imports this is skipped where there are none.
+torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+transformers = pytest.importorskip("transformers", reason="transformers is the peer")
+cross_entropy = torch.nn.functional.cross_entropy
 
 # Of small products more threads only wait for each other.
 torch.set_num_threads(1)

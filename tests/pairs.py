@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-from against_transformers import Pair
+from against_transformers import Pair, torch
 from torch.nn.functional import cross_entropy
 
 from jaxtrain.data.batch import Batch

@@ -38,9 +38,7 @@ def batch_of(sizes: BERT, *, rows: int = 4, length: int = 16, packed: bool = Tru
 
 
 def pair_of(sizes: BERT):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
+    from against_transformers import Pair, draw, transformers  # noqa: PLC0415
 
     config = transformers.BertConfig(
         vocab_size=sizes.vocab_size, hidden_size=sizes.embed_dim,

@@ -52,10 +52,7 @@ SHAPES = {
 
 
 def pair_of(sizes: DeepSeek):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    import torch  # noqa: PLC0415
-    from against_transformers import Apart, draw  # noqa: PLC0415
+    from against_transformers import Apart, draw, torch, transformers  # noqa: PLC0415
     from prediction_in_torch import Module, loss_of_modules  # noqa: PLC0415
 
     class Biased(Apart):

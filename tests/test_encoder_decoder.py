@@ -8,7 +8,9 @@ import types
 import jax
 import numpy as np
 import pytest
+from against_transformers import draw, torch
 from conftest import make_layout, make_program
+from pairs import Given, SequencePair, pairs
 from parity import assert_equal, evaluate
 
 from jaxtrain.config.errors import UserError
@@ -24,11 +26,6 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.pipeline.schedules import Pipeline
-
-torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-
-from against_transformers import draw  # noqa: E402
-from pairs import Given, SequencePair, pairs  # noqa: E402
 
 SHAPES = {
     "post_sinusoidal": Transformer(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4,

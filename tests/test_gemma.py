@@ -49,9 +49,7 @@ FAMILIES = ("gemma", "gemma2", "gemma3")
 
 
 def pair_of(sizes: Any):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
+    from against_transformers import Pair, draw, transformers  # noqa: PLC0415
 
     turned: dict[str, Any] = {"rope_type": "default", "rope_theta": sizes.rope_theta}
     own: dict[str, Any] = {"rope_parameters": turned}

@@ -34,9 +34,7 @@ SHAPES = {
 
 
 def pair_of(sizes: GPTOSS):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
+    from against_transformers import Pair, draw, transformers  # noqa: PLC0415
 
     slowed = {
         "rope_type": "yarn", "factor": sizes.rope_scaling, "beta_fast": 32.0, "beta_slow": 1.0,

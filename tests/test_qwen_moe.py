@@ -27,9 +27,7 @@ SHARED = SHAPES["shared"]
 
 
 def pair_of(sizes: Mixtral):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Apart, draw  # noqa: PLC0415
+    from against_transformers import Apart, draw, transformers  # noqa: PLC0415
 
     shared = sizes.shared_mlp_dim
     kind, model_type = ("Qwen3Moe", "qwen3_moe") if shared is None else ("Qwen2Moe", "qwen2_moe")

@@ -7,7 +7,9 @@ import types
 import jax
 import numpy as np
 import pytest
+from against_transformers import draw, torch
 from conftest import make_layout, make_program
+from pairs import SequencePair, pairs
 from parity import assert_equal, evaluate
 
 from jaxtrain.config.errors import UserError
@@ -19,11 +21,6 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.objectives.losses import Loss
-
-torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-
-from against_transformers import draw  # noqa: E402
-from pairs import SequencePair, pairs  # noqa: E402
 
 SHAPES = {
     "attends": Seq2Seq(vocab_size=64, num_layers=2, embed_dim=32, context_length=16,

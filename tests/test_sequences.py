@@ -45,9 +45,7 @@ def sequences(sizes, rows: int, length: int = 12):
 
 def torch_pair(sizes):
     """torch.nn's layers between two linear ones, whose padding their packed sequences leave out."""
-    torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    pytest.importorskip("transformers", reason="its module is imported beside")
-    from against_transformers import Pair, draw  # noqa: PLC0415
+    from against_transformers import Pair, draw, torch  # noqa: PLC0415
 
     kind, both = type(sizes).__name__, sizes.bidirectional
 

@@ -35,9 +35,7 @@ FAMILIES = ("mamba", "mamba2")
 
 
 def pair_of(sizes: Mamba | Mamba2):
-    pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
+    from against_transformers import Pair, draw, transformers  # noqa: PLC0415
 
     name = type(sizes).__name__
     own = {"time_step_rank": sizes.layer.step_rank} if isinstance(sizes, Mamba) else {

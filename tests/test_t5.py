@@ -6,7 +6,10 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from against_transformers import draw, torch, transformers
+from pairs import Given, SequencePair, pairs
 from rich.console import Console
+from tiny_models import count_parameters
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.t5 import INSIDE, T5
@@ -15,13 +18,6 @@ from jaxtrain.nn.places import Relative
 from jaxtrain.run.huggingface import importing
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
-
-torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-
-from against_transformers import draw  # noqa: E402
-from pairs import Given, SequencePair, pairs  # noqa: E402
-from tiny_models import count_parameters  # noqa: E402
 
 SHAPES = {
     "small": T5(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64,

@@ -53,9 +53,7 @@ BERTS = {
 
 
 def bert_pair(sizes: BERT):
-    torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
-    transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from against_transformers import Pair, draw  # noqa: PLC0415
+    from against_transformers import Pair, draw, torch, transformers  # noqa: PLC0415
 
     class OfSentences(Pair):
         def names(self):
