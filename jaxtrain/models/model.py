@@ -137,6 +137,15 @@ class Model(Protocol):
         ...
 
 
+class Unstacked:
+    """What a model says that has no equal layers, attention or experts, and does not generate."""
+
+    layers = None
+    attention = None
+    experts = None
+    cached = ()
+
+
 @runtime_checkable
 class TokenModel(Model, Protocol):
     """What is asked besides of a model whose inputs are tokens; its module is a `Transformer`."""

@@ -12,7 +12,7 @@ import jax
 
 from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
 from jaxtrain.nn.dropout import refuse_rate
 from jaxtrain.nn.initializers import InitializerName, drawn
@@ -22,7 +22,7 @@ SIDE = 6  # pixels that are left of 224
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AlexNet:
+class AlexNet(Unstacked):
     """Sizes of an AlexNet; the defaults are those for ImageNet.
 
     Attributes:
@@ -43,10 +43,6 @@ class AlexNet:
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     least_pixels = 63
     settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.batch_norm import Running
 from jaxtrain.nn.convnet import (
     IMAGES,
@@ -51,7 +51,7 @@ HEAD_SIDE, HEAD_CHANNELS, HEAD_WIDTH = 4, 128, 1024
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GoogLeNet:
+class GoogLeNet(Unstacked):
     """Sizes of a GoogLeNet; the defaults are those for ImageNet.
 
     Attributes:
@@ -77,10 +77,6 @@ class GoogLeNet:
 
     inputs: ClassVar[Inputs] = "images"
     objective = "auxiliary_classification"
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     least_pixels = 32
     settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
 

@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
 from jaxtrain.nn.dense import ACTIVATIONS, Activation
 from jaxtrain.nn.initializers import InitializerName, drawn
@@ -21,7 +21,7 @@ SIDE = 5  # pixels that are left of 28 with padding 2, and of 32 without
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeNet:
+class LeNet(Unstacked):
     """Sizes of a LeNet; the defaults are LeNet-5 for MNIST's 28 pixels.
 
     The usual course network for CIFAR-10 (conv 6, pool, conv 16, pool, 120-84-10) has channels=3,
@@ -51,10 +51,6 @@ class LeNet:
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     least_pixels = 16
     settings: ClassVar[dict[str, str]] = {"fan_in": "hidden", "fan_out": "hidden"}
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.batch_norm import BatchNorm
 from jaxtrain.nn.convolution import convolution, max_pool
 from jaxtrain.nn.execution import Execution
@@ -58,7 +58,7 @@ class BlockPlan:
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNet:
+class ResNet(Unstacked):
     """Sizes of a ResNet; the defaults are ResNet-50 for ImageNet.
 
     Attributes:
@@ -85,11 +85,6 @@ class ResNet:
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
-    # Its blocks differ in shape: there is no stack of equal layers.
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "channels": "width",

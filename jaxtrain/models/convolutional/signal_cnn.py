@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import SIGNALS, Convolution, Convolved, least_side
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
@@ -22,7 +22,7 @@ from jaxtrain.parallel.sharding import shard
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SignalCNN:
+class SignalCNN(Unstacked):
     """Sizes of a convolutional network that reads signals; the defaults are MNIST-1D's.
 
     Attributes:
@@ -44,10 +44,6 @@ class SignalCNN:
     inputs: ClassVar[Inputs] = "vectors"
     objective = "classification"
     # Its layers differ in shape: there is no stack of equal ones.
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     settings: ClassVar[dict[str, str]] = {"fan_in": "filters", "fan_out": "filters"}
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.config.errors import refuse_below
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import (
     ConvNet,
     Convolution,
@@ -36,7 +36,7 @@ _PER_STAGE = {
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VGG:
+class VGG(Unstacked):
     """Sizes of a VGG; the defaults are VGG-16 for ImageNet.
 
     Attributes:
@@ -64,10 +64,6 @@ class VGG:
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     least_pixels = 32
     settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
 

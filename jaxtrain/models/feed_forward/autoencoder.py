@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.dense import (
     ACTIVATIONS,
     Activation,
@@ -29,7 +29,7 @@ from jaxtrain.parallel.sharding import shard
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Autoencoder:
+class Autoencoder(Unstacked):
     """Sizes of an autoencoder.
 
     Attributes:
@@ -48,10 +48,6 @@ class Autoencoder:
 
     inputs: ClassVar[Inputs] = "vectors"
     objective = "reconstruction"
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     settings: ClassVar[dict[str, str]] = {"fan_in": "widths", "fan_out": "widths"}
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.dense import (
     ACTIVATIONS,
     Activation,
@@ -29,7 +29,7 @@ from jaxtrain.parallel.sharding import shard
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLP:
+class MLP(Unstacked):
     """Sizes of a multilayer perceptron.
 
     Attributes:
@@ -51,10 +51,6 @@ class MLP:
 
     inputs: ClassVar[Inputs] = "vectors"
     # Its layers differ in shape: there is no stack of equal ones.
-    layers = None
-    attention = None
-    experts = None
-    cached = ()
     settings: ClassVar[dict[str, str]] = {"fan_in": "widths", "fan_out": "widths"}
 
     def __post_init__(self) -> None:
