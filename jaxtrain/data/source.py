@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from jaxtrain.config.buckets import BucketPath, Place, place, require
@@ -35,6 +36,10 @@ class Examples(Protocol):
 @runtime_checkable
 class WholeBatches(Examples, Protocol):
     """Examples that nothing augments, and that are quicker made many at a time."""
+
+    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
+        """One of them alone, the same for any `rng`."""
+        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The examples `indices` with a leading batch dimension, each as `example` gives it."""

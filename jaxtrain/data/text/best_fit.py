@@ -7,16 +7,16 @@ decreasing. What is longer than a row is cut into whole rows and a rest. Letter:
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.joined import Tokens, windows
+from jaxtrain.data.source import WholeBatches
 
 
 @dataclasses.dataclass(frozen=True)
-class BestFit:
-    """Rows of `sequence_length` tokens, each of whole documents or parts; implements WholeBatches.
+class BestFit(WholeBatches):
+    """Rows of `sequence_length` tokens, each of whole documents or parts.
 
     A document of n tokens is n - 1 inputs, each with its successor as its target: every token but
     the first of its document is told exactly once an epoch, and what a row has left is padding
@@ -43,10 +43,6 @@ class BestFit:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
-
-    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
-        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The rows `indices`, one under the other: tokens [len(indices), T]."""

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset, digest
+from jaxtrain.data.source import Dataset, WholeBatches, digest
 from jaxtrain.data.text.best_fit import BestFit
 from jaxtrain.data.text.conversations import written
 from jaxtrain.data.text.packing import token_counts
@@ -99,8 +99,8 @@ class ChatData(Templated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
-    """Rows of conversations whose answers alone count; implements WholeBatches.
+class Answers(WholeBatches):
+    """Rows of conversations whose answers alone count.
 
     Attributes:
       rows: the tokens, packed.
@@ -123,10 +123,6 @@ class Answers:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each conversation, int64 [conversations]."""
         return self.rows.document_lengths()
-
-    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
-        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The rows `indices`, one under the other: tokens [len(indices), T]."""

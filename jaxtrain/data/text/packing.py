@@ -3,19 +3,19 @@
 import dataclasses
 from collections.abc import Iterable
 
-import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.joined import Tokens, windows
+from jaxtrain.data.source import WholeBatches
 
 # Counting a slice at a time: bincount makes an int64 copy of what it counts.
 COUNT_SLICE = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedText:
-    """Rows of `sequence_length` tokens over concatenated documents; implements WholeBatches.
+class PackedText(WholeBatches):
+    """Rows of `sequence_length` tokens over concatenated documents.
 
     Row i reads the tokens [i * T, i * T + T] of the stream: T inputs and, one further, T targets.
     The last row is filled up with padding (segment 0, loss_mask 0), so every token but the first of
@@ -41,11 +41,6 @@ class PackedText:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
-
-    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
-        batch = self.examples(np.array([index]))
-        return jax.tree.map(lambda leaf: leaf[0], batch)
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The rows `indices`, one under the other: tokens [len(indices), T]."""

@@ -7,16 +7,16 @@ the step is compiled for. Letter: T row length.
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.joined import Tokens, windows
+from jaxtrain.data.source import WholeBatches
 
 
 @dataclasses.dataclass(frozen=True)
-class PaddedText:
-    """Rows of documents, those of a length beside each other; implements WholeBatches.
+class PaddedText(WholeBatches):
+    """Rows of documents, those of a length beside each other.
 
     A document of n tokens is n - 1 inputs, each with its successor as its target; what is longer
     than the longest row is cut into such rows and a rest. The others end with padding (segment 0,
@@ -49,10 +49,6 @@ class PaddedText:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
-
-    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`: tokens [T], without a batch dimension; the row is the same for any `rng`."""
-        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The rows `indices`, which have one length: tokens [len(indices), T]."""

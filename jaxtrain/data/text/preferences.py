@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset, digest
+from jaxtrain.data.source import Dataset, WholeBatches, digest
 from jaxtrain.data.text.conversations import Template, answered
 from jaxtrain.data.text.json_lines import BadLineError
 from jaxtrain.data.text.packing import token_counts
@@ -92,8 +92,8 @@ class PreferenceData(Templated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Rows of two texts each; implements WholeBatches.
+class Pairs(WholeBatches):
+    """Rows of two texts each.
 
     Attributes:
       pairs: the tokens of the chosen and of the rejected text, and which are an answer's.
@@ -114,10 +114,6 @@ class Pairs:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each text, int64 [2 x pairs]."""
         return np.array([len(ids) for pair in self.pairs for ids, _ in pair], np.int64)
-
-    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Pair `index`: tokens [T], without a batch dimension, the same for any `rng`."""
-        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The pairs `indices`, one under the other: tokens [len(indices), T]."""

@@ -18,6 +18,7 @@ from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.source import (
     Dataset,
+    WholeBatches,
     check_heldout_fraction,
     check_heldout_split,
     digest,
@@ -420,8 +421,8 @@ def refuse_lengths(data: TextData) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomTokens:
-    """Rows of uniformly random tokens, each one document; implements WholeBatches."""
+class RandomTokens(WholeBatches):
+    """Rows of uniformly random tokens, each one document."""
 
     rows: int
     sequence_length: int
@@ -431,10 +432,6 @@ class RandomTokens:
 
     def __len__(self) -> int:
         return self.rows
-
-    def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`, the same for any `rng`."""
-        return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
         """The rows `indices`, each drawn from a generator of its own."""
