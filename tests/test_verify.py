@@ -215,6 +215,13 @@ def test_a_kernel_that_is_off_fails_the_kernel_and_the_execution(prove, tiny_con
     assert (status, verdicts) == (1, {"kernel": "FAILED", "execution": "FAILED"})
 
 
+def test_gradients_on_the_host_are_proved_beside_the_plain_mathematics(prove, tiny_config):
+    """Which have no loop over the layers, and gradients go to the host one layer at a time."""
+    host = ["-b", "Offload.gradients = 'host'", "-b", "Sharding.zero = 3"]
+    status, verdicts, _ = prove(tiny_config, *SMALL, *host, only=["mesh", "execution"])
+    assert (status, verdicts) == (0, {"mesh": "proved", "execution": "proved"})
+
+
 def test_what_cannot_run_here_is_not_checked_and_says_why(prove, tiny_config):
     kernel = ["-b", "Attention.kernel = 'cudnn'", "-b", "TextData.separate_documents = False",
               "-b", "Precision.compute = 'bfloat16'"]  # fmt: skip
