@@ -197,6 +197,11 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
         (["Finetune.lora_rank=4", "Finetune.few_bits='nf4'"], r"blocks of 64.*few_bits='int8'"),
         ([*WIDE, "Mesh.fsdp=4", "Mesh.data=1", "Finetune.lora_rank=4", "Finetune.few_bits='nf4'"],
          "over 4 devices"),
+        # One sentence of all weights, with a group that fits them all.
+        (["Finetune.lora_rank=4", "Finetune.few_bits='int4'", "Mesh.fsdp=1", "Mesh.data=4"],
+         "^Finetune.few_bits='int4': [^;]* layers/out has 8 along head_dim, and layers/qkv, "
+         "layers/up have 32 along embed, which does not divide into blocks of 128; use Finetune."
+         "few_bits_group=8, or Finetune.few_bits='int8', or fewer devices along that axis$"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_so_is_refused(bindings, said, tiny_config):

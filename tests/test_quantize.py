@@ -307,8 +307,12 @@ def test_eight_bits_are_rounded_as_they_are_and_keep_what_an_import_carried(run,
     [
         (["--bits", "8", "--group-size", "64"], "--group-size 64 with --bits 8"),
         (["--bits", "8", "--calibrate", "x"], "--calibrate x with --bits 8"),
-        ([], "blocks of 128; use Finetune.few_bits_group=16"),
-        (["--group-size", "15"], "nearest even number is 16"),
+        ([], "blocks of 128; use --group-size 16, or --bits 8, or fewer"),
+        (
+            ["--group-size", "15"],
+            "--group-size 15: two codes share a byte; the nearest even number",
+        ),
+        (["--group-size", "0"], "--group-size 0: two codes share a byte; the nearest even number"),
         (["--group-size", "16", "--calibrate", "no/where"], "--calibrate no/where"),
     ],
 )

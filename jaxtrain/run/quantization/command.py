@@ -36,7 +36,7 @@ from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merged, on_host, placed
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.finetune.few_bits import FewBits
+from jaxtrain.training.finetune.few_bits import FewBits, Ways, refuse_blocks
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
@@ -48,6 +48,7 @@ from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, parameter_shapes
 
 Say = Callable[[str], None]
+_OPTIONS = Ways("--bits 4", "--group-size {}", "--bits 8")
 
 
 def quantize(arguments: argparse.Namespace) -> int:
@@ -59,6 +60,11 @@ def quantize(arguments: argparse.Namespace) -> int:
                 f"{name} {value} with --bits 8: eight bits have a scale for each output, and are "
                 "rounded as they are; leave it out, or use --bits 4"
             )
+    if group is not None and (group < 2 or group % 2):
+        near = max(2, group + 1 if group % 2 else group)
+        raise UserError(
+            f"--group-size {group}: two codes share a byte; the nearest even number is {near}"
+        )
     console, out = terminal(), place(arguments.out)
     refuse_taken("--out", out)
     trainer = open_run(arguments, console=console)
@@ -99,7 +105,11 @@ def write_quantised(
             "its Mesh for one machine"
         )
     config = _config(trainer, few_bits, group, out)
-    device = jax.local_devices()[0]
+    layout, device = layouts.layout(config), jax.local_devices()[0]
+    if few_bits == "int4":
+        shapes = parameter_shapes(config.train.model.build)
+        for refusal in refuse_blocks(shapes, layout, few_bits, group, says=_OPTIONS):
+            raise UserError(refusal)
     preflight.check(
         config, device_count=trainer.mesh.size, platform=platform_of_device(device),
         kind=device.device_kind, reads_data=False, trains=False,
@@ -111,7 +121,7 @@ def write_quantised(
     was = _bytes(params)
     if text is not None:
         params = _scaled(trainer, whole, params, group, text, say)
-    program = make_program(config, layouts.layout(config)).plain
+    program = make_program(config, layout).plain
     with warnings.catch_warnings():
         # Codes are smaller than the floats that they are made of.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")

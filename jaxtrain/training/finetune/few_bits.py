@@ -26,6 +26,18 @@ _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
 
 
 @dataclasses.dataclass(frozen=True)
+class Ways:
+    """How a kind, a group's size and eight bits are asked for."""
+
+    bits: str
+    group: str
+    eight_bits: str
+
+
+SETTINGS = Ways("Finetune.few_bits={!r}", "Finetune.few_bits_group={}", "Finetune.few_bits='int8'")
+
+
+@dataclasses.dataclass(frozen=True)
 class FewBits(Tuning):
     """Holds weights in few bits, and trains nothing.
 
@@ -108,23 +120,32 @@ def can_adapt(variable: Any) -> bool:
 
 
 def refuse_blocks(
-    shapes: nnx.State, layout: Layout | None, kind: Kind, group: int
+    shapes: nnx.State, layout: Layout | None, kind: Kind, group: int, *, says: Ways = SETTINGS
 ) -> Iterator[str]:
-    """A sentence for each weight whose blocks of nf4, or groups of int4, would be cut, by its sizes
-    or by the mesh."""
+    """A sentence that names all weights whose blocks of nf4, or groups of int4, would be cut, by
+    their sizes or by the mesh."""
+    cut: dict[tuple[int, str, int], list[str]] = {}
+    fits = group
     for name, variable in by_name(shapes).items():
         if not can_adapt(variable):
             continue
         axes, shape = logical_axes(variable), variable.get_value().shape
         dim = sides_of(axes)[0][-1]
         parts = 1 if layout is None else layout.size(layout.parameter(axes)[dim])
+        fits = math.gcd(fits, shape[dim] // parts)
         if shape[dim] % (group * parts):
-            over = f" over {parts} devices" if parts > 1 else ""
-            fits = math.gcd(group, shape[dim] // parts)
-            smaller = f"Finetune.few_bits_group={fits}, or " if kind == "int4" and fits > 1 else ""
-            yield (
-                f"Finetune.few_bits={kind!r}: {name} has {shape[dim]} along {axes[dim]}, which "
-                f"does not divide into blocks of {group}{over}; use {smaller}"
-                "Finetune.few_bits='int8'"
-                + (" or fewer devices along that axis" if parts > 1 else "")
-            )
+            cut.setdefault((shape[dim], axes[dim], parts), []).append(name)
+    if not cut:
+        return
+    found = ", and ".join(
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} {size} along {axis}"
+        + (f" over {parts} devices" if parts > 1 else "")
+        for (size, axis, parts), names in cut.items()
+    )
+    ways = [says.group.format(fits)] if kind == "int4" and fits % 2 == 0 else []
+    ways += [says.eight_bits]
+    ways += ["fewer devices along that axis"] if any(parts > 1 for _, _, parts in cut) else []
+    yield (
+        f"{says.bits.format(kind)}: {found}, which does not divide into blocks of {group}; use "
+        f"{', or '.join(ways)}"
+    )

@@ -124,7 +124,10 @@ class Outlook:
 
 @functools.lru_cache(maxsize=16)  # a search asks for thousands of layouts of one model
 def _trained(finetune: Finetune, model: Model) -> nnx.State:
-    tuning = tuning_of(finetune, model.build, biases(model))
+    try:
+        tuning = tuning_of(finetune, model.build, biases(model))
+    except UserError as error:
+        raise NotRead from error  # `finetune.refuse` says it, with the mesh in mind
 
     def begin(shapes: nnx.State) -> nnx.State:
         return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
