@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import raw, write
@@ -20,6 +21,7 @@ from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merged
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program
+from jaxtrain.training.published import config_text
 from jaxtrain.training.settings import load_config
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -427,3 +429,24 @@ def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, 
     largest = 4 * width * wide  # bytes of the largest tensor, in float32
     # JAX lets go of a host's array when it takes the next one: two pieces, of 6 layers' 12.
     assert peak - stays < 2 * largest + 2**20
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", r"preprocessor_config\.json is no JSON \("),
+        ("[]", r"preprocessor_config\.json is no JSON object; fetch it again"),
+        ('{"image_mean": ["a"], "image_std": [0.5]}', None),
+    ],
+)
+def test_a_damaged_file_of_the_image_processor_is_told(content, said, tmp_path):
+    settings = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "preprocessor_config.json").write_text(content)
+    if said is None:
+        text = config_text(f"hf:{tmp_path}")
+        assert "ImageData.std = (0.5,)" in text
+        assert "ImageData.mean" not in text
+        return
+    with pytest.raises(UserError, match=said):
+        config_text(f"hf:{tmp_path}")

@@ -367,3 +367,28 @@ def test_an_adapter_of_another_kind_is_refused_with_all_reasons(theirs, tmp_path
     with pytest.raises(UserError, match=r"lora_rank=8\n.*use_dora is True"):
         read_adapter(str(tmp_path / "one"), ours.config, ours.program.plain)
     assert jnp.isfinite(ours.program.tuning.scale)
+
+
+def test_an_adapter_of_other_weights_is_refused_with_the_targets_that_fit(tmp_path, theirs, ours):
+    fewer = ["Finetune.lora_targets=('layers/query', 'layers/down')"]
+    Trainer.from_huggingface(theirs, bindings=[*BINDINGS, *fewer]).export_adapter(tmp_path / "few")
+    with pytest.raises(UserError) as refused:
+        read_adapter(str(tmp_path / "few"), ours.config, ours.program.plain)
+    assert str(refused.value).endswith("use Finetune.lora_targets=('layers/down', 'layers/query')")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "adapter_config.json is no JSON"),
+        ("[]", "adapter_config.json is no JSON object"),
+        (json.dumps({"peft_type": "LORA", "r": "4"}), "r is '4', which is no positive number"),
+        (json.dumps({"peft_type": "LORA", "r": 0}), "r is 0, which is no positive number"),
+        (json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": None}), "lora_alpha is None"),
+    ],
+)
+def test_a_damaged_adapter_config_is_refused(content, said, tmp_path, ours):
+    ours.export_adapter(tmp_path / "one")
+    (tmp_path / "one" / "adapter_config.json").write_text(content)
+    with pytest.raises(UserError, match=said):
+        read_adapter(str(tmp_path / "one"), ours.config, ours.program.plain)

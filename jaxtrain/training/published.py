@@ -6,7 +6,6 @@ are random tokens, until a source and a tokenizer are bound.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxtrain.models.model import (
     token_model,
 )
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER
+from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER, json_object
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
@@ -60,9 +59,14 @@ def _lines(source: Published) -> Iterator[str]:
         yield from _text(source, model)
 
 
+def _said(source: Published, name: str) -> Mapping[str, Any]:
+    """What a file beside the weights says; nothing where there is none."""
+    return json_object(source.carried().get(name, b"{}"), source.path / name)
+
+
 def _images(source: Published, model: ImageModel) -> Iterator[str]:
     """Random pixels, less the means and over the deviations of the folder's own images."""
-    content = json.loads(source.carried().get(PREPROCESSOR, b"{}"))
+    content = _said(source, PREPROCESSOR)
     yield "Train.data = @ImageData()"
     yield "ImageData.source = 'synthetic'"
     yield f"ImageData.image_size = {_side(content, model)}"
@@ -70,7 +74,11 @@ def _images(source: Published, model: ImageModel) -> Iterator[str]:
     yield f"ImageData.num_classes = {model.num_classes}"
     for name, key in (("mean", "image_mean"), ("std", "image_std")):
         values = content.get(key)
-        if isinstance(values, list) and len(values) in (1, model.channels):
+        if (
+            isinstance(values, list)
+            and len(values) in (1, model.channels)
+            and all(isinstance(value, int | float) for value in values)
+        ):
             yield f"ImageData.{name} = {tuple(map(float, values))!r}"
     if content.get("crop_pct") == 0.875:  # the middle of a larger image, as evaluation has it then
         yield "ImageData.crop = 'resized'"
@@ -114,8 +122,7 @@ def _text(source: Published, published: Model) -> Iterator[str]:
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
     # A row is as long as the usual fine-tuning's, or as what the encoder was trained on.
-    content = json.loads(source.carried().get(SENTENCES, b"{}"))
-    longest = content.get("max_seq_length") if isinstance(content, dict) else None
+    longest = _said(source, SENTENCES).get("max_seq_length")
     usual = longest if isinstance(longest, int) and longest > 0 else 1024
     yield f"TextData.sequence_length = {min(model.context_length, usual)}"
 

@@ -166,13 +166,7 @@ class Folder:
 
     def _json(self, name: str) -> Mapping[str, Any]:
         file = self._inside(self.path / name)
-        try:
-            content = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file} is no JSON ({error}); fetch it again") from error
-        if not isinstance(content, dict):
-            raise UserError(f"{file} is no JSON object; fetch it again")
-        return content
+        return json_object(file.read_bytes(), file)
 
     def _inside(self, file: Path) -> Path:
         """The file itself, where it lies in the folder; the hub's cache links to its own blobs."""
@@ -184,6 +178,25 @@ class Folder:
                 "there where you trust it"
             )
         return real
+
+
+def json_object(content: bytes, file: Path) -> Mapping[str, Any]:
+    """What a JSON file of a published folder says.
+
+    Args:
+      content: of the file.
+      file: for the message.
+
+    Raises:
+      UserError: it is no JSON object.
+    """
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no JSON ({error}); fetch it again") from error
+    if not isinstance(said, dict):
+        raise UserError(f"{file} is no JSON object; fetch it again")
+    return said
 
 
 def match(

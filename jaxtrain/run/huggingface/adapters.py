@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.folder import json_object
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
@@ -62,23 +64,21 @@ def read_adapter(source: str, config: Config, program: Program) -> dict[str, np.
       UserError: there is none, or one of another kind, rank, scale or shape than this run's.
     """
     tuning, folder = _tuning(program, f"Finetune.adapter={source!r}"), on_disk(source)
-    with refused_path(f"Finetune.adapter={source!r}", needs=f"name a folder with a {CONFIG}"):
-        said = json.loads((folder / CONFIG).read_text())
+    with refused_path(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
+        said = json_object((folder / CONFIG).read_bytes(), folder / CONFIG)
         stored = safetensors.read_header(folder / WEIGHTS)
     pairs = _names(config, program, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])
     shapes = _shapes(program, tuning)
     reasons = list(_unlike(said, config, tuning))
-    wanted = their_shapes(names, shapes)
-    reasons += [f"{name} is missing" for name in wanted if name not in stored]
-    reasons += [f"{name} is of no adapter of this run's" for name in stored if name not in wanted]
-    reasons += [
-        f"{name} is {stored[name].dtype} {list(stored[name].shape)}, here it is {list(shape)} of "
-        f"{', '.join(safetensors.DTYPES)}"
-        for name, shape in wanted.items()
-        if name in stored
-        and (stored[name].shape != shape or stored[name].dtype not in safetensors.DTYPES)
-    ]
+    wanted, there = their_shapes(names, shapes), _targets(stored, config)
+    if there and there != tuning.targets:
+        reasons.append(
+            f"it has adapters of {', '.join(sorted(there))}; use Finetune.lora_targets="
+            f"{tuple(sorted(there))!r}"
+        )
+    else:
+        reasons += _misfits(wanted, stored)
     if reasons:
         rest = [f"and {len(reasons) - 8} more"] if len(reasons) > 8 else []
         lines = "\n".join(f"  {reason}" for reason in [*reasons[:8], *rest])
@@ -95,6 +95,34 @@ def read_adapter(source: str, config: Config, program: Program) -> dict[str, np.
             value[place] = name.to_ours(stored[there].open(), shape)
         found[name.ours] = value
     return found
+
+
+def _misfits(
+    wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, safetensors.Tensor]
+) -> list[str]:
+    """What the file lacks, has besides, or has otherwise."""
+    found = [f"{name} is missing" for name in wanted if name not in stored]
+    found += [f"{name} is of no adapter of this run's" for name in stored if name not in wanted]
+    return found + [
+        f"{name} is {stored[name].dtype} {list(stored[name].shape)}, here it is {list(shape)} of "
+        f"{', '.join(safetensors.DTYPES)}"
+        for name, shape in wanted.items()
+        if name in stored
+        and (stored[name].shape != shape or stored[name].dtype not in safetensors.DTYPES)
+    ]
+
+
+def _targets(stored: Iterable[str], config: Config) -> frozenset[str]:
+    """The weights of the model that the file's tensors are adapters of."""
+    family, _ = family_for(config.train.model, None)
+    down = "\n".join(name for name in stored if ".lora_A." in name)
+    found = set()
+    for line in family.names(config.train.model):
+        pieces = re.split(r"\{[^}]*\}", _PREFIX + line.theirs.removesuffix(".weight"))
+        wanted = r"\w+".join(map(re.escape, pieces))
+        if re.search(rf"^{wanted}\.lora_A", down, re.MULTILINE):
+            found.add(line.ours)
+    return frozenset(found)
 
 
 def _tuning(program: Program, where: str) -> LoRA:
@@ -202,19 +230,25 @@ def _stored_by_input(line: Name, down: Name) -> bool:
 
 def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
     """What an adapter_config.json says that is otherwise here."""
-    settings, root = config.finetune, math.sqrt(said["r"]) if said.get("r") else 1.0
-    scale = said.get("lora_alpha", 8) / (root if said.get("use_rslora") else said.get("r", 8))
-    ours = settings.lora_alpha / (root if settings.lora_scale == "sqrt_rank" else tuning.rank)
+    for key in ("r", "lora_alpha"):
+        value = said.get(key, 8)  # as peft has it
+        if type(value) not in (int, float) or not value > 0:
+            return [f"{key} is {value!r}, which is no positive number"]
+    settings, rank, alpha = config.finetune, said.get("r", 8), said.get("lora_alpha", 8)
+    scale = alpha / (math.sqrt(rank) if said.get("use_rslora") else rank)
+    ours = settings.lora_alpha / (
+        math.sqrt(tuning.rank) if settings.lora_scale == "sqrt_rank" else tuning.rank
+    )
     found = []
     if said.get("peft_type") != "LORA":
         found.append(f"peft_type is {said.get('peft_type')!r}, here 'LORA'")
-    if said.get("r") != tuning.rank:
-        found.append(f"r is {said.get('r')}; use Finetune.lora_rank={said.get('r')}")
+    if rank != tuning.rank:
+        found.append(f"r is {rank}; use Finetune.lora_rank={rank}")
     elif not math.isclose(scale, ours):
         kind = "sqrt_rank" if said.get("use_rslora") else "rank"
         found.append(
-            f"lora_alpha is {said.get('lora_alpha')} and use_rslora {said.get('use_rslora')}; use "
-            f"Finetune.lora_alpha={said.get('lora_alpha')} and Finetune.lora_scale={kind!r}"
+            f"lora_alpha is {alpha} and use_rslora {said.get('use_rslora')}; use "
+            f"Finetune.lora_alpha={alpha} and Finetune.lora_scale={kind!r}"
         )
     if bool(said.get("use_dora")) != tuning.magnitudes:
         found.append(
