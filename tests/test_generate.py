@@ -252,5 +252,7 @@ def test_the_trainer_generates_text_and_refuses_what_does_not_fit(tiny_config):
     assert text == trainer.generate("def ", max_new_tokens=12, temperature=0.0, seed=5)
     with pytest.raises(UserError, match=r"prompt of 4 tokens is more than GPT.context_length=32; "):
         trainer.generate("def ", max_new_tokens=29)
+    with pytest.raises(UserError, match="40 tokens leaves no room in GPT.context_length=32; use a"):
+        trainer.generate("def " * 10)
     with pytest.raises(UserError, match="--prompt is empty"):
         trainer.generate("", max_new_tokens=2)

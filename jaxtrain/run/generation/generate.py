@@ -159,11 +159,16 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
         max_new_tokens = max(min(100, room), 1)
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: use at least 1")
+    context = f"{type(sizes).__name__}.context_length={sizes.context_length}"
+    if room < 1:
+        raise UserError(
+            f"a prompt of {length} tokens leaves no room in {context}; use at most "
+            f"{sizes.context_length - 1}"
+        )
     if max_new_tokens > room:
-        name = type(sizes).__name__
         raise UserError(
             f"--max-new-tokens {max_new_tokens} after a prompt of {length} tokens is more "
-            f"than {name}.context_length={sizes.context_length}; use at most {max(room, 0)}"
+            f"than {context}; use at most {room}"
         )
     return max_new_tokens
 
