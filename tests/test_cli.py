@@ -357,6 +357,8 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
         (["train", "CONFIG", "-b", "Mesh.fsdp = 3"], "the product 12 does not equal the 8 devices"),
         (["train", "CONFIG", "-b", "TextData.source = '/nowhere/x.txt'"], "no such file"),
         (["train", "CONFIG", "-b", "Llama.num_layers = 2"], "nothing in this configuration uses"),
+        (["train", "CONFIG", "--workdir", ""], "--workdir is empty; give a name, or leave it out"),
+        (["train", "", "--workdir", "RUNN"], "CONFIG is empty; give a name, or leave it out"),
         (["eval", "--workdir", "RUNN"], "no run there"),
         (["generate", "--workdir", "RUN", "--prompt", ""], "--prompt is empty"),
         (["generate", "--workdir", "RUN", "--prompt", "x", "--top-p", "2"], "--top-p 2.0"),

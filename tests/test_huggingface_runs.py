@@ -236,8 +236,9 @@ def test_another_model_is_refused_with_the_settings_that_differ(run, source, tmp
         Trainer(load_config(run / "config.gin", bindings))
     with pytest.raises(UserError, match="holds a GPT2LMHeadModel, which is Train.model = @GPT"):
         Trainer(load_config("lstm_quickstart", [f"Train.start_from='{source}'"]))
-    with pytest.raises(UserError, match="no run with a complete checkpoint there, and no Hugging"):
-        Trainer(load_config(run / "config.gin", [f"Train.start_from='{tmp_path}'"]))
+    for other in (tmp_path, run / "config.gin"):
+        with pytest.raises(UserError, match="no run with a complete checkpoint there, and no Hugg"):
+            Trainer(load_config(run / "config.gin", [f"Train.start_from='{other}'"]))
 
 
 def test_from_huggingface_starts_with_the_folders_parameters(source, tmp_path):

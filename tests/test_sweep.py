@@ -58,6 +58,12 @@ def test_mistakes_are_refused_before_anything_is_trained(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_in_the_folders_place_is_refused(tiny_config, capsys):
+    words = ["sweep", str(tiny_config), "-b", "Train.steps = [1, 2]", "--workdir"]
+    assert main([*words, str(tiny_config)]) == 2
+    assert f"jaxtrain: --workdir {tiny_config}: Not a directory" in capsys.readouterr().err
+
+
 def test_a_sweep_trains_each_once_and_shows_them(tiny_config, tmp_path, capsys, monkeypatch):
     mesh = [word for axis in ("data", "fsdp", "tensor") for word in ("-b", f"Mesh.{axis} = 1")]
     words = ["sweep", str(tiny_config), *mesh, "-b", "Train.steps = 2", "--workdir", str(tmp_path)]

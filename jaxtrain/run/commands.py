@@ -67,8 +67,8 @@ def train(
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
     elif name in (None, QUICKSTART) and _chooses_devices(bindings, flags):
         bindings = [*_quickstart_devices(console), *bindings]
-    name = name or QUICKSTART
     workdir = run_folder(name, arguments.workdir)
+    name = name or QUICKSTART
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     try:
         with begin.begin(config, workdir, flags, say=functools.partial(say, console)) as attempt:

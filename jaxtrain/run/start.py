@@ -49,7 +49,7 @@ def first_parameters(
     if _is_published(folder):
         found = published(source, named=named)
         return read_parameters(found, program, config.train.model, _fresh(config, program))
-    if not sealed_steps(folder / FOLDER):
+    if not _steps(folder):
         raise UserError(
             f"{named}={source!r}: no run with a complete checkpoint there, and no Hugging "
             f"Face folder (no {CONFIG}); name one of them, or None to draw the parameters"
@@ -62,10 +62,18 @@ def first_parameters(
         checkpoints.close()
 
 
+def _steps(folder: Place) -> list[int]:
+    """Of a run's checkpoints; none where a file stands in the place of a folder."""
+    try:
+        return sealed_steps(folder / FOLDER)
+    except NotADirectoryError:
+        return []
+
+
 def newest_step(source: str) -> int | None:
     """The step of a run's newest checkpoint; None of what is no run, or has none."""
     folder = place(source)
-    return None if _is_published(folder) else max(sealed_steps(folder / FOLDER), default=None)
+    return None if _is_published(folder) else max(_steps(folder), default=None)
 
 
 def ancestors_of(source: str, step: int | None, settings: Checkpoint) -> list[Ancestor]:

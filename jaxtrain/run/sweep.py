@@ -82,8 +82,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     if arguments.simulate_devices is not None:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
     points = grid(arguments.config, bindings, workdir, allow_imports=arguments.allow_imports)
-    done = [point.is_done() for point in points]
     with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+        done = [point.is_done() for point in points]
         workdir.mkdir(parents=True, exist_ok=True)
     console, failed = terminal(), {}
     for number, point in enumerate(points):

@@ -84,7 +84,14 @@ class Job:
 
 
 def run_folder(config: str | None, workdir: str | None) -> Place:
-    """The folder of a run: the given one, or runs/ and the name of the config or the quickstart."""
+    """The folder of a run: the given one, or runs/ and the name of the config or the quickstart.
+
+    Raises:
+      UserError: a name is empty, such as a shell's variable that is not set.
+    """
+    for named, value in (("--workdir", workdir), ("CONFIG", config)):
+        if value == "":
+            raise UserError(f"{named} is empty; give a name, or leave it out")
     return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
 
 
