@@ -1,12 +1,15 @@
 """The best checkpoint stays beside the newest, a run without a better one ends; both restart."""
 
+import argparse
 import math
+import shlex
 
 import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.best import Record
 from jaxtrain.run.checkpoint.retention import sealed_steps
+from jaxtrain.run.commands import _command
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.preflight import preflight
@@ -82,6 +85,17 @@ def test_a_restarted_run_keeps_the_best_and_ends_where_it_should(tiny_config, tm
     patient.close()
     assert patient.steps_done == 10
     assert sealed_steps(tmp_path / "run" / "checkpoints") == [9, 10]
+
+
+@pytest.mark.parametrize(("done", "ended"), [(8, True), (10, False)])
+def test_the_command_that_goes_on_after_an_early_end_has_no_patience(
+    done, ended, tiny_config, tmp_path
+):
+    said = argparse.Namespace(gin_bindings=["Best.patience=3"], allow_imports=False)
+    config = config_of(tiny_config, "Best.patience=3")
+    words = shlex.split(_command(said, "tiny", tmp_path, config, done))
+    assert words[-1] == f"Train.steps = {2 * done}"
+    assert ("Best.patience = 0" in words[words.index("Best.patience=3") :]) == ended
 
 
 def test_a_better_evaluation_is_saved_though_no_save_is_due(tiny_config, tmp_path, losses):

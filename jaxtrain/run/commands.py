@@ -173,7 +173,7 @@ def _command(
     arguments: argparse.Namespace, name: str, workdir: Place, config: Config, steps_done: int
 ) -> str:
     """The command that trains this run for as many steps again, its learning rate going on from
-    where a decay to the last step has brought it."""
+    where a decay to the last step has brought it, and without the patience that has ended it."""
     words = [*_program(), "train", name, "--workdir", str(workdir)]
     for binding in arguments.gin_bindings:
         if not binding.replace(" ", "").startswith("Train.steps="):
@@ -185,6 +185,8 @@ def _command(
         words += ["--simulate-devices", str(config.mesh.simulated_devices)]
     if arguments.allow_imports:
         words.append("--allow-imports")
+    if config.best.patience and steps_done < config.train.steps:
+        words += ["-b", "Best.patience = 0"]
     return shlex.join([*words, "-b", f"Train.steps = {2 * steps_done}"])
 
 
