@@ -51,6 +51,14 @@ def of_patches() -> Config:
     return load_config("vit_digits", bindings)
 
 
+def of_pairs(*mesh: str) -> Config:
+    """A T5 of four layers a stack, of which no shard is narrower than a TPU's tile."""
+    sizes = ["num_layers = 4", "embed_dim = 512", "num_heads = 4", "head_dim = 128"]
+    sizes += ["mlp_dim = 1024", "vocab_size = 1024"]
+    bindings = [*(f"T5.{one}" for one in sizes), *mesh, "Precision.compute = 'bfloat16'"]
+    return load_config("t5_tiny", [*bindings, "Attention.kernel = 'reference'"])
+
+
 # Everything of the gradient is float32 or bfloat16; numbers alone are 4 bytes.
 NUMBER = 4
 
@@ -167,8 +175,19 @@ OWN = {
         ),
         {WHOLE},
     ),
+    "pipe x fsdp, pairs": (
+        of_pairs("Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4"), {WHOLE},
+    ),
 }  # fmt: skip
 SLOW = {
+    "fsdp, pairs": (of_pairs("Mesh.fsdp = 8"), set()),
+    "pipe x fsdp, pairs, not tied": (
+        of_pairs(
+            "Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4",
+            "T5.tie_embeddings = False",
+        ),
+        {WHOLE},
+    ),
     "pipe x data, patches": (of_patches(), {WHOLE}),
     "local, one microbatch": (
         config_of(LLAMA, {"fsdp": 8}, sharding=Sharding(accumulate="local")), set(),

@@ -100,8 +100,8 @@ class EncoderDecoder(nnx.Module):
     def of_source(self, mask: Mask, length: int) -> Mask:
         """A mask of the source's tokens with what their places add to scores in every layer."""
         own = under("source", vars(self))
-        bias_NTS = self.source_places.into_scores(own, length, length)
-        return dataclasses.replace(mask, bias_NTS=bias_NTS)
+        bias_CNTS = self.source_places.into_scores(own, length, length)
+        return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
 
     def read_layer(
         self, layer: Weights, x_BSD: jax.Array, mask: Mask, execution: Execution
@@ -151,8 +151,8 @@ class EncoderDecoder(nnx.Module):
     def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
         """A mask of the target's tokens with what their places add to scores in every layer."""
         own = under("target", vars(self))
-        bias_NTS = self.target_places.into_scores(own, length, keys, start)
-        return dataclasses.replace(mask, bias_NTS=bias_NTS)
+        bias_CNTS = self.target_places.into_scores(own, length, keys, start)
+        return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
 
     def write_layer(
         self,

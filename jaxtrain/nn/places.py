@@ -1,6 +1,6 @@
 """Where a token stands, told to a stack of layers: added to its stream, or to attention's scores.
 
-Letters: B batch, T query length, S key length, D embed, N heads, P places, R buckets.
+Letters: B batch, T query length, S key length, D embed, N heads, P places, R buckets, C copies.
 """
 
 import dataclasses
@@ -10,9 +10,11 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import current_layout
 
 WAVELENGTH = 10_000.0
 
@@ -37,7 +39,8 @@ class Places(Protocol):
     def into_scores(
         self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
     ) -> jax.Array | None:
-        """What is added to the scores [N, T, S] of queries from place `start` on; None: nothing."""
+        """What is added to the scores of queries from place `start` on, as `Mask.bias_CNTS`; None:
+        nothing."""
         ...
 
 
@@ -145,8 +148,8 @@ class Relative:
         """As in `Places`, float32."""
         query_T1 = start + jnp.arange(queries)[:, None]
         bucket_TS = self.bucket(jnp.arange(keys)[None, :] - query_T1)
-        told_RN = gather(own["distances"]).astype(jnp.float32)
-        return jnp.moveaxis(jnp.take(told_RN, bucket_TS, axis=0), -1, 0)
+        told_CRN = _for_each_device(gather(own["distances"]).astype(jnp.float32))
+        return jnp.moveaxis(jnp.take(told_CRN, bucket_TS, axis=1), -1, 1)
 
     def bucket(self, ahead_TS: jax.Array) -> jax.Array:
         """Which bucket a key has that stands so many places ahead of the query (behind it: < 0)."""
@@ -169,3 +172,18 @@ class Relative:
             np.int32
         )
         return np.where(far < single, far, np.minimum(grown, count - 1)).astype(np.int32)
+
+
+def _for_each_device(told_RN: jax.Array) -> jax.Array:
+    """As many equal copies [C, R, N] as devices split the rows, one on each.
+
+    So each adds up by itself what its rows' scores say of the table, and R N numbers cross the mesh
+    once; of one copy N T S would in every layer.
+    """
+    layout = current_layout()
+    if layout is None:
+        return told_RN[None]
+    rows = layout.activation(("batch",))[0]
+    spec = P(rows, *jax.typeof(told_RN).sharding.spec)
+    shape = (layout.size(rows), *told_RN.shape)
+    return jax.lax.broadcast_in_dim(told_RN, shape, (1, 2), out_sharding=spec)

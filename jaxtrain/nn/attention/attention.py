@@ -76,7 +76,7 @@ def attention(
         head_dim=q_BTNH.shape[-1],
         T=q_BTNH.shape[1] * context.split_before(),
         S=k_BSKH.shape[1] * context.split_before(),
-        biased=mask.bias_NTS is not None,
+        biased=mask.bias_CNTS is not None,
         capped=mask.softcap is not None,
         sinks=mask.sinks_N is not None,
         pattern=mask.pattern,

@@ -45,7 +45,7 @@ class Request:
       T: queries.
       S: keys.
       in_ring: whether a ring over Mesh.context merges the results of several blocks of keys.
-      biased: whether something is added to the scores: `Mask.bias_NTS`.
+      biased: whether something is added to the scores: `Mask.bias_CNTS`.
       capped: whether they are flattened towards a bound: `Mask.softcap`.
       sinks: whether a part of the softmax goes nowhere: `Mask.sinks_N`.
       pattern: as in Mask.

@@ -1,6 +1,6 @@
 """Which keys a query sees, and what becomes of its scores.
 
-Letters: B batch, T query length, S key length, N query heads.
+Letters: B batch, T query length, S key length, N query heads, C copies.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Mask:
       segment_ids_BT, segment_ids_BS: documents of queries and keys: a query sees its own document.
       query_start: the place of the first query among the keys, where these come from a key-value
         cache; None where there is no cache and queries and keys start together.
-      bias_NTS: float32, what is added to the scores of each head, as relative positions are (arXiv
-        1910.10683); None: nothing.
+      bias_CNTS: float32, what is added to the scores of each head, as relative positions are (arXiv
+        1910.10683); None: nothing. Of C equal copies each is for a C-th of the rows.
       softcap: the bound that scores are flattened towards (`softcap.capped`), before anything is
         hidden; None: none.
       sinks_N: float32, the score of a key in each head that every query sees and that has no value:
@@ -37,7 +37,7 @@ class Mask:
     segment_ids_BT: Int[Array, "B T"] | None = None
     segment_ids_BS: Int[Array, "B S"] | None = None
     query_start: Int[Array, ""] | int | None = None
-    bias_NTS: Float[Array, "N T S"] | None = None
+    bias_CNTS: Float[Array, "C N T S"] | None = None
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     sinks_N: Float[Array, " N"] | None = None
     pattern: Pattern | None = dataclasses.field(default=None, metadata={"static": True})

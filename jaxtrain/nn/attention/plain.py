@@ -1,13 +1,16 @@
 """Attention in operations that XLA splits over devices by itself: every mask, all scores at once.
 
-Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N / K, H head_dim.
+Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N / K, H head_dim,
+C copies.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.softcap import capped
+from jaxtrain.parallel.sharding import reshape
 
 _HIDDEN = jnp.finfo(jnp.float32).min
 
@@ -24,7 +27,7 @@ def xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> 
     if mask.softcap is not None or mask.sinks_N is not None or mask.pattern is not None:
         return _by_einsums(q_BTNH, k_BSKH, v_BSKH, mask)
     visible = mask.visible(q_BTNH.shape[1], k_BSKH.shape[1])
-    bias = None if mask.bias_NTS is None else mask.bias_NTS[None].astype(q_BTNH.dtype)
+    bias = None if mask.bias_CNTS is None else _of_rows(mask.bias_CNTS, q_BTNH).astype(q_BTNH.dtype)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, bias=bias, mask=visible, implementation="xla"
     )
@@ -37,8 +40,9 @@ def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: M
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
     logits = capped(logits * H**-0.5, mask.softcap)
-    if mask.bias_NTS is not None:
-        logits += mask.bias_NTS.astype(jnp.float32).reshape(K, N // K, T, S)
+    if mask.bias_CNTS is not None:
+        bias = _of_rows(mask.bias_CNTS, q_BTNH).astype(jnp.float32)
+        logits += bias.reshape(bias.shape[0], K, N // K, T, S)
     visible = mask.visible(T, S)
     if visible is not None:
         logits = jnp.where(visible[:, :, None], logits, _HIDDEN)
@@ -49,6 +53,19 @@ def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: M
         logits = jnp.where(times > 0, logits, _HIDDEN)
     weights = _softmax(logits, mask.sinks_N).astype(v_BSKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+
+
+def _of_rows(bias_CNTS: jax.Array, q_BTNH: jax.Array) -> jax.Array:
+    """What is added to the scores of each row, [1 or B, N, T, S]."""
+    C, *rest = bias_CNTS.shape
+    if C == 1:
+        return bias_CNTS
+    rows, *parts = jax.typeof(bias_CNTS).sharding.spec
+    apart = (C, q_BTNH.shape[0] // C, *rest)
+    spread = jax.lax.broadcast_in_dim(
+        bias_CNTS, apart, (0, 2, 3, 4), out_sharding=P(rows, None, *parts)
+    )
+    return reshape(spread, (q_BTNH.shape[0], *rest), (rows, *parts))
 
 
 def _softmax(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:

@@ -160,9 +160,10 @@ class Facts:
         return jnp.dtype(self.config.precision.params).itemsize
 
     def gradient_bytes(self, weight: Weight) -> int:
-        """Bytes of one number of a weight's gradient when it is reduced: norms and routers compute
-        in float32."""
-        return 4 if weight.role in ("norm", "router") else self.value_bytes
+        """Bytes of one number of a weight's gradient when it is reduced: norms, routers and what
+        is added to scores compute in float32."""
+        in_scores = weight.role == "position" and "heads" in weight.axes
+        return 4 if weight.role in ("norm", "router") or in_scores else self.value_bytes
 
     def summed_bytes(self, weight: Weight) -> int:
         """Bytes of one number of a weight's gradient when it crosses once a step: float32, where

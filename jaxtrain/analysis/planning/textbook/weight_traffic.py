@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight, split_over
-from jaxtrain.models.model import has_patches
+from jaxtrain.models.model import passes_of
 
 
 def weight_traffic(facts: Facts) -> Iterator[Expected]:
@@ -93,13 +93,18 @@ class _Weight:
             # its input goes forward once more.
             once_more = pipelined and facts.config.pipeline.backward == "recompute"
             return 1 + once_more + self.is_gathered_again
-        if not (facts.is_text or (pipelined and has_patches(facts.model))):
-            return 1  # no loop, no recomputation
-        if pipelined:
-            # Stage 0 looks its rows up again, or embeds its patches, where it recomputes.
-            lookups = 2 if facts.config.pipeline.backward == "recompute" else 1
-            return lookups * (self.weight.role != "output") + self.makes_logits
-        return 1  # one gather serves lookup and logits
+        if not pipelined:
+            return 1  # no loop, no recomputation: one gather serves lookups and logits
+        # Stage 0 looks its rows up again, or embeds its patches, where it recomputes.
+        again = facts.config.pipeline.backward == "recompute"
+        return (1 + again) * self.lookups + self.makes_logits
+
+    @property
+    def lookups(self) -> int:
+        """How often a pass reads what stands before the layers: the embedding for each stack."""
+        if self.weight.role == "embedding":
+            return passes_of(self.facts.model)
+        return int(self.weight.role != "output")
 
     @property
     def is_gathered_again(self) -> bool:
@@ -151,8 +156,8 @@ class _Weight:
         facts = self.facts
         axes = [axis for axis in self.reduced_over() if axis not in facts.summed_once]
         times = facts.passes * self.layers
-        if self.is_tied and facts.size("pipe") > 1:
-            times *= 2  # the first stage's part and the last one's
+        if facts.size("pipe") > 1:  # the first stage's parts and the last one's, each by itself
+            times *= max(self.lookups, 1) + self.is_tied
         size = self.elements * facts.gradient_bytes(self.weight)
         if self.copies:  # only of what the device computes with
             heads = self.weight.shape[self.weight.axes.index("kv_heads")]
