@@ -124,6 +124,29 @@ def test_a_gather_written_as_a_sum_is_a_gather():
     assert (row.bytes, row.textbook_bytes) == (100 * KIB, 100 * KIB)
 
 
+def test_a_cpu_s_float32_in_place_of_bfloat16_is_the_textbook_s_and_nothing_else_is():
+    """Of two sums with as many bytes, the one that was bfloat16 is not taken for the other."""
+    expected = [
+        meant("all-reduce", "fsdp", 3, 50, "attention output"),
+        meant("reduce-scatter", "fsdp", 2, 100, "gradients: up"),
+        meant("all-reduce", "data", 1, 100, "gradients: norm"),
+    ]
+    found = [
+        dataclasses.replace(moved("all-reduce", axis, count, kib), dtype="f32")
+        for axis, count, kib in (("fsdp", 3, 100), ("fsdp", 2, 200), ("data", 1, 100))
+    ]
+    rows = audit(found, expected, SIZES, widens=True)
+    assert all(row.explained for row in rows)
+    moved_by = {row.cause.partition(" (")[0]: (row.bytes, row.textbook_bytes) for row in rows}
+    assert moved_by == {
+        "attention output": (300 * KIB, 150 * KIB),
+        "gradients: up": (400 * KIB, 200 * KIB),
+        "gradients: norm": (100 * KIB, 100 * KIB),
+    }
+    assert sum("(bfloat16 as float32" in row.cause for row in rows) == 2
+    assert not all(row.explained for row in audit(found, expected, SIZES))  # another compiler's
+
+
 def test_what_nobody_expects_is_flagged_unless_it_is_small():
     found = [
         moved("all-gather", "data", 2, 500, "jit(step)/mlp/reshard", (8, 128)),

@@ -180,6 +180,13 @@ OWN = {
     ),
 }  # fmt: skip
 SLOW = {
+    "pipe x fsdp x tensor, full": (
+        config_of(
+            deep(LLAMA), {"pipe": 2, "fsdp": 2, "tensor": 2}, rows=16, remat=FULL,
+            pipeline=Pipeline(microbatches=4),
+        ),
+        {WHOLE},
+    ),
     "fsdp, pairs": (of_pairs("Mesh.fsdp = 8"), set()),
     "pipe x fsdp, pairs, not tied": (
         of_pairs(
@@ -409,6 +416,23 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
 def test_everything_that_moves_is_explained_and_the_textbooks(name):
     config, forms = {**OWN, **SLOW}[name]
     assert faults(audited(config, *compiled(name)), forms) == []
+
+
+@pytest.mark.slow
+def test_the_cpu_s_compiler_sends_float32_for_bfloat16_and_does_not_join_sums():
+    """A layer's q, k and v (2 more), gate and up (1 more) each sum their gradient of the stream."""
+    config, _ = SLOW["pipe x fsdp x tensor, full"]
+    program = make_program(config, layout(config))
+    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    over = abstract_layout(config, 8)
+    text = lower_step(program, batch).compile().as_text()
+    found = collectives(text, over.mesh.shape, branch_counts(config, over))
+    rows = audit(found, expected(config, over), dict(over.mesh.shape), widens=True)
+    (rest,) = [row for row in rows if not row.explained]
+    layers, microbatches = 2, 4
+    stream = 4 * (16 // microbatches // 2) * LENGTH * 256
+    assert (rest.kind, rest.axis, rest.count) == ("all-reduce", "tensor", 3 * layers * microbatches)
+    assert rest.bytes == rest.count * stream
 
 
 # Mode -> microbatches, and the axes that sum every gradient: a device's own of all of them, once.

@@ -138,7 +138,8 @@ def _plan(
         # Between slices a TPU's compiler sends through the hosts, which is no collective.
         sent = [one for one in textbook if slices > 1 and beyond & set(names_of(one.axis))]
         seen = [one for one in textbook if one not in sent]
-        rows = audit(moved, seen, dict(layout.mesh.shape), dcn=beyond)
+        widens = machine.chip.kind == "cpu" and config.precision.compute == "bfloat16"
+        rows = audit(moved, seen, dict(layout.mesh.shape), dcn=beyond, widens=widens)
         rows += [_textbook_row(one, beyond, " (through the hosts)") for one in sent]
         moved += sent
     rows.sort(key=lambda row: -row.bytes)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -49,6 +49,7 @@ def audit(
     *,
     dcn: Iterable[str] = (),
     small: int = SMALL,
+    widens: bool = False,
 ) -> list[Row]:
     """A row for every reason and for everything without one, the largest first.
 
@@ -61,7 +62,8 @@ def audit(
       see it), which sends twice as much; a gather as an all-reduce likewise;
     - a reduce-scatter of shards that were padded to whole tiles, by up to 1/32;
     - a reduce-scatter along some axes and the all-reduce of its parts along others as one
-      all-reduce along all of them.
+      all-reduce along all of them;
+    - on a CPU, bfloat16 as float32, in any of these forms.
 
     What the textbook has and the program has not is a row of 0 bytes.
 
@@ -71,14 +73,17 @@ def audit(
       sizes: the mesh's axes.
       dcn: mesh axes whose collectives leave a slice: `over_dcn` or `over_hosts`.
       small: unexpected arrays of up to this many bytes a step are one row for each kind and axis.
+      widens: whether the compiler may send bfloat16 as float32, as the CPU's does.
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
     left = [_Left(one, one.count) for one in found]
-    exact = (functools.partial(match, exact=True) for match in (matching.same, matching.stacked))
-    for match in (
-        *exact, matching.same, matching.stacked, matching.padded, matching.whole, matching.joined,
-    ):  # fmt: skip
-        left = [rest for one in left for rest in match(one)]
+    exact = [functools.partial(match, exact=True) for match in (matching.same, matching.stacked)]
+    forms = (
+        *exact, matching.same, matching.stacked, matching.padded, matching.whole, matching.joined
+    )  # fmt: skip
+    if widens:
+        left = _matched(map(_narrowed, left), forms)
+    left = _matched(map(_widened, left), forms)
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
             _where(one.found), "", None, False)
@@ -123,10 +128,17 @@ class _Open:
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """A compiled collective, and how many of its runs have no reason yet."""
+    """A compiled collective, and how many of its runs have no reason yet.
+
+    Attributes:
+      found: itself.
+      count: its runs.
+      wide: whether it moves twice the bytes that `found` says: float32 for bfloat16.
+    """
 
     found: Collective
     count: int
+    wide: bool = False
 
 
 class _Matching:
@@ -146,7 +158,7 @@ class _Matching:
                 continue
             if count and other.expected.axis == one.axis and other.expected.bytes == one.bytes:
                 taken = min(count, other.count)
-                self._take(one, other, taken, taken, other.expected.cause)
+                self._take(left, other, taken, taken, other.expected.cause)
                 count -= taken
         return _rest(left, count)
 
@@ -161,7 +173,7 @@ class _Matching:
                 continue
             if count and fits and other.count >= layers:
                 taken = min(count, other.count // layers)
-                self._take(one, other, taken, taken * layers, other.expected.cause)
+                self._take(left, other, taken, taken * layers, other.expected.cause)
                 count -= taken
         return _rest(left, count)
 
@@ -176,7 +188,7 @@ class _Matching:
             if count and fits:
                 taken = min(count, other.count)
                 cause = f"{other.expected.cause} (padded to whole tiles)"
-                self._take(one, other, taken, taken, cause)
+                self._take(left, other, taken, taken, cause)
                 count -= taken
         return _rest(left, count)
 
@@ -194,7 +206,7 @@ class _Matching:
                     taken = min(count, other.count)
                     cause = f"{other.expected.cause} ({kind} as all-reduce: twice the wire)"
                     # A gather's own payload is a device's part: both columns count the whole array.
-                    self._take(one, other, taken, taken, cause, taken * payload)
+                    self._take(left, other, taken, taken, cause, taken * payload)
                     count -= taken
         return _rest(left, count)
 
@@ -215,7 +227,7 @@ class _Matching:
                     taken = min(count, other.count, second.count)
                     textbook = taken * (first.bytes + second.expected.bytes)
                     cause = f"{first.cause} (reduced whole over {one.axis}, then sliced)"
-                    self._take(one, other, taken, taken, cause, textbook)
+                    self._take(left, other, taken, taken, cause, textbook)
                     second.count -= taken
                     count -= taken
         return _rest(left, count)
@@ -236,7 +248,7 @@ class _Matching:
 
     def _take(
         self,
-        one: Collective,
+        left: _Left,
         other: _Open,
         runs: int,
         of_expected: int,
@@ -245,8 +257,35 @@ class _Matching:
     ) -> None:
         other.count -= of_expected
         textbook = of_expected * other.expected.bytes if textbook is None else textbook
-        row = Row(one.kind, one.axis, runs, runs * one.bytes, cause, "", textbook, True)
-        self.rows.append(row)
+        one, moved = left.found, runs * left.found.bytes
+        if left.wide:
+            moved, cause = 2 * moved, f"{cause} (bfloat16 as float32: twice the bytes)"
+        self.rows.append(Row(one.kind, one.axis, runs, moved, cause, "", textbook, True))
+
+
+def _matched(left: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left]]]) -> list[_Left]:
+    """What no form explains."""
+    left = list(left)
+    for match in forms:
+        left = [rest for one in left for rest in match(one)]
+    return left
+
+
+def _narrowed(left: _Left) -> _Left:
+    """What it would have been in bfloat16."""
+    one = left.found
+    if one.dtype != "f32":
+        return left
+    found = dataclasses.replace(one, bytes=one.bytes // 2)
+    return dataclasses.replace(left, found=found, wide=True)
+
+
+def _widened(left: _Left) -> _Left:
+    """The inverse."""
+    if not left.wide:
+        return left
+    found = dataclasses.replace(left.found, bytes=2 * left.found.bytes)
+    return dataclasses.replace(left, found=found, wide=False)
 
 
 def _rest(left: _Left, count: int) -> list[_Left]:
