@@ -17,7 +17,8 @@ from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
 
 # What recipes give a GPU's programs (JAX-Toolbox and MaxText's scripts).
 MOST_OF_A_GPU = 0.94
-_EXAMPLES = {"gpu": "1x8", "cpu": "8"}
+# Ten times the largest machine that anyone has built: divisors of their number are looked for.
+MOST_DEVICES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,19 @@ def parse_target(target: str, *, network: float | None = None) -> Target:
             )
         chip = dataclasses.replace(chip, dcn_bandwidth=network * 1e9 / 8)
     if re.fullmatch(r"\d+(x\d+)*", grid) is None:
-        example = chip.slices.grids[1] if chip.slices else _EXAMPLES[chip.kind]
+        example = chip.slices.grids[1] if chip.slices else _EXAMPLES[chip.kind](chip)
         raise UserError(
             f"target {target!r} is not written as {name}:{_FORMS[chip.kind]}, "
             f"for example '{name}:{example}'"
         )
     shape = tuple(int(size) for size in grid.split("x"))
     refusal = _REFUSALS[chip.kind](chip, shape)
+    if refusal is None and math.prod(shape) > MOST_DEVICES:
+        inner = shape[1:]
+        close = _written((MOST_DEVICES // math.prod(inner), *inner))
+        refusal = (
+            f"at most {MOST_DEVICES:,} devices are planned for; the nearest is '{name}:{close}'"
+        )
     if refusal is not None:
         raise UserError(f"target {target!r}: {refusal}")
     return Target(chip, shape)
@@ -288,5 +295,6 @@ def _written(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
+_EXAMPLES = {"gpu": lambda chip: f"1x{chip.most_together}", "cpu": lambda chip: "8"}
 _FORMS = {"tpu": "GRID", "gpu": "HOSTSxGPUS", "cpu": "DEVICES"}
 _REFUSALS = {"tpu": _refused_tpu, "gpu": _refused_gpu, "cpu": _refused_cpu}
