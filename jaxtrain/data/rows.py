@@ -52,7 +52,12 @@ class TrainingRows:
     order: Order | None
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
-        """These rows of batch `number`, in their order."""
+        """These rows of batch `number`, in their order; any past the last weigh nothing."""
+        size = self.global_batch_size
+        made = self._within(number, np.minimum(rows, size - 1), bad)
+        return made if rows.max() < size else without_weight(made, rows >= size)
+
+    def _within(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         examples = self.examples
         if not (self.augment and isinstance(examples, MixedRows)):
             return self._unmixed(number, rows, bad)
@@ -107,12 +112,21 @@ class HeldoutRows:
         places, count = number * self.global_batch_size + rows, len(self.examples)
         indices = self._order[np.minimum(places, count - 1)]
         made = _read_rows(self.examples, indices, lambda row: None, "held-out", bad)
-        made.loss_mask[places >= count] = 0.0
-        return made
+        return without_weight(made, places >= count)
 
     @functools.cached_property
     def _order(self) -> np.ndarray:
         return np.random.default_rng(HELDOUT_ORDER).permutation(len(self.examples))
+
+
+def without_weight(batch: Batch, which: np.ndarray) -> Batch:
+    """The batch, whose rows `which`, bool [B], count nowhere: of no target and no document."""
+    without = {
+        name: np.where(which.reshape(-1, *[1] * (leaf.ndim - 1)), leaf.dtype.type(0), leaf)
+        for name in ("loss_mask", "segment_ids", "source_segment_ids")
+        if (leaf := getattr(batch, name)) is not None
+    }
+    return dataclasses.replace(batch, **without)
 
 
 def _row(batch: Batch, place: int) -> Batch:

@@ -14,7 +14,8 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.sequence_to_sequence import refuse_answers
-from jaxtrain.training.settings import Train
+from jaxtrain.training.program.uneven import rows_held
+from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, with_shardings
 
 
@@ -23,13 +24,14 @@ class Feed:
 
     def __init__(
         self,
-        train: Train,
+        config: Config,
         layout: Layout,
         program: Program | ExchangeProgram,
         bad_records: BadRecords,
     ) -> None:
-        """Args: train: the data and batch sizes. bad_records: counts what cannot be read."""
-        self._train, self._layout, self._program = train, layout, program
+        """Args: config: the data and batch sizes. bad_records: counts what cannot be read."""
+        self._train, self._layout, self._program = config.train, layout, program
+        self._held = rows_held(config, layout)
         self._bad_records = bad_records
 
     def training(self, dataset: Dataset, start: int) -> Prefetcher[Batch]:
@@ -39,18 +41,17 @@ class Feed:
           UserError: what is held out cannot be told on this mesh.
         """
         self._refuse(dataset)
-        size = self._train.global_batch_size
         source = batches(
             dataset.train,
-            global_batch_size=size,
+            global_batch_size=self._train.global_batch_size,
             seed=self._train.seed,
             start=start,
-            rows=self._rows(size),
+            rows=self._rows(self._held),
             bad_records=self._bad_records,
             order=dataset.mixing or dataset.by_length,
             workers=dataset.workers,
         )
-        return Prefetcher(source, self._place(size))
+        return Prefetcher(source, self._place(self._held))
 
     def heldout(self, dataset: Dataset, part: range | None = None) -> Prefetcher[Batch]:
         """Every held-out example once, a microbatch at a time: what fits while training fits.
@@ -75,12 +76,12 @@ class Feed:
 
     def abstract_training(self) -> Batch:
         """The shapes, dtypes and shardings of a batch of `training`."""
-        batch = self._train.data.abstract_batch(self._train.global_batch_size)
+        batch = self._train.data.abstract_batch(self._held)
         return with_shardings(batch, self._program.batch_shardings(batch))
 
     def abstract_shapes(self) -> list[Batch]:
         """The same of each length that rows have."""
-        size, data = self._train.global_batch_size, self._train.data
+        size, data = self._held, self._train.data
         found = (
             [data.abstract_batch(size, length) for length in data.row_lengths]
             if isinstance(data, TextData)
@@ -95,7 +96,7 @@ class Feed:
                 raise UserError(reason)
 
     def _heldout_size(self) -> int:
-        return self._train.global_batch_size // self._train.accumulation
+        return self._held // self._train.accumulation
 
     def _rows(self, batch_size: int) -> np.ndarray:
         sharding = self._layout.named(self._layout.activation(("batch",)))

@@ -147,7 +147,7 @@ class Trainer:
         self._gradients = jax.jit(self.program.plain.gradients, compiler_options=of_evaluation)
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
         self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
-        self._feed = Feed(config.train, self.layout, self.program, self.bad_records)
+        self._feed = Feed(config, self.layout, self.program, self.bad_records)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self._opened

@@ -17,8 +17,6 @@ from jaxtrain.config import reader as gin_files
 from jaxtrain.config import writer
 from jaxtrain.config.errors import (
     UserError,
-    nearest_divisor,
-    nearest_multiple,
     refuse_below,
 )
 from jaxtrain.config.reader import configurable
@@ -33,7 +31,7 @@ from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
-from jaxtrain.parallel.sharding import Layout, Sharding
+from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.corruption import Corruption
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.finetune import Finetune
@@ -245,6 +243,8 @@ class Train:
       steps: optimizer steps of the whole run.
       global_batch_size: sequences or images in one optimizer step, over all devices.
       accumulation: microbatches that one optimizer step is made of, one after the other.
+      fill_batch: whether a global batch that does not divide over the devices and microbatches gets
+        rows that weigh nothing, whose work is idle; False refuses it.
       seed: seed of the parameters, of the data order and of the augmentation; under 2**32.
       log_every: how often metrics are written.
       eval_every: how often the held-out examples are evaluated; the end always is.
@@ -268,6 +268,7 @@ class Train:
     global_batch_size: int
     objective: Objective | None = None
     accumulation: int = 1
+    fill_batch: bool = False
     seed: int = 0
     log_every: int = 10
     eval_every: int = 0
@@ -301,34 +302,6 @@ class Train:
         if objective is None:
             objective = objective_named(self.model.objective)
         return objective.of(self.model)
-
-
-def refuse(settings: Train, layout: Layout | None, *, microbatches: int) -> Iterator[str]:
-    """A sentence where the batch does not divide.
-
-    Args:
-      settings: the batch and its accumulation.
-      layout: over how many devices the batch is split; None: that is not known.
-      microbatches: of a pipeline.
-    """
-    batch, accumulation = settings.global_batch_size, settings.accumulation
-    devices = 1 if layout is None else layout.batch_devices()
-    times = f"Train.accumulation={accumulation}"
-    if layout is None or layout.mesh.shape["pipe"] == 1:
-        microbatches = 1
-    else:
-        times += f" times Pipeline.microbatches={microbatches}"
-    parts = devices * accumulation * microbatches
-    if batch % parts:
-        over = f"the {devices} devices that split the batch times " if layout is not None else ""
-        rest = devices * microbatches
-        fits = ""
-        if batch % rest == 0:
-            fits = f", or set Train.accumulation={nearest_divisor(batch // rest, accumulation)}"
-        yield (
-            f"Train.global_batch_size={batch} does not divide over {over}{times}; the nearest "
-            f"multiple of {parts} is {nearest_multiple(batch, parts)}{fits}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

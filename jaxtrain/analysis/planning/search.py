@@ -287,7 +287,7 @@ class _Layout:
     """
 
     changes: dict[str, Any]
-    counts: list[dict[str, int]]
+    counts: list[dict[str, Any]]
     least_seconds: float
 
     def __lt__(self, other: "_Layout") -> bool:
@@ -309,6 +309,9 @@ def _allowed(
             refused[said] = refused.get(said, 0) + 1
             continue
         sizes = tuple(value for name, value in mesh.items() if name.startswith("Mesh."))
+        split = mesh["Mesh.data"] * mesh["Mesh.fsdp"] * mesh["Mesh.expert"]
+        rows = config.train.global_batch_size
+        held = math.ceil(rows / split) * split / rows  # of each row, with those that fill a batch
         if sizes not in waits:
             waits[sizes] = _waits(config, {**mesh, **counted[0]}, target, devices)
         for rest in stages_and_policies(config, target, mesh):
@@ -319,7 +322,7 @@ def _allowed(
             key = variant.remat, pipeline.backward, ranks > 1
             if key not in busy:
                 busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
-            least = (busy[key] + waits[sizes]) / (
+            least = (held * busy[key] + waits[sizes]) / (
                 1 - bubble_fraction(pipeline, ranks, stack_costs(config))
             )
             yield _Layout(changes, counted, least)

@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.variants import changed
-from jaxtrain.config.errors import nearest_divisor
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
@@ -155,24 +154,35 @@ def _in_sequence(config: Config) -> bool:
     return config.train.model.inputs in ("tokens", "pairs")
 
 
-def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """Bindings of microbatches, the fewest first: in a pipeline its own, elsewhere accumulation."""
+def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Bindings of microbatches, the fewest first: in a pipeline its own, elsewhere accumulation.
+
+    Where the batch does not divide over the devices, rows fill it, of each size of a microbatch
+    with as few as there can be.
+    """
     split = layout["Mesh.data"] * layout["Mesh.fsdp"] * layout["Mesh.expert"]
-    rows = config.train.global_batch_size // split
+    rows, left = divmod(config.train.global_batch_size, split)
     ranks = layout["Mesh.pipe"]
     if rows == 0:
         # The check says why in its own words.
         yield {"Train.accumulation": 1}
         return
-    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+    fills: dict[str, Any] = {"Train.fill_batch": True} if left else {}
+    rows += bool(left)
+    sizes = range(1, rows + 1)
+    possible = sorted({-(-rows // size) for size in sizes} if left else _divisors(rows))
     if ranks == 1:
-        for count in divisors:
-            yield {"Train.accumulation": count}
+        for count in possible:
+            yield {"Train.accumulation": count, **fills}
         return
     # A bubble of at most a third, where there are rows enough for that; whole rounds if there are.
-    long = [count for count in divisors if count >= 2 * ranks]
+    long = [count for count in possible if count >= 2 * ranks]
     enough = [count for count in long if count % ranks == 0]
     if not enough and layout.get("Pipeline.schedule") != "interleaved":
         enough = long
-    for count in enough or [nearest_divisor(rows, 2 * ranks)]:
-        yield {"Train.accumulation": 1, "Pipeline.microbatches": count}
+    for count in enough or [min(possible, key=lambda count: abs(count - 2 * ranks))]:
+        yield {"Train.accumulation": 1, "Pipeline.microbatches": count, **fills}
+
+
+def _divisors(rows: int) -> set[int]:
+    return {count for count in range(1, rows + 1) if rows % count == 0}

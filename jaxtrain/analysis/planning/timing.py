@@ -51,6 +51,7 @@ from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.program.program import flops_per_step, make_program, resolved
+from jaxtrain.training.program.uneven import filled
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 
@@ -510,8 +511,9 @@ def step_time(
     """
     moved, chip = list(moved), target.chip
     config = resolved(config, chip.kind)
-    flops = executed_flops(config, layout)
     model = flops_per_step(config) / layout.mesh.size
+    config = filled(config, layout)  # the model's FLOPs are of rows that weigh something
+    flops = executed_flops(config, layout)
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)

@@ -26,6 +26,7 @@ from jaxtrain.training.optimizers import optimizer, plateau, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data, named
 from jaxtrain.training.preflight.outlook import Outlook
+from jaxtrain.training.program import uneven
 from jaxtrain.training.program.program import kernel_request
 from jaxtrain.training.settings import Config
 
@@ -165,8 +166,11 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     lambda seen, c: mesh.refuse(c.mesh, seen.devices, usable=seen.usable, model=seen.name),
     lambda seen, c: sharding.refuse(c.sharding, seen.sizes, experts="experts" in seen.logical),
     _lengths,
-    lambda seen, c: settings.refuse(
-        c.train, seen.layout_if_any, microbatches=c.pipeline.microbatches
+    lambda seen, c: uneven.refuse(
+        c.train,
+        seen.layout_if_any,
+        microbatches=c.pipeline.microbatches,
+        exchange=c.exchange.method,
     ),
     lambda seen, c: settings.refuse_best(c.best, c.train),
     lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),

@@ -15,6 +15,7 @@ from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.program import uneven
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
 
@@ -71,9 +72,11 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
 
 
 def notes(config: Config, layout: Layout) -> list[str]:
-    """A sentence for everything that lies on more devices than the configuration says."""
+    """A sentence for everything that lies on more devices than the configuration says, and where
+    rows of the batch weigh nothing."""
     sizes = config.mesh.sizes(layout.mesh.size)
-    return list(dividing.notes(layout, sizes, config.train.model))
+    of_sizes = dividing.notes(layout, sizes, config.train.model)
+    return [*of_sizes, *uneven.notes(config, layout)]
 
 
 @functools.lru_cache(maxsize=16)

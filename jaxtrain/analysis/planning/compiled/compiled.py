@@ -31,6 +31,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program
+from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
 
 # What libtpu is told beside a run's own options (docs/planning.md has the figures).
@@ -95,7 +96,7 @@ def lower(
     """The very step that `jaxtrain train` runs, lowered from shapes: no array is made."""
     step = CompiledStep(make_program(config, layout), options)
     with layout.active():
-        return step.lower(config.train.data.abstract_batch(config.train.global_batch_size))
+        return step.lower(config.train.data.abstract_batch(rows_held(config, layout)))
 
 
 def compile_step(

@@ -23,6 +23,7 @@ from jaxtrain.training.pipeline.image_parts import ImageParts
 from jaxtrain.training.pipeline.pair_parts import PairParts
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.pipeline.text_parts import TextParts
+from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.reduction import summed_once
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
@@ -210,7 +211,7 @@ class Facts:
     @functools.cached_property
     def B(self) -> int:  # noqa: N802
         """Rows that a device computes with at one time."""
-        rows = self.config.train.global_batch_size
+        rows = rows_held(self.config, self.layout)
         return max(rows // (self.devices(self.batch_axes) * self.passes), 1)
 
     @functools.cached_property

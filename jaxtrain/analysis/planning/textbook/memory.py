@@ -28,6 +28,7 @@ from jaxtrain.training.offload.streaming import is_matrix_of_layers, is_pinned
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program, resolved
+from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 
@@ -114,7 +115,7 @@ def argument_bytes(config: Config, layout: Layout) -> Arguments:
     """The state and the batch on one device; equal to what a compiled step says of its arguments
     up to the padding of its tiles."""
     held = _held(_state(_of_state(config)), layout, config.offload)
-    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    batch = config.train.data.abstract_batch(rows_held(config, layout))
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     return dataclasses.replace(held, other=held.other + given // layout.batch_devices())
 
@@ -330,8 +331,8 @@ class _Step:
     @functools.cached_property
     def _rows(self) -> float:
         """Rows of one microbatch on one device."""
-        train = self.config.train
-        return train.global_batch_size / self._microbatches / self.layout.batch_devices()
+        held = rows_held(self.config, self.layout)
+        return held / self._microbatches / self.layout.batch_devices()
 
     @property
     def _copies(self) -> int:
@@ -480,7 +481,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
     layout = on_platform(layout, platform, "planned")
     plain = dataclasses.replace(config, offload=Offload())
     parameters = make_program(plain, layout).plain.abstract_state().params
-    rows = config.train.global_batch_size // config.train.accumulation
+    rows = rows_held(config, layout) // config.train.accumulation
     sizes, pipeline, own = dict(layout.mesh.shape), config.pipeline, layout
     if sizes["pipe"] > 1:
         rows //= pipeline.microbatches

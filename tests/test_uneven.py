@@ -1,0 +1,166 @@
+"""Batches that do not divide over the devices: rows that weigh nothing change nothing."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from jaxtrain import Trainer, load_config
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.plan import plan
+from jaxtrain.analysis.planning.search import search
+from jaxtrain.config.errors import UserError
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.program.uneven import rows_held
+
+# What is left of an update is the gradient: a step of it changes the parameters by 0.1 of it.
+PLAIN = [
+    "Optimizer.name='sgd'", "SGD.momentum=0.0", "Optimizer.learning_rate=0.1",
+    "Optimizer.clip_norm=None", "Optimizer.weight_decay=0.0", "Schedule.name='constant'",
+    "Schedule.warmup_steps=0", "Precision.compute='float32'", "Train.eval_every=0",
+    "Train.save_every=0", "Train.log_every=1",
+]  # fmt: skip
+AXES = ("data", "fsdp", "tensor", "context", "pipe", "expert")
+CONFIGS = {
+    "gpt": ["Train.eval_batches=None"],
+    "moe": [
+        "Mixtral.embed_dim=32", "Mixtral.mlp_dim=32", "Mixtral.num_experts=4",
+        "Mixtral.context_length=32", "TextData.sequence_length=32",
+    ],
+    "vit_digits": ["ViT.num_layers=2"],
+    "mlp_digits": [],
+    "t5_tiny": [
+        "T5.embed_dim=32", "T5.mlp_dim=32", "T5.head_dim=8", "T5.context_length=32",
+        "TextData.sequence_length=32",
+    ],
+}  # fmt: skip
+FILES = {"moe": "mixtral_tiny"}
+
+
+def on(sizes: dict[str, int], more: tuple[str, ...] = ()) -> list[str]:
+    return [*(f"Mesh.{axis}={sizes.get(axis, 1)}" for axis in AXES), *more]
+
+
+def trained(config, rows: int, where: list[str], devices) -> tuple[list[np.ndarray], list, Trainer]:
+    """All parameters after two steps, the losses and what is evaluated."""
+    own = CONFIGS.get(config, CONFIGS["gpt"])
+    bindings = [*PLAIN, "Train.eval_batches=1", *own, f"Train.global_batch_size={rows}"]
+    read = load_config(FILES.get(config, config), [*bindings, *where])
+    trainer = Trainer(read, devices=devices)
+    trainer.train(steps=2)
+    losses = [line["loss"] for line in trainer.history if "loss" in line]
+    if read.train.eval_batches is None:
+        losses.append(trainer.evaluate()["eval_loss"])
+    return list(trainer.weights().values()), losses, trainer
+
+
+@functools.cache
+def alone(config, rows: int, device) -> tuple[list[np.ndarray], list]:
+    return trained(config, rows, on({}), [device])[:2]
+
+
+LOCAL = ("Train.accumulation=3", "Sharding.accumulate='local'")
+PIPED = ("Pipeline.microbatches=2", "Attention.context_parallel='ulysses'")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "more"),
+    [
+        pytest.param("gpt", {"data": 4}, (), marks=SLOW),
+        ("gpt", {"fsdp": 4, "tensor": 2}, ("Train.accumulation=2",)),
+        pytest.param("gpt", {"data": 2, "fsdp": 2}, LOCAL, marks=SLOW),
+        pytest.param("gpt", {"pipe": 2, "data": 2, "context": 2}, PIPED, marks=SLOW),
+        ("moe", {"fsdp": 2, "expert": 4}, ()),
+        pytest.param("mlp_digits", {"data": 8}, (), marks=SLOW),
+        pytest.param("vit_digits", {"data": 2, "fsdp": 2}, ("Train.accumulation=2",), marks=SLOW),
+        pytest.param("t5_tiny", {"fsdp": 4}, (), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_a_filled_batch_trains_as_its_rows_alone_on_one_device(
+    tiny_config, devices, config, sizes, more
+):
+    rows, count = 7, int(np.prod(list(sizes.values())))
+    config = tiny_config if config == "gpt" else config
+    one, expected = alone(config, rows, devices[0])
+    where = on(sizes, (*more, "Train.fill_batch=True"))
+    many, found, trainer = trained(config, rows, where, devices[:count])
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    for a, b in zip(many, one, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
+    held = trainer.abstract_batch().inputs.shape[0]
+    assert held > rows
+    assert held == rows_held(trainer.config, trainer.layout)
+
+
+def test_what_a_filled_batch_is_filled_with_is_said_in_one_line(tiny_config, devices):
+    said = []
+    where = on({"data": 4}, ("Train.global_batch_size=7", "Train.fill_batch=True"))
+
+    class Console:
+        def print(self, text, **_: object) -> None:
+            said.append(text)
+
+    Trainer(load_config(tiny_config, where), devices=devices[:4], console=Console())
+    (line,) = [text for text in said if "global_batch_size" in str(text)]
+    assert line == (
+        "Train.global_batch_size=7 is filled to 8 rows, a multiple of its 4 devices and their "
+        "microbatches: 1 weigh nothing, 12.5% of the work"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "says"),
+    [
+        ("resnet_digits", (), "running statistics of ResNet; the nearest multiple of 4 is 8"),
+        (
+            "mixtral_tiny",
+            ("TextData.separate_documents=False",),
+            "which tell them by TextData.separate_documents=True",
+        ),
+        ("tiny", ("Exchange.method='local_sgd'", "Exchange.period=2"), "replicas of Exchange"),
+        ("tiny", ("Train.noise_scale_every=1", "Train.accumulation=2"), "noise_scale_every=1"),
+    ],
+)
+def test_what_would_count_such_rows_is_refused(tiny_config, config, more, says):
+    name = tiny_config if config == "tiny" else config
+    where = on({"data": 4}, ("Train.global_batch_size=7", "Train.fill_batch=True", *more))
+    with pytest.raises(UserError, match="Train.fill_batch=True .*" + says):
+        preflight.check(load_config(name, where), device_count=4, platform="cpu")
+
+
+def test_a_batch_that_does_not_divide_is_not_filled_unless_asked(tiny_config):
+    where = on({"data": 4}, ("Train.global_batch_size=7",))
+    with pytest.raises(UserError, match="is 8, or fill the batch: Train.fill_batch=True"):
+        preflight.check(load_config(tiny_config, where), device_count=4, platform="cpu")
+
+
+def test_a_plan_counts_the_idle_share(tiny_config):
+    def planned(rows: int):
+        where = on({"data": 2, "fsdp": 3}, (f"Train.global_batch_size={rows}",))
+        config = load_config(tiny_config, [*where, "GPT.embed_dim=48", "Train.fill_batch=True"])
+        return plan(config, "h100:1x6", compile=False)
+
+    filled, whole = planned(8), planned(12)
+    assert filled.time.seconds == whole.time.seconds
+    assert filled.total == whole.total
+    assert filled.tokens_per_second == pytest.approx(whole.tokens_per_second * 8 / 12)
+    assert filled.time.mfu == pytest.approx(whole.time.mfu * 8 / 12)
+    assert any("is filled to 12 rows" in words for words in filled.advice)
+    assert whole.advice == [words for words in filled.advice if "is filled" not in words]
+
+
+def test_what_is_compiled_has_all_rows(tiny_config):
+    where = on({"data": 4}, ("Train.global_batch_size=6", "Train.fill_batch=True"))
+    made = plan(load_config(tiny_config, where), "cpu:4")
+    assert made.compiled.argument_bytes == made.estimate.arguments.total
+
+
+def test_a_search_fills_batches_that_do_not_divide(tiny_config):
+    """4 heads, 2 layers and 8 rows: nothing divides by 5."""
+    found = search(load_config(tiny_config, on({"data": 5})), parse_target("h100:1x5"))
+    assert found.candidates
+    for one in found.candidates:
+        assert "Train.fill_batch=True" in one.bindings
+        assert preflight.check(one.config, device_count=5, platform="gpu", reads_data=False) is None
