@@ -38,6 +38,7 @@ from jaxtrain.run.show.progress import quiet, say, terminal
 from jaxtrain.run.starved import starved
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.settings import Checkpoint, Config, load_config
 
 
@@ -254,7 +255,8 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
         config = load_config(file, bindings, allow_imports=allow_imports)
     # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
     console = console or Console(stderr=True)
-    say(console, *config.notes)
+    of_training = set(notes_of_schedule(config.schedule, config.train.steps))
+    say(console, *(note for note in config.notes if note not in of_training))
     return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
 
 
