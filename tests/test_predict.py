@@ -1,5 +1,7 @@
 """`predict`: the classes of images by name, prepared as in evaluation."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -9,7 +11,9 @@ from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.feed_forward.mlp import MLP
+from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.run import predict as predicting
+from jaxtrain.run.texts import texts_of
 
 CONFIG = """
 Train.model = @ViT()
@@ -153,3 +157,27 @@ def test_vectors_are_scaled_as_the_training_part_was(tmp_path):
     assert (one.name, one.label) == ("vector 1", found[0].label)
     with pytest.raises(UserError, match="vectors of 3 numbers; MLP reads 4"):
         list(predicting.predict(np.zeros(3), model, data, logits, logits, top=1, say=print))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nowhere.txt", "'nowhere.txt': No such file or directory .*; name a file that is there"),
+        (Path("nowhere"), "'nowhere': No such file or directory"),
+        ("latin.txt", "'latin.txt' is not UTF-8 text .byte 1."),
+        ("folder.txt", "'folder.txt': Is a directory"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_no_text(given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes("tésted".encode("latin-1"))
+    Path("folder.txt").mkdir()
+    with pytest.raises(UserError, match=said):
+        list(texts_of([given], BERT()))
+
+
+def test_texts_are_themselves_and_files_what_is_in_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my notes.txt").write_text("from a file")
+    given = ["my notes.txt", "read the notes.txt", "x" * 300 + " y.txt", Path("my notes.txt")]
+    assert list(texts_of(given, BERT())) == ["from a file", *given[1:3], "from a file"]

@@ -1,10 +1,12 @@
 """Texts as `predict` is given them."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
 from jaxtrain.models.model import Model
 
 AT_ONCE = 64  # examples that go through the model together
@@ -14,13 +16,27 @@ def texts_of(given: Sequence[Any], model: Model) -> Iterator[str]:
     """The texts themselves, or those in files.
 
     Raises:
-      UserError: one of them is empty, or no text.
+      UserError: one of them is empty, or no text, or a file that is not there.
     """
     for source in given:
         if not isinstance(source, str | Path):
             raise UserError(f"predict: {type(model).__name__} reads texts; give strings")
-        is_file = str(source).endswith(".txt") and Path(source).is_file()
-        text = (Path(source).read_text("utf-8") if is_file else str(source)).strip()
+        text = _text(source).strip()
         if not text:
             raise UserError("predict: a text is empty; give at least one character")
         yield text
+
+
+def _text(source: str | Path) -> str:
+    """What a file says, or the text itself; a single word that ends in .txt names a file."""
+    name = str(source)
+    names_file = name.endswith(".txt") and (len(name.split()) == 1 or os.path.isfile(name))
+    if not names_file and isinstance(source, str):
+        return source
+    named = f"predict INPUT {name!r}"
+    with refused_path(named, needs="name a file that is there, or give a text"):
+        content = Path(source).read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{named} is not UTF-8 text (byte {error.start})") from error
