@@ -11,12 +11,16 @@ import tokenizers
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.t5 import T5
+from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import raw, read_header, write
 from jaxtrain.run.ancestry import of_published
 from jaxtrain.run.huggingface import receipt
+from jaxtrain.run.huggingface.commands import first_use
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.program import layouts
@@ -300,3 +304,18 @@ def test_a_checkpoint_names_what_it_came_from_through_restart_export_and_import(
     # What is no list of ancestors is passed over.
     (tmp_path / "out" / "parity.json").write_text('{"ancestors": [3]}')
     assert len(of_published(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (BERT(pooling="mean"), "predict --workdir run TEXT"),
+        (BERT(objective="token_classification", num_classes=2), "predict --workdir run TEXT, or"),
+        (BERT(), "eval --workdir run"),
+        (ViT(), "predict --workdir run IMAGE, or eval"),
+        (T5(), "generate --workdir run --prompt TEXT, or eval"),
+        (GPT(), "generate --workdir run --prompt TEXT, or eval"),
+    ],
+)
+def test_an_import_names_the_command_that_asks_such_a_model(model, said):
+    assert first_use(model, Path("run")).startswith(said)

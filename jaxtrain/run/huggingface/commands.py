@@ -3,8 +3,8 @@
 import argparse
 import functools
 
-from jaxtrain.config.buckets import place
-from jaxtrain.models.model import reads_images
+from jaxtrain.config.buckets import Place, place
+from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.huggingface.awq import export_awq
@@ -26,17 +26,26 @@ def import_hf(arguments: argparse.Namespace) -> int:
     say(console, *config.notes)
     workdir = place(arguments.workdir)
     found = import_run(config, workdir, console=console, say=functools.partial(say, console))
-    of_images = reads_images(config.train.model)
-    first = (
-        f"predict --workdir {workdir} IMAGE"
-        if of_images
-        else f"generate --workdir {workdir} --prompt TEXT"
-    )
     say(
         console,
-        f"To go on: jaxtrain {first}, or eval, or train {workdir}/config.gin --workdir {workdir}",
+        f"To go on: jaxtrain {first_use(config.train.model, workdir)}, or train "
+        f"{workdir}/config.gin --workdir {workdir}",
     )
     return DONE if found.passed else FAILED
+
+
+def first_use(model: Model, workdir: Place) -> str:
+    """The commands that ask an imported model for what it tells."""
+    if reads_images(model):
+        return f"predict --workdir {workdir} IMAGE, or eval"
+    if embeds(model):
+        return f"predict --workdir {workdir} TEXT"
+    if reads_tokens(model) and model.objective != "next_token":
+        tells = model.objective == "token_classification"
+        return (
+            f"predict --workdir {workdir} TEXT, or eval" if tells else f"eval --workdir {workdir}"
+        )
+    return f"generate --workdir {workdir} --prompt TEXT, or eval"
 
 
 def export_hf(arguments: argparse.Namespace) -> int:
