@@ -14,13 +14,16 @@ from jax.sharding import PartitionSpec as P
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.pipeline_cycles import Tick, tick_of  # noqa: E402 - after the path
+from benchmarks.overlap import ROWS  # noqa: E402 - after the path
+from benchmarks.pipeline_cycles import Tick, tick_of  # noqa: E402
 from benchmarks.tpu_cycles import expected  # noqa: E402
 from jaxtrain.analysis.planning.compiled.schedule import PEAK, Scheduled  # noqa: E402
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
+from jaxtrain.analysis.planning.variants import refusal  # noqa: E402
 from jaxtrain.parallel.compilation import xla_options  # noqa: E402
 from jaxtrain.training.pipeline.schedules import make_schedule  # noqa: E402
 from jaxtrain.training.pipeline.table import Work  # noqa: E402
+from jaxtrain.training.settings import load_config  # noqa: E402
 
 pytestmark = needs_libtpu
 WIDTH = 1024
@@ -172,6 +175,15 @@ def test_a_pipelines_lockstep_is_the_ideal_and_what_stands_between_actions(name)
     assert tick.lockstep(schedule) == tick.ideal(schedule) + 17 * len(schedule.ticks)
     work = {"zero_bubble": 16 * 4100 + 3 * 2300, "interleaved": (12 * 16 + 3) * 4500}
     assert tick.ideal(schedule) == work.get(name, 19 * 4500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_the_overlap_table_can_run(name):
+    row = ROWS[name]
+    text = ("SOURCE = '.'", "TOKENIZER = 'byte'", "TextData.separate_documents = False")
+    config = load_config(row.config, [*text, *row.bindings])
+    assert refusal(config, parse_target(row.target)) is None
 
 
 _TICK = """HloModule tick

@@ -4,7 +4,7 @@ import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
-from jaxtrain.analysis.planning.compiled.schedule import PEAK, by_launch, seconds_of, walk
+from jaxtrain.analysis.planning.compiled.schedule import PEAK, by_launch, seconds_of, waits, walk
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
@@ -93,6 +93,15 @@ def test_a_collective_waits_for_what_does_not_run_beside_it():
     assert long.waited == pytest.approx(3 * (4 + 3) * product)
     assert short.sent == pytest.approx(3 * 2 * 0.25 * product)
     assert (short.products, short.rest) == (long.products, long.rest)
+
+
+def test_each_kind_of_collective_waits_for_its_own_part():
+    product = run(0.0).products / 3
+    of = collectives(_PROGRAM, {"fsdp": 4})
+    for takes, gather in ((0.25 * product, 0.0), (4 * product, 3 * product)):
+        found = waits(run(takes), of, lambda one, takes=takes: takes)
+        assert found["all-gather", "fsdp"] == pytest.approx((3 * gather, 3 * takes))
+        assert found["all-reduce", "fsdp"] == pytest.approx((3 * takes, 3 * takes))
 
 
 def test_what_stands_in_a_branch_of_a_pipeline_runs_as_often_as_is_given():

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
-from jaxtrain.analysis.planning.compiled.schedule import by_launch, seconds_of, walk
+from jaxtrain.analysis.planning.compiled.schedule import by_launch, seconds_of, waits, walk
 from jaxtrain.analysis.planning.fitted import fitted
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
@@ -21,12 +21,14 @@ class Schedule:
       of_kernels: of hand-written kernels among them.
       waited: for collectives that nothing hides.
       sent: of all collectives.
+      waits: (kind, mesh axis) -> its part of `waited`, and of `sent`.
     """
 
     compute: float
     of_kernels: float
     waited: float
     sent: float
+    waits: dict[tuple[str, str], tuple[float, float]]
 
 
 def scheduled(
@@ -54,10 +56,11 @@ def scheduled(
     def sent(one: Collective) -> float:
         return links.seconds(one.kind, one.axis, one.bytes, sizes, target, config.mesh.dcn)[0]
 
-    moved = by_launch(collectives(text, sizes, counts), sent)
+    of = collectives(text, sizes, counts)
+    moved = by_launch(of, sent)
     price = seconds_of(target, products=shares.products, memory=shares.memory, thorough=thorough)
     runs = walk(text, price, moved, counts).kernels
     found = walk(text, price, moved, counts, kernel=attention / runs if runs else 0.0)
     kernels = attention if runs else 0.0
     compute = found.products + found.rest + kernels
-    return Schedule(compute, kernels, found.waited, found.sent)
+    return Schedule(compute, kernels, found.waited, found.sent, waits(found, of, sent))

@@ -41,6 +41,8 @@ class Scheduled:
       waits_bytes: of their results.
       waited: what these take, and what others take longer than what runs beside them.
       sent: what all collectives take.
+      waited_at: where a collective is launched, or what it calls launches it -> its part of
+        `waited`.
     """
 
     products: float = 0
@@ -51,6 +53,7 @@ class Scheduled:
     waits_bytes: int = 0
     waited: float = 0
     sent: float = 0
+    waited_at: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 # An operation and its cost by shapes, where it has one -> its price; None: it takes no time.
@@ -81,6 +84,36 @@ def walk(
     walked = _Walk(module, costs(module), price, moved, branch_counts, kernel)
     walked.run(module.entry, module.entry, 1, 1, "")
     return walked.found
+
+
+def waits(
+    found: Scheduled, of: list[Collective], seconds: Callable[[Collective], float]
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """(kind, axis) -> what a program's collectives of it are waited for, and take.
+
+    Args:
+      found: of the program.
+      of: its collectives.
+      seconds: as in `by_launch`: arrays that are launched together wait by it.
+    """
+    moved, sums = by_launch(of, seconds), dict.fromkeys(((c.kind, c.axis) for c in of), (0.0, 0.0))
+    part: dict[str, float] = {}  # of each second that a launch takes
+    for here, waited in found.waited_at.items():
+        under = [launch for launch in moved if _is_under(launch, here)]
+        takes = sum(moved[launch] for launch in under)
+        if takes:  # what moves nothing waits for the links alone
+            part |= dict.fromkeys(under, waited / takes)
+    for one in of:
+        waited, sent = sums[one.kind, one.axis]
+        takes = seconds(one)
+        sums[one.kind, one.axis] = (
+            waited + part.get(one.launch, 0.0) * takes, sent + one.count * takes,
+        )  # fmt: skip
+    return sums
+
+
+def _is_under(launch: str, here: str) -> bool:
+    return launch == here or launch.startswith(f"{here}/")
 
 
 def by_launch(found: list[Collective], seconds: Callable[[Collective], float]) -> dict[str, float]:
@@ -151,11 +184,13 @@ class _Walk:
         now = free = 0.0
         ends: dict[str, float] = {}
         held: dict[str, float] = {}
+        launches: dict[str, str] = {}
         for one in self.module.computations[name].instructions.values():
             here, label = f"{path}/{one.name}", one.op_name or op_name
             given = given_count(self.branch_counts, label)
             times = runs if given is None else given * scoped
             if one.opcode.endswith(("-start", "-update")):
+                launches[one.name] = next((launches[of] for of in one.operands if of in held), here)
                 takes = self._links(here)
                 self.found.sent += times * takes
                 takes += sum(held.pop(of, 0.0) for of in one.operands)
@@ -165,7 +200,8 @@ class _Walk:
                     free = ends[one.name] = max(now, free) + takes
             elif one.opcode.endswith("-done"):
                 end = max([now, *(ends.get(operand, 0.0) for operand in one.operands)])
-                self.found.waited += times * (end - now)
+                started = next((launches[of] for of in one.operands if of in launches), here)
+                self._wait_at(started, times * (end - now))
                 now = end
             elif one.opcode in CONTAINERS:
                 now += self._called(one, here, runs, scoped, label)
@@ -177,9 +213,14 @@ class _Walk:
                 self.found.waits += times
                 self.found.waits_bytes += times * sum(tensor.bytes for tensor in one.tensors)
                 end = max(now, free) + takes
-                self.found.waited += times * (end - now)
+                self._wait_at(here, times * (end - now))
                 now = free = end
         return now
+
+    def _wait_at(self, launch: str, takes: float) -> None:
+        self.found.waited += takes
+        if takes:
+            self.found.waited_at[launch] = self.found.waited_at.get(launch, 0.0) + takes
 
     def _called(self, one: Instruction, here: str, runs: int, scoped: int, label: str) -> float:
         """How long what an operation calls takes."""
@@ -218,11 +259,7 @@ class _Walk:
 
     def _links(self, here: str) -> float:
         """Of what an operation launches itself, or in what it calls."""
-        return sum(
-            takes
-            for launch, takes in self.moved.items()
-            if launch == here or launch.startswith(f"{here}/")
-        )
+        return sum(takes for launch, takes in self.moved.items() if _is_under(launch, here))
 
 
 def _waits(one: Instruction) -> bool:
