@@ -129,6 +129,13 @@ def test_a_network_of_one_s_own_is_that_of_its_adapters():
             parse_target("h100:4x8", network=wrong)
 
 
+def test_disks_of_one_s_own():
+    assert parse_target("v5e:2x2", disk=12).chip.disk_bandwidth == 12e9
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="--disk="):
+            parse_target("v5e:2x2", disk=wrong)
+
+
 def test_what_the_cuda_plugin_cannot_compile_is_planned_by_closed_forms():
     with pytest.raises(NoCompilerError, match="'mi300x:1x8': no compiler for it comes with JAX's"):
         target_devices(parse_target("mi300x:1x8"))

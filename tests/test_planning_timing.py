@@ -12,6 +12,7 @@ from test_planning_memory import TINY_GPT, T, config_of
 from jaxtrain.analysis.planning.fitted import FITTED, error_bar
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
+from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.timeline import simulate
@@ -404,6 +405,21 @@ def test_a_state_on_the_host_is_read_before_it_is_updated():
     assert scalars < 100
     time = step_time(one, layout, V5E, [], update_bytes=0, to_host=needed.to_host)
     assert time.exposed == pytest.approx(needed.to_host[1] / 1.5e10)
+
+
+@pytest.mark.parametrize("disk", [None, 2.5])
+def test_a_state_on_disks_is_read_and_written_before_the_next_step(disk):
+    """adamw's moments, as large as the parameters each, both ways."""
+    one = config({"fsdp": 4}, offload=Offload(optimizer_state="disk"))
+    layout, target = abstract_layout(one, 4), parse_target("v5e:2x2", disk=disk)
+    needed = memory(one, layout, "tpu")
+    moments = 2 * memory(config({"fsdp": 4}), layout, "tpu").arguments.params  # both of float32
+    assert needed.arguments.disk == moments
+    sizes = {"update_bytes": 0, "on_disk": needed.arguments.disk}
+    time = step_time(one, layout, target, [], **sizes)
+    assert time.exposed == pytest.approx(2 * moments / ((disk or 5) * 1e9))
+    assert f"{disk or 5:g} GB/s a device of its host's disks" in time.assumptions[0]
+    assert price(one, target).time.exposed > time.exposed
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,13 @@ def plan(arguments: argparse.Namespace) -> int:
     """Plans a run for machines that need not be there, or for a budget of FLOPs."""
     console = terminal()
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
-    targets = [parse_target(name, network=arguments.network) for name in arguments.target]
+    given = {"network": arguments.network, "disk": arguments.disk}
+    targets = [parse_target(name, **given) for name in arguments.target]
     if arguments.budget is not None:
         budget = plan_budget(arguments.budget)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
         others |= {"--png": picture, "--search": arguments.search, "--tokens": arguments.tokens}
-        others |= {"a second --target": len(targets) > 1}
+        others |= {"a second --target": len(targets) > 1, "--disk": arguments.disk}
         if not targets:
             others |= {"--price": arguments.price, "--network": arguments.network}
         if ignored := [name for name, value in others.items() if value]:
@@ -130,6 +131,7 @@ def _plan(
         price=arguments.price,
         tokens=arguments.tokens,
         network=arguments.network,
+        disk=arguments.disk,
         progress=progress,
     )
 

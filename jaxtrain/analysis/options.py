@@ -46,6 +46,12 @@ def add_analysis_commands(add: Add) -> None:
     command.add_argument(
         "--network", type=float, metavar="GBITS", help="Gb/s of each device between hosts or slices"
     )
+    command.add_argument(
+        "--disk",
+        type=float,
+        metavar="GBYTES",
+        help="GB/s each device has of its host's disks, for Offload.optimizer_state='disk'; 5",
+    )
     command.add_argument("--json", metavar="FILE", help="write everything into this file too")
     command.add_argument(
         "--png", metavar="FILE", help="draw memory, time and traffic into this file"

@@ -54,6 +54,11 @@ class Slices:
     compiler_s_name: str | None = None
 
 
+# An NVMe SSD for each device, as a DGX has eight for its GPUs: as much read at 6.8 GB/s as is
+# written at 4.0 (Samsung's PM9A3, data sheet). No figure of a chip: `plan --disk` replaces it.
+DISK_BANDWIDTH = 5e9
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """What one JAX device of a chip can do; None where it is not known or does not apply.
@@ -77,6 +82,7 @@ class Chip:
       dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for what
         is in no machine with a network of its own.
       host_bandwidth: bytes/s between a device's memory and its host's, each way.
+      disk_bandwidth: bytes/s per device of its host's disks, reads and writes together.
       devices: JAX devices of one chip.
       watts: its power limit; None where none is published.
       most_together: GPUs that one switch, or one host's PCIe, joins at most.
@@ -98,6 +104,7 @@ class Chip:
     links: int
     dcn_bandwidth: float | None
     host_bandwidth: float | None = None
+    disk_bandwidth: float = DISK_BANDWIDTH
     devices: int = 1
     watts: float | None = None
     most_together: int = 8

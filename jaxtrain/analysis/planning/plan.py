@@ -39,6 +39,7 @@ def plan(
     price: float | None = None,
     tokens: float | None = None,
     network: float | None = None,
+    disk: float | None = None,
     progress: Progress = lambda words: contextlib.nullcontext(),
 ) -> Plan:
     """What the train step of a configuration needs on a machine that need not be there.
@@ -55,6 +56,7 @@ def plan(
       price: dollars of one device for an hour, for what the whole run costs.
       tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
       network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
+      disk: GB/s that each device has of its host's disks, for a state in files; None: 5.
       progress: called with what is going to be done, for the time that takes.
 
     Raises:
@@ -62,7 +64,7 @@ def plan(
         configuration cannot run, or a number is not finite and above 0.
     """
     refuse_amounts(price, tokens)
-    machine = parse_target(target, network=network)
+    machine = parse_target(target, network=network, disk=disk)
     machine = with_memory(machine, config.train.gpu_memory_fraction)
     if thorough and not compile:
         raise UserError(
@@ -150,6 +152,7 @@ def _plan(
         moved or textbook,
         update_bytes=estimate.update_bytes,
         to_host=estimate.to_host,
+        on_disk=estimate.arguments.disk,
         text=compiled.text if compiled else "",
         thorough=effort == "thorough",
     )

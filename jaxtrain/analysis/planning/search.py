@@ -80,7 +80,7 @@ def price(
     moved = [*expected(config, layout), *between_layers(config, layout)]
     time = step_time(
         config, layout, target, moved,
-        update_bytes=needed.update_bytes, to_host=needed.to_host,
+        update_bytes=needed.update_bytes, to_host=needed.to_host, on_disk=needed.arguments.disk,
     )  # fmt: skip
     return Price(needed, time, target.chip.hbm_bytes, devices)
 

@@ -1,7 +1,7 @@
 """Predicts the time of a train step, piece by piece, by a formula of few terms.
 
     C    = P / (s_p peak) + A / (s_a peak) + (c X + U) / (h HBM)
-    E    = k min(W, C) + max(W - C, 0) + t N + R + D + H
+    E    = k min(W, C) + max(W - C, 0) + t N + R + D + H + F
     H    = max(O - C / 3, 0) + max(O - 2 C / 3, 0) + S
     step = (C + E) / (1 - bubble) (1 + g log2 slices)
 
@@ -11,7 +11,8 @@ section 3.1); X the bytes of activations that products read and write; U those o
 and written once. W seconds of what moves weights and gradients, and of permutes; N of what moves
 activations over `tensor`; R of the other collectives; D between slices. O of activations that go to
 the host's memory, beside the forward pass, a third of C, and come back beside the backward pass; S
-of a state that comes from there for the update, and goes back at the same time.
+of a state that comes from there for the update, and goes back at the same time. F of a state in
+files, all of which the update reads and writes again.
 
 The capitals but C, E and H are counted. The shares s, h and k, t, c, g are fitted on published runs
 (`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of ours.
@@ -375,6 +376,7 @@ class Pieces:
       between: D.
       offloaded: O.
       streamed: S.
+      filed: F.
       bubble: the idle share of the pipeline's schedule.
       slices: over which the mesh goes.
       portable: whether attention's kernel is written for no generation of chips.
@@ -391,6 +393,7 @@ class Pieces:
     between: float
     offloaded: float
     streamed: float
+    filed: float
     bubble: float
     slices: int
     portable: bool
@@ -419,7 +422,7 @@ class Pieces:
         """Of E, what leaves the slice, and what leaves the device for its host."""
         forward, backward = compute / 3, 2 * compute / 3
         hosts = max(self.offloaded - forward, 0) + max(self.offloaded - backward, 0)
-        return self.between + hosts + self.streamed
+        return self.between + hosts + self.streamed + self.filed
 
     def stretched(self, shares: Fitted, busy: float) -> float:
         """A step that is busy for so long: with the bubble, and the wait for the slowest slice."""
@@ -439,6 +442,7 @@ def pieces(
     peak: float,
     update_bytes: int,
     to_host: tuple[int, int] = (0, 0),
+    on_disk: int = 0,
 ) -> Pieces:
     """Counts a step; arguments as of `step_time`, and the peak FLOP/s of the compute dtype."""
     sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
@@ -477,6 +481,7 @@ def pieces(
         between=between,
         offloaded=to_host[0] / (target.chip.host_bandwidth or math.inf),
         streamed=to_host[1] / (target.chip.host_bandwidth or math.inf),
+        filed=2 * on_disk / target.chip.disk_bandwidth,
         bubble=bubble_fraction(config.pipeline, sizes["pipe"], stack_costs(config)),
         slices=math.prod(config.mesh.dcn.values()),
         portable=config.attention.kernel == PORTABLE,
@@ -492,6 +497,7 @@ def step_time(
     *,
     update_bytes: int,
     to_host: tuple[int, int] = (0, 0),
+    on_disk: int = 0,
     text: str = "",
     thorough: bool = False,
 ) -> StepTime:
@@ -506,6 +512,7 @@ def step_time(
         update reads and writes once.
       to_host: bytes of activations that go to the host's memory and come back, and of a state that
         is read from there (`Memory.to_host`).
+      on_disk: bytes of a state in files, which the update reads and writes.
       text: of the compiled program, whose own schedule then counts; "" without one.
       thorough: whether it was compiled as for a run.
     """
@@ -519,8 +526,9 @@ def step_time(
         words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
         return StepTime(None, None, None, None, flops, model, None, {}, None, words)
     counted = pieces(
-        config, layout, target, moved, peak=peak, update_bytes=update_bytes, to_host=to_host
-    )
+        config, layout, target, moved, peak=peak,
+        update_bytes=update_bytes, to_host=to_host, on_disk=on_disk,
+    )  # fmt: skip
     shares = fitted(target)
     assumed = _assumptions(config, target, peak, compiled=bool(text))
     bar = error_bar(target)
@@ -567,7 +575,11 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         within = "closed forms, which alone were held against them"
     untimed = ()
     if config.offload.optimizer_state == "disk":
-        untimed = ("the time in which state comes from disks and goes back is not in it",)
+        rate_of_disk = f"{chip.disk_bandwidth / 1e9:.3g} GB/s"
+        untimed = (
+            f"{rate_of_disk} a device of its host's disks (--disk), reads and writes together: the "
+            "state waits for the gradients",
+        )
     if config.offload != Offload() or config.remat.offloads:
         link = f"{(chip.host_bandwidth or 0) / 1e9:.0f} GB/s each way"
         untimed = (

@@ -44,17 +44,18 @@ class Target:
         return math.prod(self.shape) * self.chip.devices
 
 
-def parse_target(target: str, *, network: float | None = None) -> Target:
+def parse_target(target: str, *, network: float | None = None, disk: float | None = None) -> Target:
     """The machine that a target such as "v5e:2x4", "h100:2x8" or "cpu:8" names.
 
     Args:
       target: as it is written after --target; a host of GPUs is what one switch joins, so that a
         GB200 rack is "gb200:1x72".
       network: Gb/s of each device between hosts or slices; None: as in `CHIPS`.
+      disk: GB/s that each device has of its host's disks; None: `chips.DISK_BANDWIDTH`.
 
     Raises:
       UserError: it is not written so, the chip is unknown, there is no such grid of it, or
-        `network` is no finite number above 0.
+        `network` or `disk` is no finite number above 0.
     """
     name, _, grid = target.partition(":")
     chip = CHIPS.get(name)
@@ -72,6 +73,12 @@ def parse_target(target: str, *, network: float | None = None) -> Target:
                 f"--network={network:g}; use the Gb/s of each device's adapter, such as 400"
             )
         chip = dataclasses.replace(chip, dcn_bandwidth=network * 1e9 / 8)
+    if disk is not None:
+        if not (math.isfinite(disk) and disk > 0):
+            raise UserError(
+                f"--disk={disk:g}; use the GB/s that each device has of its host's disks, such as 5"
+            )
+        chip = dataclasses.replace(chip, disk_bandwidth=disk * 1e9)
     if re.fullmatch(r"\d+(x\d+)*", grid) is None:
         example = chip.slices.grids[1] if chip.slices else _EXAMPLES[chip.kind](chip)
         raise UserError(
