@@ -1,5 +1,6 @@
 """`jaxtrain plan` from end to end: the object, its JSON, tables, picture and command."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,7 @@ from conftest import needs_libtpu
 
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
+from jaxtrain.analysis.planning.compiled.compiled import Compiled
 from jaxtrain.analysis.planning.fitted import FITTED
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
 from jaxtrain.config.errors import NoCompilerError, UserError
@@ -144,6 +146,27 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
     assert "closed forms" in table
     assert "are attention's kernels" in table
     assert "Assumed: 100% of 197 TFLOP/s (bfloat16) in products" in table
+
+
+@pytest.mark.parametrize(
+    ("target", "temporaries", "verdict"),
+    [
+        ("h100:1x4", 2**40, "compiles, but would run out of memory"),
+        ("h100:1x4", 2**20, "fits"),
+        ("v5e:2x2", 2**40, "fits"),  # its compiler would have refused it
+    ],
+)
+def test_a_program_that_compiles_is_never_said_not_to_fit(llama_file, target, temporaries, verdict):
+    config = load_config(llama_file, ["Attention.kernel='auto'"])
+    estimate = plan(config, target=target, compile=False)
+    compiled = Compiled(
+        argument_bytes=2**20, temp_bytes=temporaries, live_bytes=None, unaliased_bytes=0,
+        host_bytes=0, refusal=None, text="", warnings=(), seconds=1.0,
+    )  # fmt: skip
+    report = dataclasses.replace(estimate, compiled=compiled)
+    assert report.verdict == verdict
+    assert f"{verdict.upper()}: " in report.table()
+    assert ("compiler refuses no program" in report.table()) == (not report.fits)
 
 
 @needs_libtpu

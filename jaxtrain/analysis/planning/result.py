@@ -100,6 +100,15 @@ class Plan:
             return True  # its compiler refuses what does not fit
         return self.target.chip.hbm_bytes is None or self.total <= self.target.chip.hbm_bytes
 
+    @property
+    def verdict(self) -> str:
+        """`fits` in words; a compiler that takes a program does not say that it fits too."""
+        if self.fits:
+            return "fits"
+        if self.compiled is None or self.compiled.refusal is not None:
+            return "does not fit"
+        return "compiles, but would run out of memory"
+
     @functools.cached_property
     def buffers(self) -> list[Buffer]:
         """The arrays alive at the program's fullest moment, largest first; [] for an estimate."""
@@ -256,8 +265,7 @@ class Plan:
 
     def __repr__(self) -> str:
         # Not the fields: a notebook keeps this text, and the compiled program has megabytes.
-        fits = "fits" if self.fits else "does not fit"
-        return f"Plan({self.target.name}, {self.total:,} bytes a device, {fits})"
+        return f"Plan({self.target.name}, {self.total:,} bytes a device, {self.verdict})"
 
 
 def moved_by(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:

@@ -43,11 +43,16 @@ def _head(console: Console, plan: "Plan") -> None:
     if chip.hbm_bytes is None:
         say(console, f"Memory: {human_bytes(plan.total)} a device")
         return
-    verdict = "FITS" if plan.fits else "DOES NOT FIT"
     needs = f"{human_bytes(plan.total)} of {human_bytes(chip.hbm_bytes)} a device"
-    say(console, f"{verdict}: {needs}")
+    say(console, f"{plan.verdict.upper()}: {needs}")
     if plan.compiled is not None and plan.compiled.refusal:
         say(console, f"The compiler says: {plan.compiled.refusal}")
+    elif plan.compiled is not None and not plan.fits:
+        say(
+            console,
+            "A GPU's compiler refuses no program for its size: its arguments and what it reserves "
+            "beside them are more than programs get there (Train.gpu_memory_fraction)",
+        )
 
 
 def memory_parts(plan: "Plan") -> dict[str, int]:

@@ -70,7 +70,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
             blank = ["-"] * (1 + len(columns))
             table.add_row(entry.target, *map(escape, entry.values.values()), *blank, "refused")
             continue
-        remark = "" if plan.fits else "does not fit"
+        remark = "" if plan.fits else plan.verdict
         if plan is fastest and len(made) > 1:
             remark = "fastest"
         cells = [written_mesh(plan.layout.mesh.shape), *_numbers(plan, priced=priced)]
