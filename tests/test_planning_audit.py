@@ -115,6 +115,23 @@ def test_shards_padded_to_whole_tiles_are_the_textbook_s_up_to_a_thirty_second()
     assert [row.explained for row in rows] == [False, True]
 
 
+def test_after_a_padded_scatter_less_than_a_shard_moves_back_once():
+    expected = [meant("reduce-scatter", "fsdp", 2, 320, "gradients: token_embedding")]
+    scatter = moved("reduce-scatter", "fsdp", 2, 324)
+    for found, explained in (
+        (moved("collective-permute", "fsdp", 2, 80), True),
+        (moved("collective-permute", "fsdp", 3, 80), False),
+        (moved("collective-permute", "fsdp", 2, 81), False),  # a whole shard
+        (moved("collective-permute", "data", 2, 80), False),
+    ):
+        rows = [row for row in audit([scatter, found], expected, SIZES) if row.kind == found.kind]
+        assert all(row.explained for row in rows) is explained
+        assert sum(row.bytes for row in rows) == found.total_bytes
+    assert all(row.explained for row in audit([scatter], expected, SIZES))
+    (row,) = audit([moved("collective-permute", "fsdp", 2, 80)], [], SIZES)
+    assert not row.explained  # nothing was padded
+
+
 def test_a_gather_written_as_a_sum_is_a_gather():
     expected = [meant("all-gather", "fsdp", 1, 25, "replicas: scales")]
     row = one(audit([moved("all-reduce", "fsdp", 1, 100)], expected, SIZES))

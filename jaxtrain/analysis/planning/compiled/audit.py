@@ -60,7 +60,8 @@ def audit(
     - the arrays of several layers as one;
     - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
       see it), which sends twice as much; a gather as an all-reduce likewise;
-    - a reduce-scatter of shards that were padded to whole tiles, by up to 1/32;
+    - a reduce-scatter of shards that were padded to whole tiles, by up to 1/32, and one permute of
+      less than a shard after it, since shards without padding begin elsewhere;
     - a reduce-scatter along some axes and the all-reduce of its parts along others as one
       all-reduce along all of them;
     - on a CPU, bfloat16 as float32, in any of these forms.
@@ -79,7 +80,8 @@ def audit(
     left = [_Left(one, one.count) for one in found]
     exact = [functools.partial(match, exact=True) for match in (matching.same, matching.stacked)]
     forms = (
-        *exact, matching.same, matching.stacked, matching.padded, matching.whole, matching.joined
+        *exact, matching.same, matching.stacked, matching.padded, matching.shifted, matching.whole,
+        matching.joined,
     )  # fmt: skip
     if widens:
         left = _matched(map(_narrowed, left), forms)
@@ -145,6 +147,7 @@ class _Matching:
     def __init__(self, open_: list[_Open], sizes: Mapping[str, int]) -> None:
         self.open, self.sizes = open_, sizes
         self.rows: list[Row] = []
+        self.shifts: list[_Open] = []  # of at most so many bytes
 
     def devices(self, axis: str) -> int:
         """Devices along an axis, or along several joined by "+"."""
@@ -189,6 +192,25 @@ class _Matching:
                 taken = min(count, other.count)
                 cause = f"{other.expected.cause} (padded to whole tiles)"
                 self._take(left, other, taken, taken, cause)
+                shard = one.bytes // self.devices(one.axis)
+                moved = dataclasses.replace(
+                    other.expected,
+                    kind="collective-permute",
+                    bytes=shard,
+                    cause=f"{cause[:-1]}: rows moved back)",
+                )
+                self.shifts.append(_Open(moved, taken))
+                count -= taken
+        return _rest(left, count)
+
+    def shifted(self, left: _Left) -> list[_Left]:
+        """Rows of a padded shard that lie on another device without padding."""
+        one, count = left.found, left.count
+        for other in self.shifts:
+            fits = (other.expected.kind, other.expected.axis) == (one.kind, one.axis)
+            if count and other.count and fits and one.bytes < other.expected.bytes:
+                taken = min(count, other.count)
+                self._take(left, other, taken, taken, other.expected.cause, 0)
                 count -= taken
         return _rest(left, count)
 
