@@ -1,5 +1,6 @@
 """GPT and Llama equal transformers, are causal, keep documents apart, and generate with a cache."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_sparse_attention import PATTERNS, keys_of
 from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, some_tokens, split
 
 from jaxtrain.nn import mlp, transformer
@@ -139,6 +141,45 @@ def test_logits_equal_transformers(name: str) -> None:
     np.testing.assert_allclose(
         logits(name, params, tokens, places(2, C), None), expected, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("sparse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["dilated", *(pytest.param(n, marks=pytest.mark.slow) for n in PATTERNS
+                          if n != "dilated")],
+)  # fmt: skip
+def test_llama_with_a_pattern_equals_transformers_with_its_dense_mask(
+    name: str, kernel: str
+) -> None:
+    """What is added to their scores is the logarithm of how often the papers' sets have a key."""
+    torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+    model, tokens = peer("llama"), some_tokens(2, C)
+    pattern = PATTERNS[name]
+    counts_NTT = np.zeros((N, C, C))
+    for head, place in np.ndindex(N, C):
+        np.add.at(counts_NTT[head, place], keys_of(pattern, place, head), 1)
+    assert (counts_NTT == 0).sum() > N * C * (C - 1) // 2  # more than a causal mask hides
+    with np.errstate(divide="ignore"), torch.no_grad():
+        added = torch.tensor(np.maximum(np.log(counts_NTT), -1e9), dtype=torch.float32)
+        given = {"attention_mask": added.expand(2, N, C, C)}
+        expected = model(torch.tensor(tokens, dtype=torch.long), **given).logits.numpy()
+    values = translate("llama", model)
+    sizes = dataclasses.replace(MODELS["llama"], attention_pattern=pattern)
+    ours = jax.tree_util.tree_map_with_path(
+        lambda path, v: v.replace(jnp.asarray(values[name_of(path)])),
+        split("llama")[1],
+        is_leaf=is_variable,
+    )
+
+    @jax.jit
+    def told(params: Any) -> jax.Array:
+        module = nnx.merge(nnx.split(nnx.eval_shape(sizes.build, jax.random.key(0)))[0], params)
+        h_BTD = transformer.hidden(module, tokens, places(2, C), Mask(), Execution(kernel=kernel))[
+            0
+        ]
+        return transformer.logits(module, h_BTD)
+
+    np.testing.assert_allclose(told(ours), expected, rtol=1e-4, atol=1e-4)
 
 
 # -- who sees whom --------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
-from conftest import make_layout
+from conftest import make_layout, make_program, text_batch
 from flax import nnx
 from test_attention import assert_equal, documents, inputs, value_and_grads
 from tiny_models import places, some_tokens
@@ -18,7 +19,8 @@ from tiny_models import places, some_tokens
 from jaxtrain.analysis.planning.timing import row_flops
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
-from jaxtrain.models.weights import gpt2
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.weights.family import family_for
 from jaxtrain.nn import transformer
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
@@ -235,17 +237,22 @@ def test_on_a_mesh_equals_its_dense_mask(sizes: dict[str, int], name: str, kerne
 # -- a model ---------------------------------------------------------------------------------------
 
 
+WITH_PATTERNS: dict[str, Any] = {
+    "gpt": GPT(vocab_size=61, num_layers=2, embed_dim=32, num_heads=N, context_length=24),
+    "llama": Llama(vocab_size=64, num_layers=2, embed_dim=32, num_heads=N, num_kv_heads=K,
+                   mlp_dim=48, context_length=24),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", WITH_PATTERNS)
 @pytest.mark.parametrize(
     "name",
     ["fixed", *(pytest.param(n, marks=pytest.mark.slow) for n in PATTERNS if n != "fixed")],
 )
-def test_with_a_cache_equals_without(name: str) -> None:
+def test_with_a_cache_equals_without(name: str, model: str) -> None:
     """Padding before one of the texts, as generation has it; without a cache there is none."""
     T, prompt, padding = 17, 9, 3
-    sizes = GPT(
-        vocab_size=61, num_layers=2, embed_dim=32, num_heads=N, context_length=24,
-        attention_pattern=PATTERNS[name],
-    )  # fmt: skip
+    sizes = dataclasses.replace(WITH_PATTERNS[model], attention_pattern=PATTERNS[name])
     structure, params = nnx.split(jax.jit(sizes.build)(jax.random.key(0)))
     params = jax.jit(lambda drawn: jax.tree.map(lambda x: x * 5, drawn))(params)
     tokens_BT = some_tokens(2, T)
@@ -271,6 +278,29 @@ def test_with_a_cache_equals_without(name: str) -> None:
     found_BTD = np.concatenate(found, axis=1)
     np.testing.assert_allclose(found_BTD[1:, padding:], expected, rtol=1e-4, atol=1e-5)
     assert np.abs(np.asarray(expected)).std() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"tensor": 2, "context": 2}, "fixed"),
+        pytest.param({"context": 2, "fsdp": 2}, "strided", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "fsdp": 2}, "longformer", marks=pytest.mark.slow),
+    ],
+    ids=["tensor-ulysses", "ulysses", "tensor"],
+)
+def test_llama_on_a_mesh_equals_its_dense_mask_on_one_device(
+    sizes: dict[str, int], name: str
+) -> None:
+    """Rotary positions and grouped keys, loss and gradients of packed rows."""
+    model = dataclasses.replace(WITH_PATTERNS["llama"], attention_pattern=PATTERNS[name])
+    batch = text_batch(rows=4, length=24, vocab_size=61)
+    expected = parity.evaluate(
+        make_program(model, make_layout(), execution=Execution(kernel="reference")), batch
+    )
+    execution = Execution(kernel="sparse", context_parallel="ulysses")
+    found = parity.evaluate(make_program(model, make_layout(**sizes), execution=execution), batch)
+    parity.assert_equal(found, expected)
 
 
 # -- how much work ---------------------------------------------------------------------------------
@@ -426,9 +456,16 @@ def test_refusals(name: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_no_model_of_hugging_face_has_them() -> None:
-    assert gpt2.FAMILY.write(GPT()) is not None
-    assert gpt2.FAMILY.write(GPT(attention_pattern=FixedPattern())) is None
+@pytest.mark.parametrize("model", [GPT, Llama])
+def test_no_model_of_hugging_face_has_them(model: Any) -> None:
+    assert family_for(model(), None)
+    with pytest.raises(UserError, match=r"with these settings is no architecture that is known"):
+        family_for(model(attention_pattern=FixedPattern()), None)
+
+
+def test_a_window_beside_a_pattern_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Llama.sliding_window=8 with Llama.attention_pattern=@Fi"):
+        Llama(sliding_window=8, attention_pattern=FixedPattern())
 
 
 def test_patterns_of_causal_attention_are_refused_without() -> None:

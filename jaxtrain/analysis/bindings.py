@@ -75,7 +75,7 @@ def page() -> str:
         "Sections": sections(),
         "Update rules, for `Optimizer.name`": list(rules().values()),
         "Models, for `Train.model`": models(),
-        "Patterns, for `GPT.attention_pattern`": patterns(),
+        "Patterns, for `GPT.attention_pattern` and `Llama.attention_pattern`": patterns(),
         "Objectives, for `Train.objective`": objectives(),
         "Data, for `Train.data`": sources(),
         "Parts of data": parts_of_sources(),

@@ -12,7 +12,9 @@ from jaxtrain.config.errors import (
 )
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
+from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.grouped_query import GroupedQuery, Local
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.rotary import Rotary, Rotations, Yarn
 
@@ -125,6 +127,11 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
         )
 
     @property
+    def attention_pattern(self) -> Pattern | None:
+        """Which of the tokens before it a query sees; None: all of them, or of a window."""
+        return None
+
+    @property
     def attention_softcap(self) -> float | None:
         """The bound that scores are flattened towards; None: none."""
         return None
@@ -165,6 +172,14 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
             raise UserError(
                 f"{name}.sliding_window={self.sliding_window}; use None or at least 1 token"
             )
+        if self.sliding_window is not None and self.attention_pattern is not None:
+            raise UserError(
+                f"{name}.sliding_window={self.sliding_window} with {name}.attention_pattern=@"
+                f"{type(self.attention_pattern).__name__}(): use one of them; @LongformerPattern() "
+                "has a window"
+            )
+        for said in patterns.refuse(self.attention_pattern, num_heads=self.num_heads, model=name):
+            raise UserError(said)
         if self.rope_scaling < 1:
             raise UserError(f"{name}.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")
         turned = int(self.key_dim * self.rope_fraction)
@@ -199,6 +214,7 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
             key_dim=self.key_dim,
             value_dim=self.key_dim,
             window=self.sliding_window,
+            pattern=self.attention_pattern,
             layers_differ=self.local is not None,
             softcap=self.attention_softcap,
             sinks=self.sinks,
@@ -239,6 +255,7 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
             turned=None if self.rope_fraction == 1 else int(self.key_dim * self.rope_fraction),
             query_scale=self.query_scale,
             local=self.local,
+            pattern=self.attention_pattern,
             softcap=self.attention_softcap,
             sinks=self.sinks,
             out_bias=self.out_bias,

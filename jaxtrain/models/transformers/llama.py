@@ -7,6 +7,7 @@ import dataclasses
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.mlp import SwiGLU
 
@@ -37,6 +38,8 @@ class Llama(GroupedQuerySizes):
       rope_fraction: which part of each head is turned, its first dimensions (Phi, GPT-NeoX).
       sliding_window: tokens a query sees back, itself included (Mistral, arXiv 2310.06825); None
         is all of them.
+      attention_pattern: which of the tokens before it a query sees, as of `GPT`; None is all of
+        them, or of a window.
       qkv_bias: queries, keys and values have biases (Qwen 2, arXiv 2407.10671).
       qk_norm: each head of queries and keys is normed before it is turned (Qwen 3, arXiv
         2505.09388).
@@ -60,6 +63,7 @@ class Llama(GroupedQuerySizes):
     rope_original_context_length: int = 8192
     rope_fraction: float = 1.0
     sliding_window: int | None = None
+    attention_pattern: Pattern | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     norm_eps: float = 1e-5

@@ -115,8 +115,11 @@ def family_for(model: Model, preferred: str | None) -> tuple[Family, dict[str, A
       UserError: there is none.
     """
     fitting = []
+    # No architecture there has a pattern of sparse attention.
+    has_pattern = model.attention is not None and model.attention.pattern is not None
     for family in families():
-        said = family.write(model) if isinstance(model, family.model) else None
+        fits = isinstance(model, family.model) and not has_pattern
+        said = family.write(model) if fits else None
         if said is not None:
             fitting.append((family, dict(said)))
     if not fitting:

@@ -48,8 +48,6 @@ def _read(asked: Asked) -> Mapping[str, Any]:
 
 
 def _write(model: GPT) -> Mapping[str, Any] | None:
-    if model.attention_pattern is not None:
-        return None
     return {
         "vocab_size": model.vocab_size,
         "n_layer": model.num_layers,

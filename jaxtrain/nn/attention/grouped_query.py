@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution, taken
 from jaxtrain.nn.layers import add_bias, rotate
@@ -54,6 +55,7 @@ class GroupedQuery:
       turned: dimensions of each head that positions turn, its first ones; None: all of them.
       query_scale: what queries are multiplied by, beside the 1 / sqrt(head_dim) of all attention.
       local: which layers have another window and other rotations than these; None: all are alike.
+      pattern: which of the tokens before it a query sees, in place of a window; None: all.
       softcap: the bound that scores are flattened towards; None: none.
       sinks: whether each head has the score of a key without a value, learned (arXiv 2309.17453).
       out_bias: whether the projection back has a bias.
@@ -71,6 +73,7 @@ class GroupedQuery:
     turned: int | None = None
     query_scale: float = 1.0
     local: Local | None = None
+    pattern: Pattern | None = None
     softcap: float | None = None
     sinks: bool = False
     out_bias: bool = False
@@ -113,9 +116,12 @@ class GroupedQuery:
 
         Source: arXiv 2204.02311, appendix B, halved for causal attention. Grouped-query attention
         does the products of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
-        all of them are T / 2. The mean over layers, where some of them have a window.
+        all of them are T / 2. The mean over layers, where some of them have a window. A pattern
+        leaves the mean number of keys that it shows.
         """
         T = sequence_length
+        if self.pattern is not None:
+            return 12 * self.num_heads * self.head_dim * self.pattern.mean_keys(T)
 
         def keys(window: int | None) -> float:
             seen = T if window is None else min(window, T)
@@ -163,7 +169,7 @@ class GroupedQuery:
 
         def attend(window: int | None) -> jax.Array:
             own_mask = dataclasses.replace(
-                mask, window=window, softcap=self.softcap, sinks_N=sinks_N
+                mask, window=window, pattern=self.pattern, softcap=self.softcap, sinks_N=sinks_N
             )
             return execution.attention(q_BTNH, k_BTKH, v_BTKH, own_mask)
 
