@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout as in_memory
 from jax.sharding import PartitionSpec as P
 
 
@@ -24,7 +25,7 @@ def _zeros(shape: jax.ShapeDtypeStruct, leading: tuple[int, ...]) -> jax.Array:
 
 def take(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
     """What lies at a place of each."""
-    return [jax.lax.dynamic_index_in_dim(b, slot, keepdims=False) for b in buffers]
+    return [_by_rows(jax.lax.dynamic_index_in_dim(b, slot, keepdims=False)) for b in buffers]
 
 
 def put(
@@ -32,6 +33,12 @@ def put(
 ) -> list[jax.Array]:
     """The buffers with these values at a place."""
     return [
-        jax.lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
+        jax.lax.dynamic_update_index_in_dim(b, _by_rows(v.astype(b.dtype)), slot, 0)
         for b, v in zip(buffers, values, strict=True)
     ]
+
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    """x with rows after rows in memory, as in its buffer: else XLA's TPU compiler gives the buffer
+    the layout that x is used in, and copies all its places from one to the other."""
+    return in_memory.with_layout_constraint(x, in_memory.Layout(tuple(range(x.ndim))))

@@ -25,6 +25,13 @@ from jaxtrain.training.pipeline.table import Work
 Edges = tuple[tuple[int, int], ...]
 Row = dict[str, jax.Array]
 Carry = dict[str, Any]
+Kept = dict[str, list[list[jax.Array]]]  # by name and pass
+
+# What waits at its rank for a later action: which one leaves it, and the column of its place.
+_KEPT = {
+    "residuals": (Work.FORWARD, "residual_slot"),
+    "stash": (Work.BACKWARD_INPUT, "stash_slot"),
+}
 
 
 class Rank:
@@ -143,64 +150,75 @@ class Rank:
         for names, numbers in zip(self._names, tick, strict=True):
             row |= {name: numbers[place] for place, name in enumerate(names)}
         row |= {name: row[name] > 0 for name in ("enters", "last")}
-        own = {name: carry[name] for name in carry if name not in ("inputs", "gradients")}
+        # Buffers are read in a branch and written behind it: what a branch hands on unchanged XLA's
+        # TPU compiler copies, all its places in every tick.
+        own = {name: carry[name] for name in ("layers", "outer", "sums")}
         nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
 
-        def branch(kind: Work, number: int) -> Callable[[Carry], tuple[Carry, Stream]]:
+        def branch(kind: Work, number: int) -> Callable[[Carry], tuple[Carry, Stream, Kept]]:
             of = self._passes[number]
             if kind == Work.IDLE:
-                return lambda own: (own, nothing)
+                return lambda own: (own, nothing, self._kept(carry))
             if kind == Work.FORWARD:
                 return lambda own: self._forward(of, own, carry, row)
             if kind == Work.BACKWARD_WEIGHT:
-                return lambda own: (self._weight_gradients(of, own, row), nothing)
+                return lambda own: (
+                    self._weight_gradients(of, own, carry, row), nothing, self._kept(carry),
+                )  # fmt: skip
             return lambda own: self._backward(of, own, carry, row)
 
         with jax.named_scope("stage"):
-            own, message = jax.lax.switch(
+            own, message, kept = jax.lax.switch(
                 row["action"], [branch(*action) for action in self._actions], own
             )
         return {
             **own,
+            **{name: self._put_away(carry, name, kept[name], row) for name in _KEPT},
             "inputs": self._move(message, "forward", carry["inputs"], row),
             "gradients": self._move(message, "backward", carry["gradients"], row),
         }, None
 
-    def _forward(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> tuple[Carry, Stream]:
+    def _forward(
+        self, of: "_Pass", own: Carry, carry: Carry, row: Row
+    ) -> tuple[Carry, Stream, Kept]:
         params, context = self._arguments(row, of.number)
         is_last = of.number == self._parts.passes - 1
 
-        def run(own: Carry) -> tuple[Carry, Stream]:
+        def run(own: Carry) -> tuple[Carry, Stream, Kept]:
             x = self._stage_input(of, carry, row, context)
             (y, auxiliary), kept = of.backward.forward(params, x, context)
             if self._keep_residuals:
                 before = self._before(of.number, self._received(carry, row))
-                kept = jax.tree.leaves((kept, y, before))
-                own = _with(own, "residuals", of, put(own["residuals"][of.number],
-                                                       row["residual_slot"], kept))  # fmt: skip
+                kept = self._kept(carry, "residuals", of, jax.tree.leaves((kept, y, before)))
+            else:
+                kept = self._kept(carry)
             if not self._skip_last:
                 own = {**own, "sums": _add_sums(own["sums"], auxiliary)}
-            return own, y
+            return own, y, kept
 
         if self._skip_last and is_last:
             nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
-            return jax.lax.cond(row["last"], lambda own: (own, nothing), run, own)
-        own, y = run(own)
+            idle = nothing, self._kept(carry)
+            return jax.lax.cond(row["last"], lambda own: (own, *idle), run, own)
+        own, y, kept = run(own)
         if self._table.has_backward or not is_last:
-            return own, y
+            return own, y, kept
         sums = jax.lax.cond(
             row["last"],
             lambda sums: _add_sums(sums, self._head(self._of_outer, y, context)),
             lambda sums: sums,
             own["sums"],
         )
-        return {**own, "sums": sums}, y
+        return {**own, "sums": sums}, y, kept
 
-    def _backward(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> tuple[Carry, Stream]:
+    def _backward(
+        self, of: "_Pass", own: Carry, carry: Carry, row: Row
+    ) -> tuple[Carry, Stream, Kept]:
         params, context = self._arguments(row, of.number)
         x = self._stage_input(of, carry, row, context)
-        saved = take(own["residuals"][of.number], row["residual_slot"])
+        saved = take(carry["residuals"][of.number], row["residual_slot"])
         kept, outputs, transpose = self._before(of.number, self._received(carry, row)), None, None
+        for_second = self._kept(carry)
         residuals, rest = saved[: len(of.backward.kept)], saved[len(of.backward.kept) :]
         if self._keep_residuals:
             y_kept, kept = jax.tree.unflatten(jax.tree.structure((x, kept)), rest)
@@ -229,8 +247,7 @@ class Rank:
             arguments = jax.tree.leaves((params, residuals, context, x, gradient))
             results, stash = of.halves.first(*arguments)
             by_number = dict(zip(of.halves.early, results, strict=True))
-            stash = put(own["stash"][of.number], row["stash_slot"], stash)
-            own = _with(own, "stash", of, stash)
+            for_second = self._kept(carry, "stash", of, stash)
         else:
             by_number = dict(enumerate(jax.tree.leaves(transpose(gradient))))
         leaves = [by_number.pop(of.count + place) for place in range(len(jax.tree.leaves(x)))]
@@ -254,14 +271,14 @@ class Rank:
             assert outputs is not None, "a stage that is computed again gives its sums"
             sums = _add_sums(sums, outputs[1])
         own = {**own, "outer": outer, "sums": sums}
-        return self._add(of, own, by_number, row), message
+        return self._add(of, own, by_number, row), message, for_second
 
-    def _weight_gradients(self, of: "_Pass", own: Carry, row: Row) -> Carry:
+    def _weight_gradients(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> Carry:
         """The second half of a backward pass that was cut in two."""
         params, context = self._arguments(row, of.number)
-        saved = take(own["residuals"][of.number], row["residual_slot"])[: len(of.backward.kept)]
+        saved = take(carry["residuals"][of.number], row["residual_slot"])[: len(of.backward.kept)]
         results = of.halves.second(
-            take(own["stash"][of.number], row["stash_slot"]),
+            take(carry["stash"][of.number], row["stash_slot"]),
             *jax.tree.leaves((params, saved, context)),
         )
         return self._add(of, own, dict(zip(of.halves.late, results, strict=True)), row)
@@ -402,6 +419,35 @@ class Rank:
         senders = [along(number, edges) for number, edges in enumerate(self._patterns[way])]
         return jax.lax.switch(row[way], senders, buffer)
 
+    def _kept(self, carry: Carry, name: str = "", of: "_Pass | None" = None, new: Any = ()) -> Kept:
+        """What an action leaves for a later one: zeros but for `new` of a pass."""
+        kept = {
+            name: [[jnp.zeros_like(b[0]) for b in own] for own in carry[name]] for name in _KEPT
+        }
+        if of is not None:
+            kept[name][of.number] = [
+                v.astype(b.dtype) for v, b in zip(new, carry[name][of.number], strict=True)
+            ]
+        return kept
+
+    def _put_away(
+        self, carry: Carry, name: str, kept: list[list[jax.Array]], row: Row
+    ) -> list[list[jax.Array]]:
+        """The buffers of one name with what the tick's action left, if it is one that does."""
+        kind, slot = _KEPT[name]
+        found = []
+        for number, (buffers, new) in enumerate(zip(carry[name], kept, strict=True)):
+            if buffers and (kind, number) in self._actions:
+                writes = row["action"] == self._actions.index((kind, number))
+                buffers = jax.lax.cond(
+                    writes,
+                    lambda buffers, new=new: put(buffers, row[slot], new),
+                    lambda buffers: buffers,
+                    buffers,
+                )
+            found.append(buffers)
+        return found
+
     def _rows_of(self, tree: Any, row: Row) -> Any:
         """The places of this tick's stage among a rank's places."""
         if self._stages.chunks == 1:
@@ -470,11 +516,6 @@ def action_numbers(table: Slots, passes: int, chunks: int) -> np.ndarray:
       chunks: stages of each rank in one of them.
     """
     return table.kind * passes + np.where(table.kind == Work.IDLE, 0, table.chunk // chunks)
-
-
-def _with(own: Carry, name: str, of: _Pass, new: Any) -> Carry:
-    """What is carried with something new of one pass."""
-    return {**own, name: [*own[name][: of.number], new, *own[name][of.number + 1 :]]}
 
 
 def _add(totals: list[jax.Array], parts: Any) -> list[jax.Array]:
