@@ -186,6 +186,7 @@ def _row_flops(config: Config) -> RowFlops:
     return RowFlops(counted.matmul, counted.chosen, counted.narrow)
 
 
+@functools.lru_cache(maxsize=4)
 def traced(config: Config) -> ClosedJaxpr:
     """The gradients of a configuration `of_one_row`."""
     layout = abstract_layout(config, 1)

@@ -478,39 +478,18 @@ class _Step:
 def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Arguments) -> Memory:
     """A model without a loop over equal layers, or with two: what the objective's backward pass
     keeps, of a pipeline's stage its part of it."""
-    layout = on_platform(layout, platform, "planned")
-    plain = dataclasses.replace(config, offload=Offload())
-    parameters = make_program(plain, layout).plain.abstract_state().params
     rows = rows_held(config, layout) // config.train.accumulation
     sizes, pipeline, own = dict(layout.mesh.shape), config.pipeline, layout
     if sizes["pipe"] > 1:
         rows //= pipeline.microbatches
         mesh: Any = {**sizes, "pipe": 1, "dcn": {}}
-        plain = dataclasses.replace(plain, mesh=Mesh(**mesh), pipeline=Pipeline())
-        layout = abstract_layout(plain, math.prod(sizes.values()) // sizes["pipe"])
-        layout = on_platform(layout.of_microbatches, platform, "planned")
-    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    program: Any = make_program(plain, layout).plain
-    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        state = program.abstract_state()
-        batch = config.train.data.abstract_batch(rows)
-        batch = with_shardings(batch, program.batch_shardings(batch))
-
-        def forward(params: Any, statistics: Any, batch: Batch) -> Any:
-            def loss(params: Any) -> Any:
-                whole = program.tuning.join((params, state.frozen))
-                sums, statistics_ = program.sums(whole, statistics, batch, train=True)
-                return sums["loss"], statistics_
-
-            return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])
-
-        kept: Any = jax.make_jaxpr(forward)(state.params, state.statistics, batch).out_avals
-    gradients = sum(
-        math.prod(own.named(own.gradient(logical_axes(v))).shard_shape(v.get_value().shape)) * 4
-        for v in jax.tree.leaves(parameters, is_leaf=is_variable)
-    )
-    on_host = sum(shard_bytes(x) for x in kept if is_on_host(x))
-    activations = sum(map(shard_bytes, kept)) - on_host
+        plain = dataclasses.replace(
+            config, offload=Offload(), mesh=Mesh(**mesh), pipeline=Pipeline()
+        )
+        layout = abstract_layout(plain, math.prod(sizes.values()) // sizes["pipe"]).of_microbatches
+    layout = of_weights(on_platform(layout, platform, "planned"))
+    activations, on_host = kept_of_rows(of_forward(config), layout, rows)
+    gradients = 4 * _elements(_state(_of_state(config)), own, "gradient", "trained", None)
     if sizes["pipe"] == 1:
         sent = on_host * config.train.accumulation
         return Memory(arguments, gradients, {"activations": activations}, on_host, sent)
@@ -524,3 +503,59 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
     }
     sent = on_host * config.train.accumulation * pipeline.microbatches // sizes["pipe"]
     return Memory(arguments, gradients, waits, on_host // stages, sent)
+
+
+def of_forward(config: Config) -> Config:
+    """The configuration without what a forward pass on a given layout does not depend on, but for
+    its rows: a key for many layouts."""
+    return dataclasses.replace(
+        config,
+        mesh=Mesh(fsdp=1),
+        train=dataclasses.replace(config.train, accumulation=1),
+        sharding=type(config.sharding)(),
+        offload=Offload(),
+        pipeline=Pipeline(),
+    )
+
+
+def of_weights(layout: Layout) -> Layout:
+    """A layout of which a forward pass reads the same: stages 1 and 2 split what it does not read,
+    and up to them fsdp splits what data does, the batch alone."""
+    if layout.zero == 3:
+        return layout
+    sizes = dict(layout.mesh.shape)
+    sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    mesh = layout.mesh.update(axis_sizes=tuple(sizes.values()))
+    return dataclasses.replace(layout, mesh=mesh, zero=0)
+
+
+def kept_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
+    """As `kept`, of any number of rows from two that are traced: each row adds as much."""
+    devices = layout.batch_devices()
+    one, two = (kept(config, layout, times * devices) for times in (1, 2))
+    first, host = (a + (rows // devices - 1) * (b - a) for a, b in zip(one, two, strict=True))
+    return first, host
+
+
+@functools.lru_cache(maxsize=4096)
+def kept(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
+    """Bytes on a device and on its host that the backward pass of so many rows waits with."""
+    program: Any = make_program(config, layout).plain
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        state = program.abstract_state()
+        batch = config.train.data.abstract_batch(rows)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+
+        def forward(params: Any, statistics: Any, batch: Batch) -> Any:
+            def loss(params: Any) -> Any:
+                whole = program.tuning.join((params, state.frozen))
+                sums, statistics_ = program.sums(whole, statistics, batch, train=True)
+                return sums["loss"], statistics_
+
+            return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])
+
+        found: Any = jax.make_jaxpr(forward)(state.params, state.statistics, batch).out_avals
+    on_host = sum(shard_bytes(x) for x in found if is_on_host(x))
+    return sum(map(shard_bytes, found)) - on_host, on_host
