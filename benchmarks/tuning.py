@@ -82,7 +82,7 @@ class Course:
         train, one = config.train, jax.devices()[:1]
         self.layout = layouts.layout(config, one)
         program = make_program(config, self.layout)
-        feed = Feed(train, self.layout, program, BadRecords())
+        feed = Feed(config, self.layout, program, BadRecords())
         data = program.plain.objective.dataset(train.data.open(seed=train.seed), train.model)
         with feed.training(data, 0) as stream:
             self.batches = list(itertools.islice(stream, train.steps))
