@@ -374,6 +374,11 @@ def embeds(model: Model) -> TypeGuard[EmbeddingModel]:
     return isinstance(model, EmbeddingModel) and model.pooling is not None
 
 
+def tells_classes(model: Model) -> bool:
+    """Whether the model tells classes of tokens or of texts."""
+    return reads_tokens(model) and model.objective == "token_classification"
+
+
 def refuse_incomplete(model: Model) -> None:
     """Raises UserError where a model's settings do not say what models of its inputs do."""
     kinds: dict[Inputs, Any] = {

@@ -4,7 +4,7 @@ import argparse
 import functools
 
 from jaxtrain.config.buckets import Place, place
-from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens
+from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.huggingface.awq import export_awq
@@ -40,11 +40,10 @@ def first_use(model: Model, workdir: Place) -> str:
         return f"predict --workdir {workdir} IMAGE, or eval"
     if embeds(model):
         return f"predict --workdir {workdir} TEXT"
-    if reads_tokens(model) and model.objective != "next_token":
-        tells = model.objective == "token_classification"
-        return (
-            f"predict --workdir {workdir} TEXT, or eval" if tells else f"eval --workdir {workdir}"
-        )
+    if tells_classes(model):
+        return f"predict --workdir {workdir} TEXT, or eval"
+    if reads_tokens(model) and not model.cached:
+        return f"eval --workdir {workdir}"
     return f"generate --workdir {workdir} --prompt TEXT, or eval"
 
 
