@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.convolutional.resnet import ResNet
+from jaxtrain.models.model import Unstacked
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.transformers.bert import BERT
@@ -208,7 +209,7 @@ def test_sizes_come_back_from_the_config_json_that_they_make(name):
 
 def test_sizes_that_are_known_nowhere_else_are_refused():
     @dataclasses.dataclass(frozen=True)
-    class Own:
+    class Own(Unstacked):
         pass
 
     for model in (Own(), ResNet(depth=20), ResNet(norm_eps=1e-3)):

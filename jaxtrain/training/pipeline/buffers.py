@@ -25,7 +25,7 @@ def _zeros(shape: jax.ShapeDtypeStruct, leading: tuple[int, ...]) -> jax.Array:
 
 def take(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
     """What lies at a place of each."""
-    return [_by_rows(jax.lax.dynamic_index_in_dim(b, slot, keepdims=False)) for b in buffers]
+    return [jax.lax.dynamic_index_in_dim(b, slot, keepdims=False) for b in buffers]
 
 
 def put(
@@ -33,12 +33,17 @@ def put(
 ) -> list[jax.Array]:
     """The buffers with these values at a place."""
     return [
-        jax.lax.dynamic_update_index_in_dim(b, _by_rows(v.astype(b.dtype)), slot, 0)
+        jax.lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
         for b, v in zip(buffers, values, strict=True)
     ]
 
 
-def _by_rows(x: jax.Array) -> jax.Array:
-    """x with rows after rows in memory, as in its buffer: else XLA's TPU compiler gives the buffer
-    the layout that x is used in, and copies all its places from one to the other."""
-    return in_memory.with_layout_constraint(x, in_memory.Layout(tuple(range(x.ndim))))
+def by_rows(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Values with rows after rows in memory, as in their buffers: else XLA's TPU compiler gives a
+    buffer the layout that one is used in, and copies all its places from one to the other.
+
+    For what stays at its rank: of an input that a branch may leave out it would lose the split.
+    """
+    return [
+        in_memory.with_layout_constraint(x, in_memory.Layout(tuple(range(x.ndim)))) for x in values
+    ]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtrain.data.batch import Batch
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward, cut
-from jaxtrain.training.pipeline.buffers import buffer, put, take, zeros
+from jaxtrain.training.pipeline.buffers import buffer, by_rows, put, take, zeros
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
 from jaxtrain.training.pipeline.slots import Slots
 from jaxtrain.training.pipeline.stages import Stages
@@ -216,7 +216,7 @@ class Rank:
     ) -> tuple[Carry, Stream, Kept]:
         params, context = self._arguments(row, of.number)
         x = self._stage_input(of, carry, row, context)
-        saved = take(carry["residuals"][of.number], row["residual_slot"])
+        saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
         kept, outputs, transpose = self._before(of.number, self._received(carry, row)), None, None
         for_second = self._kept(carry)
         residuals, rest = saved[: len(of.backward.kept)], saved[len(of.backward.kept) :]
@@ -276,9 +276,10 @@ class Rank:
     def _weight_gradients(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> Carry:
         """The second half of a backward pass that was cut in two."""
         params, context = self._arguments(row, of.number)
-        saved = take(carry["residuals"][of.number], row["residual_slot"])[: len(of.backward.kept)]
+        saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
+        saved = saved[: len(of.backward.kept)]
         results = of.halves.second(
-            take(carry["stash"][of.number], row["stash_slot"]),
+            by_rows(take(carry["stash"][of.number], row["stash_slot"])),
             *jax.tree.leaves((params, saved, context)),
         )
         return self._add(of, own, dict(zip(of.halves.late, results, strict=True)), row)
@@ -441,7 +442,7 @@ class Rank:
                 writes = row["action"] == self._actions.index((kind, number))
                 buffers = jax.lax.cond(
                     writes,
-                    lambda buffers, new=new: put(buffers, row[slot], new),
+                    lambda buffers, new=new: put(buffers, row[slot], by_rows(new)),
                     lambda buffers: buffers,
                     buffers,
                 )
