@@ -54,8 +54,9 @@ class Slices:
     compiler_s_name: str | None = None
 
 
-# An NVMe SSD for each device, as a DGX has eight for its GPUs: as much read at 6.8 GB/s as is
-# written at 4.0 (Samsung's PM9A3, data sheet). No figure of a chip: `plan --disk` replaces it.
+# Assumed, of no data sheet: about an NVMe SSD with PCIe 4.0 for each device. Samsung's PM9A3 was
+# announced with 6.5 GB/s read and 3.5 written (heise.de/-4720224), 4.6 for as much of each. No
+# figure of a chip: `plan --disk` replaces it.
 DISK_BANDWIDTH = 5e9
 
 

@@ -43,7 +43,6 @@ class SignalCNN(Unstacked):
 
     inputs: ClassVar[Inputs] = "vectors"
     objective = "classification"
-    # Its layers differ in shape: there is no stack of equal ones.
     settings: ClassVar[dict[str, str]] = {"fan_in": "filters", "fan_out": "filters"}
 
     def __post_init__(self) -> None:
