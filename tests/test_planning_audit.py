@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from test_planning_traffic import LLAMA, MODELS, audited, config_of
 
 from jaxtrain.analysis.planning.compiled.audit import SMALL_THINGS, Row, audit, over_dcn, over_hosts
-from jaxtrain.analysis.planning.compiled.collectives import Collective
+from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
 from jaxtrain.analysis.planning.compiled.placement import misplaced, paddings, replicated
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.config.errors import UserError
@@ -52,6 +52,49 @@ def test_equal_arrays_share_their_reasons():
         "gradients: gate": (3, 300 * KIB, 300 * KIB),
     }
     assert all(row.explained for row in rows)
+
+
+def test_arrays_laid_end_to_end_have_their_reasons_each():
+    text = """
+HloModule packed
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%end_to_end (x: f32[40960], y: f32[25600], z: f32[1]) -> f32[66561] {
+  %x = f32[40960]{0} parameter(0)
+  %y = f32[25600]{0} parameter(1)
+  %z = f32[1]{0} parameter(2)
+  ROOT %concatenate.1 = f32[66561]{0} concatenate(%x, %y, %z), dimensions={0}
+}
+
+ENTRY %main (p: f32[2,20480], q: f32[25600], r: f32[1]) -> f32[66561] {
+  %p = f32[2,20480]{1,0} parameter(0)
+  %q = f32[25600]{0} parameter(1)
+  %r = f32[1]{0} parameter(2)
+  %flat = f32[40960]{0} bitcast(%p)
+  %wrapped = f32[66561]{0} fusion(%flat, %q, %r), kind=kLoop, calls=%end_to_end
+  ROOT %all-reduce = f32[66561]{0} all-reduce(%wrapped), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    expected = [
+        meant("all-reduce", "data", 2, 80, "gradients: up"),
+        meant("all-reduce", "data", 1, 100, "gradients: embedding"),
+    ]
+    found = collectives(text, {"data": 2})
+    rows = audit(found, expected, {"data": 2})
+    assert {row.cause: row.bytes for row in rows} == {
+        "gradients: up": 160 * KIB,
+        "gradients: embedding": 100 * KIB,
+        SMALL_THINGS: 4,
+    }
+    assert sum(row.bytes for row in rows) == found[0].bytes
+    _, unexpected, *_ = audit(found, expected[:1], {"data": 2})
+    assert not unexpected.explained
+    assert unexpected.bytes == 100 * KIB
 
 
 def test_two_layers_in_one_array_are_not_taken_for_another_weights_one():

@@ -2,10 +2,12 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import Trainer, load_config
+from jaxtrain import Batch, Trainer, load_config
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.search import search
@@ -92,6 +94,52 @@ def test_a_filled_batch_trains_as_its_rows_alone_on_one_device(
     held = trainer.abstract_batch().inputs.shape[0]
     assert held > rows
     assert held == rows_held(trainer.config, trainer.layout)
+
+
+def own_batch(trainer: Trainer, rows: int) -> Batch:
+    abstract = trainer.config.train.data.abstract_batch(rows)
+    rng = np.random.default_rng(3)
+    vocabulary = trainer.config.train.model.vocab_size
+
+    def drawn(leaf) -> np.ndarray:
+        return rng.integers(0, vocabulary, leaf.shape).astype(leaf.dtype)
+
+    length = abstract.inputs.shape[1]
+    return Batch(
+        inputs=drawn(abstract.inputs),
+        targets=drawn(abstract.targets),
+        loss_mask=rng.integers(0, 2, (rows, length)).astype(np.float32),
+        segment_ids=np.ones((rows, length), np.int32),
+        positions=np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+    )
+
+
+@pytest.mark.parametrize("to_device", [False, True])
+def test_a_batch_of_ones_own_is_filled_too(tiny_config, devices, to_device):
+    asked = [*PLAIN, "Train.global_batch_size=8", "Train.fill_batch=True"]
+    one = Trainer(load_config(tiny_config, [*asked, *on({})]), devices=devices[:1])
+    where = on({"data": 2, "fsdp": 2})
+    many = Trainer(load_config(tiny_config, [*asked, *where]), devices=devices[:4])
+    batch = own_batch(one, rows=5)
+    placed = jax.tree.map(jnp.asarray, batch) if to_device else batch
+    expected, found = one.gradients(batch), many.gradients(placed)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-6)
+    assert float(one.step(batch)["loss"]) == pytest.approx(
+        float(many.step(placed)["loss"]), rel=1e-5
+    )
+    for name, weight in one.weights().items():
+        np.testing.assert_allclose(many.weights()[name], weight, rtol=0, atol=2e-6)
+
+
+def test_a_batch_of_ones_own_that_would_be_counted_is_refused(devices):
+    asked = ["Train.global_batch_size=8", "Train.fill_batch=True", *on({"data": 4})]
+    trainer = Trainer(load_config("resnet_digits", asked), devices=devices[:4])
+    images = trainer.config.train.data.abstract_batch(5)
+    batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), images)
+    says = "Batch.inputs has 5 rows, which are not 8, .* the running statistics of ResNet"
+    with pytest.raises(UserError, match=says):
+        trainer.step(batch)
 
 
 def test_what_a_filled_batch_is_filled_with_is_said_in_one_line(tiny_config, devices):

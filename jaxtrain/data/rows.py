@@ -122,7 +122,7 @@ class HeldoutRows:
 def without_weight(batch: Batch, which: np.ndarray) -> Batch:
     """The batch, whose rows `which`, bool [B], count nowhere: of no target and no document."""
     without = {
-        name: np.where(which.reshape(-1, *[1] * (leaf.ndim - 1)), leaf.dtype.type(0), leaf)
+        name: leaf * (~which).reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
         for name in ("loss_mask", "segment_ids", "source_segment_ids")
         if (leaf := getattr(batch, name)) is not None
     }

@@ -105,12 +105,12 @@ class Decoder(nnx.Module):
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
-            x_BTD = embed(tokens_BT, self.token_embedding)
+            x_BTD = embed(tokens_BT, self.token_embedding, self.stream)
             if self.embedding_scale != 1:
                 x_BTD *= self.embedding_scale
             if self.position_embedding is not None:
-                x_BTD += embed(positions_BT, self.position_embedding)
-            return shard(x_BTD, self.stream)
+                x_BTD += embed(positions_BT, self.position_embedding, self.stream)
+            return x_BTD
 
     def run_layer(
         self,

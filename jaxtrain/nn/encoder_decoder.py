@@ -266,8 +266,8 @@ class EncoderDecoder(nnx.Module):
         self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0
     ) -> jax.Array:
         with jax.named_scope("embedding"):
-            x_BTD = embed(tokens_BT, self.token_embedding) * self.embedding_scale
-            return shard(places.into_stream(own, x_BTD, start), RESIDUAL)
+            x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL) * self.embedding_scale
+            return places.into_stream(own, x_BTD, start)
 
     def _finished(
         self, name: str, x_BTD: jax.Array, execution: Execution, *, number: int

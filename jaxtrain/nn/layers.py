@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
-from jaxtrain.parallel.sharding import current_layout, logical_axes, on_each_device, parts_of, shard
+from jaxtrain.parallel.sharding import (
+    current_layout,
+    logical_axes,
+    on_each_device,
+    parts_of,
+    shard,
+    without,
+)
 from jaxtrain.parallel.tables import MeshAxes
 
 
@@ -35,23 +42,31 @@ def map_of_vectors(key: jax.Array, features: int, embed_dim: int) -> nnx.Param:
     return param(key, (features, embed_dim), ("narrow", "vocab_embed"), spread, role="embedding")
 
 
-def embed(inputs: jax.Array, table: nnx.Param) -> jax.Array:
-    """Rows of a [V, D] table for tokens [B, T], laid out as the residual stream [B, T, D].
+def embed(
+    inputs: jax.Array, table: nnx.Param, out: tuple[str, ...] = ("batch", "length", "embed")
+) -> jax.Array:
+    """Rows of a [V, D] table for tokens [B, T]: a stream [B, T, D].
 
     Vectors [B, T, F] go through a table [F, D] as a linear map: the row of a token is what its
     one-hot vector would give.
+
+    Args:
+      inputs: tokens or vectors.
+      table: the table, or the map.
+      out: logical axes of the stream.
     """
     if jnp.issubdtype(inputs.dtype, jnp.integer):
-        return _rows(inputs, table)
-    return contract("BTF,FD->BTD", inputs, table, ("batch", "length", "embed"))
+        return _rows(inputs, table, out)
+    return contract("BTF,FD->BTD", inputs, table, out)
 
 
-def _rows(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
-    """Rows of a [V, D] table, laid out as the residual stream [B, T, D].
+def _rows(tokens_BT: jax.Array, table: nnx.Param, out: tuple[str, ...]) -> jax.Array:
+    """Rows of a [V, D] table, laid out as `out` says.
 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
-    holds, and one sum over the vocabulary's mesh axes puts them together. The table is gathered
-    along embed before the lookup.
+    holds, and one sum over the vocabulary's mesh axes puts them together; along axes that split
+    the stream's places beside the tokens' (arXiv 2205.05198) each device gets the sums of its own
+    places alone. The table is gathered along embed before the lookup.
     """
     table_VD, layout = gather(table), current_layout()
     if layout is None:
@@ -59,8 +74,19 @@ def _rows(tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
     of_tokens, of_table = layout.activation(("batch", "length")), layout.weight(logical_axes(table))
     if "vocab" in layout.whole:  # padded to be split where it is computed with
         of_table = jax.typeof(table_VD).sharding.spec
-    split = _Split(of_tokens, of_table, rows=table_VD.shape[0] // layout.size(of_table[0]))
-    return shard(_embedded(split, tokens_BT, table_VD), ("batch", "length", "embed"))
+    rows = table_VD.shape[0] // layout.size(of_table[0])
+    split = _Split(
+        of_tokens, of_table, rows, _scattered(of_tokens, of_table, layout.activation(out))
+    )
+    return shard(_embedded(split, tokens_BT, table_VD), out)
+
+
+def _scattered(tokens: P, table: P, stream: P) -> tuple[str, ...]:
+    """The mesh axes that split the table's rows and, beside the tokens', the stream's places."""
+    before, after = parts_of(tokens[1]), parts_of(stream[1])
+    more = after[len(before) :]
+    fits = after[: len(before)] == before and set(more) <= set(parts_of(table[0]))
+    return more if fits else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +97,19 @@ class _Split:
       tokens: of the tokens [B, T].
       table: of the table [V, D], whole along D.
       rows: of the table, on one device.
+      scattered: mesh axes of the table's rows that split the places of what is looked up.
     """
 
     tokens: P
     table: P
     rows: int
+    scattered: tuple[str, ...]
 
     @property
     def stream(self) -> P:
         """Of what is looked up, [B, T, D]."""
-        return P(*self.tokens, None)
+        rows, places = self.tokens
+        return P(rows, (*parts_of(places), *self.scattered) or None, None)
 
     def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which of the device's rows each token has, and whether it is the device's at all."""
@@ -92,11 +121,18 @@ class _Split:
     def look_up(self, tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
         """On each device: [B, T, D] of its tokens, out of its rows and the others'."""
         place_BT, here_BT1 = self.places(tokens_BT)
-        return _sum_over(self.table[:1], jnp.where(here_BT1, rows_VD[place_BT], 0))
+        found_BTD = jnp.where(here_BT1, rows_VD[place_BT], 0)
+        if self.scattered:
+            found_BTD = jax.lax.psum_scatter(
+                found_BTD, self.scattered, scatter_dimension=1, tiled=True
+            )
+        return _sum_over([without(self.table[0], self.scattered)], found_BTD)
 
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
         """On each device: the gradient of its rows, out of its tokens and the others'."""
         place_BT, here_BT1 = self.places(tokens_BT)
+        if self.scattered:
+            gradient_BTD = jax.lax.all_gather(gradient_BTD, self.scattered, axis=1, tiled=True)
         rows_VD = jnp.zeros((self.rows, gradient_BTD.shape[-1]), gradient_BTD.dtype)
         rows_VD = rows_VD.at[place_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
         return _sum_over(self.tokens, rows_VD)

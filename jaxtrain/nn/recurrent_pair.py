@@ -234,7 +234,7 @@ class RecurrentPair(nnx.Module):
 
     def _embedded(self, tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
         with jax.named_scope("embedding"):
-            return shard(embed(tokens_BT, table), HIDDEN)
+            return embed(tokens_BT, table)
 
 
 def _numbers(layers: Any) -> jax.Array:

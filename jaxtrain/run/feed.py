@@ -1,7 +1,9 @@
 """The batches of a run, placed on its devices: training's from any place on, and held-out ones."""
 
+import dataclasses
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from jaxtrain.config.errors import UserError
@@ -14,7 +16,7 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.sequence_to_sequence import refuse_answers
-from jaxtrain.training.program.uneven import rows_held
+from jaxtrain.training.program.uneven import rows_held, with_filling_rows
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, with_shardings
 
@@ -30,7 +32,8 @@ class Feed:
         bad_records: BadRecords,
     ) -> None:
         """Args: config: the data and batch sizes. bad_records: counts what cannot be read."""
-        self._train, self._layout, self._program = config.train, layout, program
+        self._config, self._train = config, config.train
+        self._layout, self._program = layout, program
         self._held = rows_held(config, layout)
         self._bad_records = bad_records
 
@@ -73,6 +76,30 @@ class Feed:
             workers=dataset.workers,
         )
         return Prefetcher(source, self._place(size))
+
+    def own(self, caller: str, batch: Batch, *, whole: bool = False) -> Batch:
+        """A batch of somebody's own on the devices, filled where the settings say so.
+
+        Args:
+          caller: the method of `Trainer` that was given it.
+          batch: the global batch.
+          whole: whether it is not to be cut into microbatches that accumulate.
+
+        Raises:
+          UserError: it cannot be read, or does not divide.
+        """
+        if not isinstance(batch, Batch):
+            raise UserError(
+                f"Trainer.{caller} takes a jaxtrain.Batch, not a {type(batch).__name__}"
+            )
+        train, program = self._train, self._program.plain
+        if whole:
+            train = dataclasses.replace(train, accumulation=1)
+            program = dataclasses.replace(program, accumulation=1)
+        config = dataclasses.replace(self._config, train=train)
+        batch = with_filling_rows(batch, config, self._layout)
+        program.refuse(batch, train.model)
+        return jax.device_put(batch, program.batch_shardings(batch))
 
     def abstract_training(self) -> Batch:
         """The shapes, dtypes and shardings of a batch of `training`."""

@@ -63,7 +63,7 @@ from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program, resolve_kernel
 from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import Config, load_config
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.step import TrainState
 from jaxtrain.training.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -292,23 +292,15 @@ class Trainer:
         """One optimizer step on a global batch of one's own; metrics stay on the device.
 
         Args:
-          batch: a `data.batch.Batch`. What stands where its loss mask is 0 is in no result.
+          batch: a `data.batch.Batch`. What stands where its loss mask is 0 is in no result. One
+            whose rows do not divide is filled where `Train.fill_batch` says so.
 
         Raises:
           UserError: the step cannot learn from it. Of arrays on devices only shapes and dtypes are
             looked at, of NumPy's also the values: tokens, labels, positions and masks.
         """
         with self.layout.active():
-            return self._loop.step(self._placed("step", batch, self.program.plain))
-
-    def _placed(self, caller: str, batch: Batch, program: Program) -> Batch:
-        """A batch of one's own on the devices; UserError where `program` cannot take it."""
-        if not isinstance(batch, Batch):
-            raise UserError(
-                f"Trainer.{caller} takes a jaxtrain.Batch, not a {type(batch).__name__}"
-            )
-        program.refuse(batch, self.config.train.model)
-        return jax.device_put(batch, program.batch_shardings(batch))
+            return self._loop.step(self._feed.own("step", batch))
 
     def weights(self, *, evaluated: bool = False) -> dict[str, np.ndarray]:
         """Parameters and running statistics by the names of `table`, the layers in their order.
@@ -378,7 +370,7 @@ class Trainer:
         """
         plain, state = self.program.plain, self.program.trained(self.state)
         with self.layout.active():
-            found, _, _ = self._gradients(state, self._placed("gradients", batch, plain))
+            found, _, _ = self._gradients(state, self._feed.own("gradients", batch))
         return on_host(found, plain.stages)
 
     def lower(self) -> jax.stages.Lowered:
@@ -437,7 +429,8 @@ class Trainer:
 
         Args:
           batches: batches of one's own instead, each of whose rows divide over the devices that
-            split a batch; None: the run's, as many as Train.eval_batches says.
+            split a batch, or are filled as those of `step`; None: the run's, as many as
+            Train.eval_batches says.
 
         Raises:
           UserError: there is no batch, one that cannot be evaluated, or no target that counts.
@@ -446,9 +439,8 @@ class Trainer:
             return self._loop.evaluate(None)
         if isinstance(batches, Batch):
             raise UserError("Trainer.evaluate takes batches, not a Batch; give a list of them")
-        whole = dataclasses.replace(self.program.plain, accumulation=1)
         with self.layout.active():
-            placed = [self._placed("evaluate", batch, whole) for batch in batches]
+            placed = [self._feed.own("evaluate", batch, whole=True) for batch in batches]
         return self._evaluation.of(
             self.state, placed, step=self.steps_done, before_each=lambda: None
         )

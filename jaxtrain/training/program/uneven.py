@@ -10,9 +10,12 @@ import functools
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from flax import nnx
 
-from jaxtrain.config.errors import nearest_divisor, nearest_multiple
+from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.rows import without_weight
 from jaxtrain.models.model import Model
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.sharding import Layout
@@ -30,6 +33,30 @@ def rows_held(config: Config, layout: Layout) -> int:
     rows = config.train.global_batch_size
     parts = parts_of_batch(config.train, layout, microbatches=config.pipeline.microbatches)
     return -(-rows // parts) * parts if config.train.fill_batch else rows
+
+
+def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
+    """A batch of somebody's own, with the rows that `Train.fill_batch` says it gets, if any.
+
+    Raises:
+      UserError: such rows would change what is computed.
+    """
+    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    if not config.train.fill_batch or len(sizes) != 1 or sizes <= {(), (0,)}:
+        return batch  # what is wrong with it is told as of any other
+    ((rows,),) = sizes
+    train = dataclasses.replace(config.train, global_batch_size=rows)
+    held = rows_held(dataclasses.replace(config, train=train), layout)
+    if held == rows:
+        return batch
+    if reasons := list(_cannot_be_filled(train, config.exchange.method)):
+        does_not = f"Batch.inputs has {rows} rows, which are not {held}"
+        raise UserError(
+            "\n".join(f"{does_not}, and Train.fill_batch=True {reason}" for reason in reasons)
+        )
+    places = np.arange(held)
+    last = jax.tree.map(lambda leaf: leaf[np.minimum(places, rows - 1)], batch)
+    return without_weight(last, places >= rows)
 
 
 def filled(config: Config, layout: Layout) -> Config:

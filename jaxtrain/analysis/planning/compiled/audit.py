@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -64,7 +65,8 @@ def audit(
       less than a shard after it, since shards without padding begin elsewhere;
     - a reduce-scatter along some axes and the all-reduce of its parts along others as one
       all-reduce along all of them;
-    - on a CPU, bfloat16 as float32, in any of these forms.
+    - on a CPU, bfloat16 as float32, in any of these forms;
+    - several all-reduces' arrays laid end to end, as a GPU's compiler does with small ones.
 
     What the textbook has and the program has not is a row of 0 bytes.
 
@@ -86,6 +88,7 @@ def audit(
     if widens:
         left = _matched(map(_narrowed, left), forms)
     left = _matched(map(_widened, left), forms)
+    left = _matched(itertools.chain.from_iterable(map(_apart, left)), forms)
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
             _where(one.found), "", None, False)
@@ -308,6 +311,17 @@ def _widened(left: _Left) -> _Left:
         return left
     found = dataclasses.replace(left.found, bytes=2 * left.found.bytes)
     return dataclasses.replace(left, found=found, wide=False)
+
+
+def _apart(left: _Left) -> Iterable[_Left]:
+    """The arrays that were laid end to end."""
+    one = left.found
+    if sum(part.bytes for part in one.parts) != one.bytes:
+        return [left]
+    parts = (
+        dataclasses.replace(one, bytes=part.bytes, shape=part.shape, parts=()) for part in one.parts
+    )
+    return [dataclasses.replace(left, found=part) for part in parts]
 
 
 def _rest(left: _Left, count: int) -> list[_Left]:

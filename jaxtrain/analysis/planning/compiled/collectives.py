@@ -11,7 +11,13 @@ from jaxtrain.analysis.planning.compiled.groups import (
     replica_groups,
     source_target_pairs,
 )
-from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Module, parse
+from jaxtrain.analysis.planning.compiled.hlo import (
+    Computation,
+    Instruction,
+    Module,
+    Tensor,
+    parse,
+)
 
 KINDS = (
     "all-reduce",
@@ -48,6 +54,7 @@ class Collective:
       shape: of the operand.
       op_name: the path of named scopes and primitives that it came from.
       launch: the instruction; arrays that are launched together have it in common.
+      parts: the arrays that the compiler laid end to end in it; empty: it is one.
     """
 
     kind: str
@@ -58,6 +65,7 @@ class Collective:
     shape: tuple[int, ...]
     op_name: str
     launch: str
+    parts: tuple[Tensor, ...] = ()
 
     @property
     def every(self) -> int:
@@ -192,17 +200,20 @@ class _Walk:
             return  # groups of one device: nothing moves
         if count is None:
             raise ValueError(f"a loop around {one.name} ({op_name}) does not say how often it runs")
-        for tensor in self.module.operand_tensors(inside, one):
-            yield Collective(
-                kind=kind,
-                axis=axis,
-                count=count,
-                bytes=tensor.bytes,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                op_name=op_name,
-                launch=launch,
-            )
+        for operand in one.operands:
+            parts = tuple(self.module.laid_end_to_end(inside, operand))
+            for tensor in inside.instructions[operand].tensors:
+                yield Collective(
+                    kind=kind,
+                    axis=axis,
+                    count=count,
+                    bytes=tensor.bytes,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    op_name=op_name,
+                    launch=launch,
+                    parts=parts,
+                )
 
 
 def given_count(branch_counts: BranchCounts | None, op_name: str) -> int | None:

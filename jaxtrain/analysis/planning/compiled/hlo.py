@@ -132,6 +132,24 @@ class Module:
             tensor for name in instruction.operands for tensor in inside.instructions[name].tensors
         ]
 
+    def laid_end_to_end(self, inside: Computation, name: str) -> list[Tensor]:
+        """The arrays, before they were flattened, that one of the computation `inside` was
+        concatenated of; none: it was not."""
+        made, given = inside.instructions[name], inside
+        outer: list[str] = []
+        if made.opcode == "fusion":
+            outer, given = made.operands, self.computations[made.called[0]]
+            made = given.instructions[given.root]
+        if made.opcode != "concatenate":
+            return []
+        found = []
+        for operand in made.operands:
+            part = _unflattened(given, operand)
+            if part.opcode == "parameter" and outer:
+                part = _unflattened(inside, outer[int(part.literal)])
+            found += part.tensors
+        return found
+
     def trip_count(self, loop: Instruction) -> int | None:
         """How often a `while` runs its body; None where the text does not say.
 
@@ -160,6 +178,14 @@ class Module:
             yield instruction
             for name in instruction.called:
                 yield from self._with_called(self.computations[name])
+
+
+def _unflattened(inside: Computation, name: str) -> Instruction:
+    """What a bitcast, or several, was made of."""
+    made = inside.instructions[name]
+    while made.opcode == "bitcast":
+        made = inside.instructions[made.operands[0]]
+    return made
 
 
 def parse(text: str) -> Module:
