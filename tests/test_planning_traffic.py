@@ -130,6 +130,13 @@ OWN = {
         ),
         set(),
     ),
+    "sequence parallel, learned positions, elementwise again": (
+        config_of(
+            dataclasses.replace(MODELS["gpt"], num_layers=3), {"data": 4, "tensor": 2},
+            sharding=Sharding(sequence_parallel=True), remat=Remat(policy="elementwise"),
+        ),
+        set(),
+    ),
     "int8 products, sequence parallel": (
         config_of(
             LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=Sharding(sequence_parallel=True),
@@ -323,7 +330,14 @@ SLOW = {
         config_of(
             LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="2.5d", tensor_depth=2)
         ),
-        {WHOLE, "reduced whole over depth+row, then sliced"},
+        {WHOLE},
+    ),
+    "2.5d, biases": (
+        config_of(
+            dataclasses.replace(MODELS["gpt"], embed_dim=512, num_layers=3), {"tensor": 8},
+            sharding=Sharding(tensor_layout="2.5d", tensor_depth=2),
+        ),
+        {WHOLE},
     ),
     "3d": (
         config_of(LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="3d")),

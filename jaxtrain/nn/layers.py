@@ -131,8 +131,6 @@ class _Split:
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
         """On each device: the gradient of its rows, out of its tokens and the others'."""
         place_BT, here_BT1 = self.places(tokens_BT)
-        if self.scattered:
-            gradient_BTD = jax.lax.all_gather(gradient_BTD, self.scattered, axis=1, tiled=True)
         rows_VD = jnp.zeros((self.rows, gradient_BTD.shape[-1]), gradient_BTD.dtype)
         rows_VD = rows_VD.at[place_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
         return _sum_over(self.tokens, rows_VD)
@@ -151,8 +149,9 @@ def _forward(split: _Split, tokens_BT: jax.Array, table_VD: jax.Array) -> tuple[
 def _backward(split: _Split, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> tuple[Any, Any]:
     # By hand: the transpose of the sum would be another one, and the compiler's own scatter-add
     # gathers every device's activations where those are fewer bytes than the table.
-    run = on_each_device(split.add_up, (split.tokens, split.stream), split.table)
-    return None, run(tokens_BT, gradient_BTD)
+    whole = P(*split.tokens, None)
+    run = on_each_device(split.add_up, (split.tokens, whole), split.table)
+    return None, run(tokens_BT, jax.sharding.reshard(gradient_BTD, whole))
 
 
 _embedded.defvjp(_forward, _backward)

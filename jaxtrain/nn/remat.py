@@ -86,6 +86,11 @@ class Policy:
     repeats_products: bool = False
     names: frozenset[str] = frozenset()
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing runs again where no weights are gathered."""
+        return self.saves is all_but_gathered_weights
+
     def having(self, save: tuple[str, ...], offload: tuple[str, ...]) -> "Policy":
         """The same, and the activations so named kept on the device, or on its host."""
         if not save and not offload:
@@ -234,6 +239,6 @@ def remat(layer: Callable[..., Any], policy: Policy, *, prevent_cse: bool) -> Ca
       policy: one of `POLICIES`.
       prevent_cse: False inside a scan, whose loop body already keeps XLA from merging the passes.
     """
-    if policy.saves is all_but_gathered_weights and not gathers_weights():
+    if policy.keeps_all and not gathers_weights():
         return layer
     return jax.checkpoint(layer, policy=policy.saves, prevent_cse=prevent_cse)

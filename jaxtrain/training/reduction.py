@@ -50,8 +50,15 @@ def summed_once(layout: Layout, passes: int) -> tuple[str, ...]:
     if "data" in layout.manual:
         return ()  # replicas that agree in another way: see `Exchange`
     of_batch = [name for part in layout.activation(("batch", "length")) for name in parts_of(part)]
-    # A grid's rows of devices have rows of the batch too: their products sum over them.
-    own = [axis for axis in of_batch if axis in ("data", "expert", "context", "fsdp")]
+    # A grid's rows of devices have rows of the batch too: their products sum over them. Several
+    # grids are as replicas.
+    replicas = (
+        "data",
+        "expert",
+        "context",
+        *(("depth",) if layout.tensor_layout == "2.5d" else ()),
+    )
+    own = [axis for axis in of_batch if axis in (*replicas, "fsdp")]
     axes = tuple(axis for axis in own if axis != "fsdp" or layout.zero < 2)
     scatters = layout.tensor_layout != "1d" or (layout.zero >= 1 and layout.mesh.shape["fsdp"] > 1)
     return axes if passes > 1 or scatters else ()

@@ -26,6 +26,7 @@ from jaxtrain.analysis.planning.machines.targets import (
 )
 from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.config import files
+from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.compilation import with_known_options, xla_options
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compiled_step import CompiledStep
@@ -36,6 +37,11 @@ from jaxtrain.training.settings import Config
 
 # What libtpu is told beside a run's own options (docs/planning.md has the figures).
 _QUICK = {"exec_time_optimization_effort": -1.0}
+# XLA's own kernels of some products, mostly small ones, are found by trying them alone.
+_WITHOUT_TILES = (
+    "XLA finds no tiles for a product without a GPU to try them on: compiled with cuBLAS for all "
+    "(xla_gpu_enable_triton_gemm=false)"
+)
 _FORMAT = 1
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -110,15 +116,25 @@ def compile_step(
       target: what it is for.
       thorough: whether a TPU's compiler takes as long as it does for the run; otherwise it
         compiles quickly: about ten times as fast, and memory differs by a few per cent.
+
+    Raises:
+      UserError: the compiler has a fault of its own.
     """
     options = options_of(config, layout)
     more: Any = compiler_options(target)
     if target.chip.kind == "tpu" and not thorough:
         more |= _QUICK
+    noticed: list[str] = []
 
     def compiled_with(known: dict[str, str]) -> jax.stages.Compiled:
-        whole = known == options
-        return (lowered if whole else lower(config, layout, known)).compile(more)
+        step = lowered if known == options else lower(config, layout, known)
+        try:
+            return step.compile(more)
+        except jax.errors.JaxRuntimeError as error:
+            if "output tile sizes" not in str(error):
+                raise
+        noticed.append(_WITHOUT_TILES)
+        return step.compile(more | {"xla_gpu_enable_triton_gemm": False})
 
     with native_stderr_kept() as noise:
         lowered = lower(config, layout, options)
@@ -130,13 +146,18 @@ def compile_step(
                 compiled = with_known_options(options, compiled_with, lambda missing: None)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
+                    why = str(error).splitlines()[0][:300]
+                    raise UserError(
+                        f"target {target.name!r}: its compiler breaks over this step: {why}; "
+                        "plan --no-compile goes by the closed forms"
+                    ) from error
                 found = _out_of_memory(
                     str(error), argument_bytes(config, layout).total, time.perf_counter() - started
                 )
             else:
                 seconds = time.perf_counter() - started
                 found = _facts(config, layout, target, compiled, noise(), seconds)
+                found = dataclasses.replace(found, warnings=(*found.warnings, *noticed))
             _write(key, found, noise())
     return found
 

@@ -119,9 +119,10 @@ class _Activations:
                 )  # fmt: skip
             gates = 4 * facts.B * facts.T * experts.per_token
             yield Expected("all-reduce", "tensor", self.runs, gates, "router: gates", "B T k")
-        if self.splits_stream and (facts.recomputes or facts.gathers_weights):
-            # What is computed again starts from the part of the stream that a device keeps: in each
-            # part of the layer, but where the sum before it runs again and gathers it.
+        if self.splits_stream and (facts.gathers_weights or not facts.config.remat.kept.keeps_all):
+            # No other policy keeps what a gather gives. The backward pass starts from the part of
+            # the stream that a device keeps (arXiv 2205.05198, section 4.2.2): in each part of the
+            # layer, but where the sum before it runs again and gathers it.
             starts = len(self.parts) - sum(map(self.sums_again, self.parts))
             yield Expected(
                 "all-gather", "tensor", starts * self.runs,

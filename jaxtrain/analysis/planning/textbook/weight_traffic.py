@@ -186,7 +186,8 @@ class _Weight:
         kept = {axis for _, axis in split_over(facts.layout.parameter(self.weight.axes))}
         computed = [axis for _, axis in split_over(facts.layout.weight(self.weight.axes))]
         whole_at_rest = [axis for axis in computed if axis not in kept]
-        if whole_at_rest:  # a grid's norms: each device has the gradient of its part of embed
+        if whole_at_rest:  # a grid's vectors: each device has the gradient of its part of embed
+            size = self.elements * facts.master_bytes
             yield Expected(
                 "all-gather", facts.joined(whole_at_rest), times, size, cause, "N (k-1)/k"
             )
