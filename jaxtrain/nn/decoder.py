@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
           norm: of what comes out of the last layer; None: there is none.
           output: the output matrix [V, D]; None: the token embedding.
           stream: logical axes of the activations between layers.
-          embedding_scale: what embedded tokens are multiplied by.
+          embedding_scale: what embedded tokens are multiplied by, with their positions.
           logit_softcap: the bound that logits are flattened towards; None: none.
           leading: what layers compute that stand before those, one by one.
           predicting: modules behind the last layer, each of which tells one token more.
@@ -105,12 +105,10 @@ class Decoder(nnx.Module):
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
-            x_BTD = embed(tokens_BT, self.token_embedding, self.stream)
-            if self.embedding_scale != 1:
-                x_BTD *= self.embedding_scale
-            if self.position_embedding is not None:
-                x_BTD += embed(positions_BT, self.position_embedding, self.stream)
-            return x_BTD
+            learned = self.position_embedding
+            places = None if learned is None else (positions_BT, learned)
+            x_BTD = embed(tokens_BT, self.token_embedding, self.stream, places)
+            return x_BTD if self.embedding_scale == 1 else x_BTD * self.embedding_scale
 
     def run_layer(
         self,

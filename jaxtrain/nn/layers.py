@@ -6,7 +6,7 @@ Letters: B batch, T length, D embed, N heads, H head_dim, V vocab, F features.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,10 @@ def map_of_vectors(key: jax.Array, features: int, embed_dim: int) -> nnx.Param:
 
 
 def embed(
-    inputs: jax.Array, table: nnx.Param, out: tuple[str, ...] = ("batch", "length", "embed")
+    inputs: jax.Array,
+    table: nnx.Param,
+    out: tuple[str, ...] = ("batch", "length", "embed"),
+    places: tuple[jax.Array, nnx.Param] | None = None,
 ) -> jax.Array:
     """Rows of a [V, D] table for tokens [B, T]: a stream [B, T, D].
 
@@ -54,39 +57,39 @@ def embed(
       inputs: tokens or vectors.
       table: the table, or the map.
       out: logical axes of the stream.
+      places: positions [B, T] and the table whose rows are added for them.
     """
+    lookups = [] if places is None else [places]
     if jnp.issubdtype(inputs.dtype, jnp.integer):
-        return _rows(inputs, table, out)
-    return contract("BTF,FD->BTD", inputs, table, out)
+        return _rows([(inputs, table), *lookups], out)
+    x_BTD = contract("BTF,FD->BTD", inputs, table, out)
+    return x_BTD + _rows(lookups, out) if lookups else x_BTD
 
 
-def _rows(tokens_BT: jax.Array, table: nnx.Param, out: tuple[str, ...]) -> jax.Array:
-    """Rows of a [V, D] table, laid out as `out` says.
+def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) -> jax.Array:
+    """The sum of rows of [V, D] tables for tokens [B, T], laid out as `out` says.
 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
     holds, and one sum over the vocabulary's mesh axes puts them together; along axes that split
     the stream's places beside the tokens' (arXiv 2205.05198) each device gets the sums of its own
-    places alone. The table is gathered along embed before the lookup.
+    places alone. A table is gathered along embed before the lookup.
     """
-    table_VD, layout = gather(table), current_layout()
+    layout = current_layout()
+    tokens, tables = [one for one, _ in lookups], [gather(table) for _, table in lookups]
     if layout is None:
-        return table_VD[tokens_BT]
-    of_tokens, of_table = layout.activation(("batch", "length")), layout.weight(logical_axes(table))
-    if "vocab" in layout.whole:  # padded to be split where it is computed with
-        of_table = jax.typeof(table_VD).sharding.spec
-    rows = table_VD.shape[0] // layout.size(of_table[0])
-    split = _Split(
-        of_tokens, of_table, rows, _scattered(of_tokens, of_table, layout.activation(out))
-    )
-    return shard(_embedded(split, tokens_BT, table_VD), out)
-
-
-def _scattered(tokens: P, table: P, stream: P) -> tuple[str, ...]:
-    """The mesh axes that split the table's rows and, beside the tokens', the stream's places."""
-    before, after = parts_of(tokens[1]), parts_of(stream[1])
-    more = after[len(before) :]
-    fits = after[: len(before)] == before and set(more) <= set(parts_of(table[0]))
-    return more if fits else ()
+        return functools.reduce(jnp.add, [V[one] for one, V in zip(tokens, tables, strict=True)])
+    of_tokens, of_stream = layout.activation(("batch", "length")), layout.activation(out)
+    before, after = parts_of(of_tokens[1]), parts_of(of_stream[1])
+    more = after[len(before) :] if after[: len(before)] == before else ()
+    splits = []
+    for (_, table), table_VD in zip(lookups, tables, strict=True):
+        part = layout.weight(logical_axes(table))[0]
+        if "vocab" in layout.whole:  # padded to be split where it is computed with
+            part = jax.typeof(table_VD).sharding.spec[0]
+        splits.append(_Split(of_tokens, part, table_VD.shape[0] // layout.size(part), more))
+    if not all(split.fits for split in splits):
+        splits = [dataclasses.replace(split, scattered=()) for split in splits]
+    return shard(_embedded(tuple(splits), tokens, tables), out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +98,20 @@ class _Split:
 
     Attributes:
       tokens: of the tokens [B, T].
-      table: of the table [V, D], whole along D.
+      vocabulary: the mesh axes that split the table's rows.
       rows: of the table, on one device.
-      scattered: mesh axes of the table's rows that split the places of what is looked up.
+      scattered: mesh axes that split the places of what is looked up, beside the tokens' own.
     """
 
     tokens: P
-    table: P
+    vocabulary: MeshAxes
     rows: int
     scattered: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices along those axes hold other rows each, or all of them all."""
+        return not self.vocabulary or set(self.scattered) <= set(parts_of(self.vocabulary))
 
     @property
     def stream(self) -> P:
@@ -111,22 +119,29 @@ class _Split:
         rows, places = self.tokens
         return P(rows, (*parts_of(places), *self.scattered) or None, None)
 
+    @property
+    def read(self) -> P:
+        """Of the tokens that a device looks up: where it holds every row, its own places' alone."""
+        return self.tokens if self.vocabulary else P(*self.stream[:2])
+
     def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which of the device's rows each token has, and whether it is the device's at all."""
-        axes = parts_of(self.table[0])
+        axes = parts_of(self.vocabulary)
         place_BT = tokens_BT - (jax.lax.axis_index(axes) * self.rows if axes else 0)
         here_BT = (place_BT >= 0) & (place_BT < self.rows)
         return jnp.where(here_BT, place_BT, 0), here_BT[..., None]
 
     def look_up(self, tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
-        """On each device: [B, T, D] of its tokens, out of its rows and the others'."""
+        """On each device: [B, T, D] of its places, out of its rows and the others'."""
         place_BT, here_BT1 = self.places(tokens_BT)
         found_BTD = jnp.where(here_BT1, rows_VD[place_BT], 0)
+        if not self.vocabulary:
+            return found_BTD
         if self.scattered:
             found_BTD = jax.lax.psum_scatter(
                 found_BTD, self.scattered, scatter_dimension=1, tiled=True
             )
-        return _sum_over([without(self.table[0], self.scattered)], found_BTD)
+        return _sum_over([without(self.vocabulary, self.scattered)], found_BTD)
 
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
         """On each device: the gradient of its rows, out of its tokens and the others'."""
@@ -137,21 +152,34 @@ class _Split:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _embedded(split: _Split, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
-    run = on_each_device(split.look_up, (split.tokens, split.table), split.stream)
-    return run(tokens_BT, table_VD)
+def _embedded(
+    splits: tuple[_Split, ...], tokens: list[jax.Array], tables: list[jax.Array]
+) -> jax.Array:
+    found = []
+    for split, tokens_BT, table_VD in zip(splits, tokens, tables, strict=True):
+        specs = split.read, P(split.vocabulary, None)
+        run = on_each_device(split.look_up, specs, split.stream)
+        found.append(run(jax.sharding.reshard(tokens_BT, split.read), table_VD))
+    return functools.reduce(jnp.add, found)
 
 
-def _forward(split: _Split, tokens_BT: jax.Array, table_VD: jax.Array) -> tuple[Any, jax.Array]:
-    return _embedded(split, tokens_BT, table_VD), tokens_BT
+def _forward(
+    splits: tuple[_Split, ...], tokens: list[jax.Array], tables: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    return _embedded(splits, tokens, tables), tokens
 
 
-def _backward(split: _Split, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> tuple[Any, Any]:
+def _backward(
+    splits: tuple[_Split, ...], tokens: list[jax.Array], gradient_BTD: jax.Array
+) -> tuple[Any, list[jax.Array]]:
     # By hand: the transpose of the sum would be another one, and the compiler's own scatter-add
     # gathers every device's activations where those are fewer bytes than the table.
-    whole = P(*split.tokens, None)
-    run = on_each_device(split.add_up, (split.tokens, whole), split.table)
-    return None, run(tokens_BT, jax.sharding.reshard(gradient_BTD, whole))
+    whole, found = P(*splits[0].tokens, None), []
+    gradient_BTD = jax.sharding.reshard(gradient_BTD, whole)  # once for all of them
+    for split, tokens_BT in zip(splits, tokens, strict=True):
+        run = on_each_device(split.add_up, (split.tokens, whole), P(split.vocabulary, None))
+        found.append(run(tokens_BT, gradient_BTD))
+    return [None] * len(tokens), found
 
 
 _embedded.defvjp(_forward, _backward)

@@ -41,7 +41,7 @@ def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
     Raises:
       UserError: such rows would change what is computed.
     """
-    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    sizes = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
     if not config.train.fill_batch or len(sizes) != 1 or sizes <= {(), (0,)}:
         return batch  # what is wrong with it is told as of any other
     ((rows,),) = sizes
