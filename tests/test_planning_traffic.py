@@ -384,13 +384,21 @@ SLOW = {
         {WHOLE, GATHERED},
     ),
 }  # fmt: skip
+ONE_ROW = config_of(
+    deep(LLAMA), {"pipe": 2, "fsdp": 2, "tensor": 2}, rows=8,
+    sharding=Sharding(sequence_parallel=True),
+    pipeline=Pipeline(microbatches=4, backward="residuals"),
+)  # fmt: skip
 CASES = [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 @functools.cache
 def compiled(name: str) -> tuple[str, dict[str, int]]:
     """The text of the compiled step, and the sizes of its mesh."""
-    config, _ = {**OWN, **SLOW}[name]
+    return compiled_step({**OWN, **SLOW}[name][0])
+
+
+def compiled_step(config: Config) -> tuple[str, dict[str, int]]:
     over = layout(config, tpu_devices("v5e:2x4"))
     program = make_program(config, over)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
@@ -423,6 +431,21 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
     if sum(row.count for row in numbers) > 200:
         found.append("more than 200 single numbers")
     return found
+
+
+@needs_libtpu
+def test_one_row_a_device_is_scattered_and_what_waits_at_a_rank_stays_there():
+    """A TPU's compiler sums whole what has a dimension of 1 before the scattered one; and gathers
+    what it is told a layout of."""
+    text, sizes = compiled_step(ONE_ROW)
+    found = collectives(text, sizes, branch_counts(ONE_ROW, abstract_layout(ONE_ROW, 8)))
+    assert [one for one in found if "layout_constraint" in one.op_name] == []
+    stream = 2 * LENGTH * LLAMA.embed_dim
+    of_stream = [one for one in found if one.axis == "tensor" and one.bytes == stream]
+    inside = [one for one in of_stream if "(loss)" not in one.op_name]
+    # Of each of 4 microbatches: tokens looked up, and two parts of two layers, both ways.
+    assert {one.kind for one in inside} == {"reduce-scatter"}
+    assert sum(one.count for one in inside) == 4 * (1 + 2 * 2 * 2)
 
 
 @needs_libtpu

@@ -27,7 +27,13 @@ from jaxtrain.nn.remat import elementwise, named
 from jaxtrain.nn.routing import Router, Routes, Softmax
 from jaxtrain.nn.transformer import EXPERT_LOAD, Auxiliary
 from jaxtrain.parallel.gathering import gather
-from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, shard
+from jaxtrain.parallel.sharding import (
+    current_layout,
+    on_each_device,
+    parts_of,
+    scatter_places,
+    shard,
+)
 
 TOKENS = ("batch", "length", "embed")
 # Each expert's parameters, which lie with it; a network is those of all experts by name.
@@ -291,7 +297,7 @@ def _over_the_mesh(
             y_BTD = run(ranks, *local)
         # Each device of `tensor` did a part of F, so what it has is a part of the sum.
         if "tensor" in parts_of(result[1]):
-            return jax.lax.psum_scatter(y_BTD, "tensor", scatter_dimension=1, tiled=True)
+            return scatter_places(y_BTD, ("tensor",))
         return jax.lax.psum(y_BTD, "tensor") if tensor > 1 else y_BTD
 
     route = P(*tokens[:2])

@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import (
     logical_axes,
     on_each_device,
     parts_of,
+    scatter_places,
     shard,
     without,
 )
@@ -138,9 +139,7 @@ class _Split:
         if not self.vocabulary:
             return found_BTD
         if self.scattered:
-            found_BTD = jax.lax.psum_scatter(
-                found_BTD, self.scattered, scatter_dimension=1, tiled=True
-            )
+            found_BTD = scatter_places(found_BTD, self.scattered)
         return _sum_over([without(self.vocabulary, self.scattered)], found_BTD)
 
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:

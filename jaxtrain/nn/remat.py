@@ -61,9 +61,10 @@ _CHEAP = frozenset(
 def all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """The policy of 'none'.
 
-    What a reshard gives is not kept either: it is the same weight before it got its name.
+    What a reshard gives is not kept either: it is the same weight before it got its name, or a
+    stream that was gathered. Nor is a reshape of it, or it would be kept after all.
     """
-    return primitive.name != "reshard" and parameters.get("name") != GATHERED
+    return primitive.name not in ("reshard", "reshape") and parameters.get("name") != GATHERED
 
 
 def _dear(primitive: Any, *_: Any, **parameters: Any) -> bool:

@@ -344,6 +344,15 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     )
 
 
+def scatter_places(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """On each device: of the sum of [B, T, D] over the devices along mesh axes its own places."""
+    B, T, D = x_BTD.shape
+    if B > 1:
+        return jax.lax.psum_scatter(x_BTD, axes, scatter_dimension=1, tiled=True)
+    # With a dimension of 1 before it a TPU's compiler scatters nothing: it sums the whole.
+    return jax.lax.psum_scatter(x_BTD.reshape(T, D), axes, tiled=True)[None]
+
+
 def along(
     over: tuple[str, ...], function: Callable[..., Any], *arguments: Any, out_specs: Any
 ) -> Any:

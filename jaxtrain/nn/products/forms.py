@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.nn.products.dot import Einsum, einsum, sides
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.gathering import Groups
-from jaxtrain.parallel.sharding import current_layout, reshape
+from jaxtrain.parallel.sharding import current_layout, parts_of, reshape, without
+from jaxtrain.parallel.tables import MeshAxes
 
 
 def as_matrix(equation: str, *specs: P) -> Groups | None:
@@ -74,7 +75,8 @@ def product(
     kept = "".join(letter for letter in left if letter not in right)
     parts = dict(zip(left, jax.typeof(x).sharding.spec, strict=True))
     wanted = {} if spec is None else dict(zip(result, spec, strict=True))
-    rows = left[:2] if _joins_rows(left, result, [parts, wanted]) else ""
+    given = spec is not None
+    rows = left[:2] if _joins_rows(left, result, [parts, wanted], x.shape[0]) else ""
     if groups is None and not rows:
         return by(equation, x, weight, spec)
     sizes, made = dict(zip(left, x.shape, strict=True)), ""
@@ -87,8 +89,8 @@ def product(
         parts["k"], wanted["m"] = parts[summed[0]], wanted.get(made[0])
     if rows:
         of_x, of_result = of_x.replace(rows, "r"), of_result.replace(rows, "r")
-        sizes["r"], parts["r"] = sizes[rows[0]] * sizes[rows[1]], parts[rows[0]]
-        wanted["r"] = wanted.get(rows[0])
+        sizes["r"], parts["r"] = sizes[rows[0]] * sizes[rows[1]], _joined(parts, rows)
+        wanted["r"] = _joined(wanted, rows)
     x = reshape(x, [sizes[letter] for letter in of_x], [parts[letter] for letter in of_x])
     y = _product(
         f"{of_x},{of_weight}->{of_result}",
@@ -97,17 +99,19 @@ def product(
         None if spec is None else P(*(wanted[letter] for letter in of_result)),
         by,
     )
-    # Back to the dimensions of the equation: a joined one's split is its first one's.
+    # Back to the dimensions of the equation: heads' split is that of what they were joined to.
+    of_rows = [(wanted if given else parts).get(letter) for letter in rows]
     dims, parts = "", []
     for letter, part in zip(of_result, jax.typeof(y).sharding.spec, strict=True):
         letters = {"r": rows, "m": made}.get(letter, letter)
-        dims, parts = dims + letters, [*parts, part, *[None] * (len(letters) - 1)]
+        split = of_rows if letter == "r" else [part, *[None] * (len(letters) - 1)]
+        dims, parts = dims + letters, [*parts, *split]
     sizes |= {letter: size for letter, size in zip(of_result, y.shape, strict=True)}
     y = reshape(y, [sizes[letter] for letter in dims], parts)
     return y.transpose([dims.index(letter) for letter in result])
 
 
-def _joins_rows(left: str, result: str, parts: list[dict]) -> bool:
+def _joins_rows(left: str, result: str, parts: list[dict], batch: int) -> bool:
     """Whether batch and length can be one dimension, and the compiler wants them so."""
     rows = left[:2]
     if rows not in ("BT", "TB") or rows not in result:
@@ -115,9 +119,17 @@ def _joins_rows(left: str, result: str, parts: list[dict]) -> bool:
     layout = current_layout()
     if layout is None or layout.mesh.size == 1:
         return True
-    # With sequence parallelism the gradient is scattered along the length: there has to be one.
-    fits = _platform() != "tpu" and not layout.sequence_parallel
-    return fits and all(of.get(rows[1]) is None for of in parts)
+    if layout.sequence_parallel:
+        # The gradient is scattered along the length. A TPU's compiler scatters nothing with a
+        # dimension of one row before it: it sums the whole, at twice the bytes.
+        return rows == "BT" and batch == layout.size(parts[0]["B"])
+    return _platform() != "tpu" and all(of.get(rows[1]) is None for of in parts)
+
+
+def _joined(parts: dict, rows: str) -> MeshAxes:
+    """The part of a spec of two dimensions that became one."""
+    first, second = (parts_of(parts.get(letter)) for letter in rows)
+    return without((*first, *second), ())
 
 
 def _product(

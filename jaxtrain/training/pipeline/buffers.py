@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import layout as in_memory
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.sharding import on_each_device
+
 
 def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros of this shape, dtype and sharding."""
@@ -42,8 +44,14 @@ def by_rows(values: Sequence[jax.Array]) -> list[jax.Array]:
     """Values with rows after rows in memory, as in their buffers: else XLA's TPU compiler gives a
     buffer the layout that one is used in, and copies all its places from one to the other.
 
-    For what stays at its rank: of an input that a branch may leave out it would lose the split.
+    Each device says so of its shard: of a whole array XLA would gather it first.
     """
-    return [
-        in_memory.with_layout_constraint(x, in_memory.Layout(tuple(range(x.ndim)))) for x in values
-    ]
+    specs = [jax.typeof(x).sharding.spec for x in values]
+
+    def on_one(shards: list[jax.Array]) -> list[jax.Array]:
+        return [
+            in_memory.with_layout_constraint(x, in_memory.Layout(tuple(range(x.ndim))))
+            for x in shards
+        ]
+
+    return on_each_device(on_one, (specs,), specs)(list(values))
