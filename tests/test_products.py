@@ -102,6 +102,7 @@ MESHES = {
     "zero 1": dict(zero=1, fsdp=2),
     "tensor": dict(fsdp=2, tensor=2, data=2),
     "sequence": dict(fsdp=2, tensor=2, sequence_parallel=True),
+    "sequence, a row each": dict(fsdp=4, tensor=2, sequence_parallel=True),
     "context": dict(fsdp=2, context=2),
 }
 
