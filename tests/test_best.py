@@ -123,3 +123,11 @@ def test_an_unknown_value_is_named_with_the_nearest():
     record = Record(Best(metric="eval_los"))
     with pytest.raises(UserError, match="did you mean 'eval_loss'"):
         record.see(1, {"eval_loss": 1.0, "eval_accuracy": 0.5})
+
+
+def test_a_run_tells_so_before_its_first_step(tiny_config, tmp_path):
+    trainer = Trainer(config_of(tiny_config, "Best.metric='eval_los'"), tmp_path / "run")
+    with pytest.raises(UserError, match="did you mean 'eval_loss'"):
+        trainer.train()
+    assert trainer.steps_done == 0
+    trainer.close()

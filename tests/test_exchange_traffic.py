@@ -8,7 +8,9 @@ import re
 import jax
 import optax
 import pytest
+import test_traffic
 from conftest import lower_step, make_layout, make_program, text_batch
+from test_planning_traffic import config_of, of, total
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
 from jaxtrain.analysis.planning.textbook.facts import Facts
@@ -163,3 +165,14 @@ def test_the_plan_of_local_sgd_has_all_that_is_averaged(optimizer):
         if x.ndim
     ]
     assert planned == 4 * sum(numbers)
+
+
+def test_what_runs_seldom_says_so():
+    exchange = Exchange(method="diloco", period=50)
+    config = config_of(test_traffic.MODELS["gpt"], {"data": 8}, exchange=exchange)
+    assert {one.every for one in of(config, "")} == {50}
+    parameters = sum(
+        weight.copies * math.prod(weight.shape)
+        for weight in test_traffic.weights(test_traffic.MODELS["gpt"])
+    )
+    assert total(of(config, "replicas"))["all-reduce"][1] == 4 * parameters

@@ -4,19 +4,22 @@ import collections
 
 import pytest
 from conftest import lower_step, make_program, needs_libtpu, text_batch
+from test_planning_traffic import LLAMA, compiled_step, config_of, deep
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.analysis.planning.textbook.steady import crossings
+from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh, make_mesh
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.pipeline.pair_parts import PairParts
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.pipeline.slots import sends
+from jaxtrain.training.program.layouts import abstract_layout
 
 pytestmark = needs_libtpu
 
@@ -102,3 +105,22 @@ def test_what_was_read_crosses_all_boundaries_and_the_target_the_decoders(schedu
         length = T if "target" in name else S
         assert (one.count, one.bytes) == (count, 2 * (ROWS // MICROBATCHES) * length * EMBED)
     assert len(permutes) == len(ticks)
+
+
+def test_one_row_a_device_is_scattered_and_what_waits_at_a_rank_stays_there():
+    """A TPU's compiler sums whole what has a dimension of 1 before the scattered one; and gathers
+    what it is told a layout of."""
+    config = config_of(
+        deep(LLAMA), {"pipe": 2, "fsdp": 2, "tensor": 2}, rows=8,
+        sharding=Sharding(sequence_parallel=True),
+        pipeline=Pipeline(microbatches=4, backward="residuals"),
+    )  # fmt: skip
+    text, sizes = compiled_step(config)
+    found = collectives(text, sizes, branch_counts(config, abstract_layout(config, 8)))
+    assert [one for one in found if "layout_constraint" in one.op_name] == []
+    stream = 2 * LENGTH * LLAMA.embed_dim
+    of_stream = [one for one in found if one.axis == "tensor" and one.bytes == stream]
+    inside = [one for one in of_stream if "(loss)" not in one.op_name]
+    # Of each of 4 microbatches: tokens looked up, and two parts of two layers, both ways.
+    assert {one.kind for one in inside} == {"reduce-scatter"}
+    assert sum(one.count for one in inside) == 4 * (1 + 2 * 2 * 2)

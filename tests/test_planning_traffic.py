@@ -328,12 +328,6 @@ SLOW = {
     ),
     "2.5d": (
         config_of(
-            LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="2.5d", tensor_depth=2)
-        ),
-        {WHOLE},
-    ),
-    "2.5d, biases": (
-        config_of(
             dataclasses.replace(MODELS["gpt"], embed_dim=512, num_layers=3), {"tensor": 8},
             sharding=Sharding(tensor_layout="2.5d", tensor_depth=2),
         ),
@@ -384,11 +378,6 @@ SLOW = {
         {WHOLE, GATHERED},
     ),
 }  # fmt: skip
-ONE_ROW = config_of(
-    deep(LLAMA), {"pipe": 2, "fsdp": 2, "tensor": 2}, rows=8,
-    sharding=Sharding(sequence_parallel=True),
-    pipeline=Pipeline(microbatches=4, backward="residuals"),
-)  # fmt: skip
 CASES = [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
@@ -431,21 +420,6 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
     if sum(row.count for row in numbers) > 200:
         found.append("more than 200 single numbers")
     return found
-
-
-@needs_libtpu
-def test_one_row_a_device_is_scattered_and_what_waits_at_a_rank_stays_there():
-    """A TPU's compiler sums whole what has a dimension of 1 before the scattered one; and gathers
-    what it is told a layout of."""
-    text, sizes = compiled_step(ONE_ROW)
-    found = collectives(text, sizes, branch_counts(ONE_ROW, abstract_layout(ONE_ROW, 8)))
-    assert [one for one in found if "layout_constraint" in one.op_name] == []
-    stream = 2 * LENGTH * LLAMA.embed_dim
-    of_stream = [one for one in found if one.axis == "tensor" and one.bytes == stream]
-    inside = [one for one in of_stream if "(loss)" not in one.op_name]
-    # Of each of 4 microbatches: tokens looked up, and two parts of two layers, both ways.
-    assert {one.kind for one in inside} == {"reduce-scatter"}
-    assert sum(one.count for one in inside) == 4 * (1 + 2 * 2 * 2)
 
 
 @needs_libtpu
@@ -619,13 +593,3 @@ def test_one_device_moves_nothing_and_a_model_is_traced_once(monkeypatch):
     for mesh in ({"data": 8}, {"fsdp": 8}, {"tensor": 2, "fsdp": 4}):
         config = config_of(LLAMA, mesh)
         assert expected(config, abstract_layout(config, 8))
-
-
-def test_what_runs_seldom_says_so():
-    exchange = Exchange(method="diloco", period=50)
-    config = config_of(MODELS["gpt"], {"data": 8}, exchange=exchange)
-    assert {one.every for one in of(config, "")} == {50}
-    parameters = sum(
-        weight.copies * math.prod(weight.shape) for weight in test_traffic.weights(MODELS["gpt"])
-    )
-    assert total(of(config, "replicas"))["all-reduce"][1] == 4 * parameters

@@ -6,7 +6,7 @@ goes on from: so a restart, and a rewind, know what the run knew at that step.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -61,15 +61,10 @@ class Record:
         Raises:
           UserError: it has no such number.
         """
+        numbers = {name: x for name, x in values.items() if not isinstance(x, list)}
+        refuse(self.settings, [name for name in numbers if name.startswith("eval_")])
         metric = self.settings.metric
         assert metric is not None, "nothing is compared"
-        numbers = {name: x for name, x in values.items() if not isinstance(x, list)}
-        if metric not in numbers:
-            known = [name for name in numbers if name.startswith("eval_")]
-            raise UserError(
-                f"Best.metric={metric!r}: evaluations have no such value"
-                f"{did_you_mean(metric, known)}"
-            )
         value = math.nan if values[metric] is None else float(values[metric])
         sign = 1 if self.settings.order == "lowest" else -1
         if not math.isfinite(value) or (self.steps and not sign * value < sign * self.value):
@@ -88,4 +83,13 @@ class Record:
             return f"no {self.settings.metric} was a number"
         return f"the {self.settings.order} {self.settings.metric} is {self.value:.6g}, of step " + (
             f"{self.steps[-1]}, whose checkpoint is kept"
+        )
+
+
+def refuse(settings: Best, known: Sequence[str]) -> None:
+    """Raises UserError where evaluations, which tell these, do not tell what is compared."""
+    metric = settings.metric
+    if metric is not None and metric not in known:
+        raise UserError(
+            f"Best.metric={metric!r}: evaluations have no such value{did_you_mean(metric, known)}"
         )

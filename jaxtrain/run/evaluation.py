@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
@@ -83,6 +84,19 @@ class Evaluation:
             found |= {f"{name}_{part}": value for name, value in self._means(values).items()}
         return found
 
+    def names(self, state: TrainState, like: Batch) -> list[str]:
+        """Which numbers `of` tells, known before there is a batch: `like` is the shapes of one."""
+        with self._program.layout.active():
+            zeros = self._no_sums(self._program.consensus(state), like)
+        ones = {name: np.ones(x.shape) if x.ndim else 1.0 for name, x in zeros.items()}
+        told = self._program.plain.objective.evaluation(ones)
+        return [name for name, value in told.items() if not isinstance(value, list)]
+
+    def _no_sums(self, state: TrainState, batch: Batch) -> Sums:
+        if self._zeros is None:
+            self._zeros = self._program.plain.no_sums(state, batch)
+        return self._zeros
+
     def _sums(
         self,
         state: TrainState,
@@ -90,17 +104,15 @@ class Evaluation:
         step: int,
         before_each: Callable[[], None],
     ) -> dict[str, Any]:
-        plain, ahead = self._program.plain, RunAhead()
+        ahead = RunAhead()
         sums: Sums | None = None
         with self._program.layout.active(), self._phases.phase("evaluation", step):
             state = self._program.consensus(state)
             for batch in batches:
                 before_each()
                 is_first = sums is None
-                if self._zeros is None:
-                    self._zeros = plain.no_sums(state, batch)
                 if sums is None:
-                    sums = self._zeros
+                    sums = self._no_sums(state, batch)
                 with self._phases.phase("compile", step) if is_first else nullcontext():
                     sums = self._eval_step(state, batch, sums)
                     ahead.add(sums)
