@@ -63,7 +63,15 @@ LONG_CASES = {
     "test_planning_advice": {
         "test_where_one_change_is_not_enough_several_are_combined",
     },
+    "test_pipeline_traffic": {
+        "test_each_boundary_carries_each_microbatch_once_each_way[gpipe]",
+    },
+    "test_uneven": {
+        "test_a_filled_batch_trains_as_its_rows_alone_on_one_device"
+        "[moe-{'fsdp': 2, 'expert': 4}-()]",
+    },
     "test_benchmarks_tpu": {
+        "test_a_gather_inside_a_product_is_not_waited_for[v6e:2x2-2]",
         "test_a_large_product_takes_about_what_the_data_sheets_promise[7x]",
         "test_with_our_options_products_run_beside_gathers[v6e:2x2]",
         "test_with_our_options_products_run_beside_gathers[v6e:4x4]",
