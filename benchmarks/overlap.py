@@ -67,7 +67,8 @@ ROWS = {
         *_LLAMA_70B, *_IN_TURN, "Train.global_batch_size = 2048", "Mesh.pipe = 16",
         "Mesh.fsdp = 4", "Mesh.context = 8", "Attention.context_parallel = 'ulysses'",
         "Pipeline.virtual_stages = 5", "Remat.policy = 'elementwise'",
-        "Pipeline.microbatches = 512",
+        # 512 places of 8192 are 64 a device: see benchmarks/RESULTS.md.
+        "Pipeline.microbatches = 512", "Loss.chunk_size = 4096",
     )),
     # A loop goes through the layers: of 4 the program is that of 80, and what waits once a step is
     # twenty times as large a share.
