@@ -81,7 +81,7 @@ def read(row: dict[str, str]) -> Point:
     name, *words = shlex.split(row["bindings"])
     bindings = [word for flag, word in zip(words, words[1:], strict=False) if flag == "-b"]
     target = parse_target(words[words.index("--target") + 1])
-    config = load_config(name, bindings)
+    config = load_config(name, [*_AT_ONCE, *bindings])
     devices = target.devices * slices_of(config, target)
     layout = abstract_layout(config, devices)
     config = resolved(config, target.chip.kind)
@@ -111,6 +111,8 @@ def read(row: dict[str, str]) -> Point:
     )
 
 
+# These stacks make the logits of a sequence at once.
+_AT_ONCE = ("Loss.chunk_size = None",)
 # Sections of bindings that say what is computed, not how it is laid out.
 _OF_THE_WORK = (
     "GPT.", "Llama.", "Mixtral.", "TextData.", "Precision.", "Attention.kernel",

@@ -1,6 +1,7 @@
 """What to change so that a configuration fits: bindings that load, checked, cheapest first."""
 
 import functools
+import re
 
 import pytest
 
@@ -106,6 +107,27 @@ def test_what_has_no_closed_form_is_one_remark_and_what_should_have_one_is_flagg
         "flagged: all-gather over tensor",
         "flagged: all-gather over fsdp",
     ]
+
+
+def test_chunks_of_the_loss_that_are_too_small_are_told_with_one_that_is_not():
+    """512 places of a sequence over eight devices are 64 on each, of two rows 128."""
+    bindings = ["Mesh.fsdp=1", "Mesh.context=8", "Train.accumulation=128"]
+    target = parse_target("v5p:2x2x2")
+
+    def told(*more: str) -> tuple[float, list[str]]:
+        config = load_config("llama_1b", [*bindings, *more])
+        cost = price(config, target).time
+        assert cost.seconds is not None
+        lines = remarks(config, target, abstract_layout(config, 8), (), ())
+        return cost.chunks / cost.seconds, [line for line in lines if "chunk_size" in line]
+
+    share, (line,) = told("Loss.chunk_size=512")
+    assert share > 0.01
+    assert " is 128 places on a device: " in line
+    (pasted,) = re.findall(r'-b "(Loss.chunk_size=\d+)" is faster', line)
+    less, nothing = told(pasted)
+    assert less <= 0.01
+    assert not nothing
 
 
 def test_a_gpu_s_memory_that_jax_leaves_alone_is_the_first_way_out():

@@ -9,6 +9,7 @@ from conftest import needs_libtpu
 from jax.experimental import mesh_utils
 from test_planning_memory import TINY_GPT, T, config_of
 
+from jaxtrain.analysis.planning.executed import activation_bytes, executed_flops, row_flops
 from jaxtrain.analysis.planning.fitted import FITTED, error_bar
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
@@ -16,19 +17,13 @@ from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.timeline import simulate
-from jaxtrain.analysis.planning.timing import (
-    activation_bytes,
-    executed_flops,
-    pieces,
-    row_flops,
-    slow_axes,
-    step_time,
-)
+from jaxtrain.analysis.planning.timing import pieces, slow_axes, step_time
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
@@ -266,6 +261,32 @@ def test_computation_is_products_scores_memory_and_the_update():
     assert found.error_bar == error_bar(V5E) < error_bar(parse_target("h100:1x8"))
     # A chip that no run is published of is told with less confidence.
     assert error_bar(parse_target("l4:1x1")) > error_bar(parse_target("h100:1x8"))
+
+
+def test_small_chunks_of_the_loss_wait_for_memory():
+    """Each reads the output matrix twice in bfloat16 and adds to its gradient in float32, 12 bytes
+    a number, beside 6 FLOPs a number and place; chunks as large as their products hide it."""
+    matrix, shares = TINY_GPT.vocab_size * TINY_GPT.embed_dim, FITTED["v5e"]
+    for mesh, split in (({"fsdp": 8}, 1), ({"fsdp": 4, "tensor": 2}, 2)):
+        rows, at_once = ROWS * split // 8, timed(mesh, [])
+        for size in (4, 16):
+            found = timed(mesh, [], loss=Loss(chunk_size=size))
+            read = T // size * 12 * matrix / split / (819e9 * shares.memory)
+            products = 6 * rows * T * matrix / split / (197e12 * shares.products)
+            assert read > products
+            assert found.chunks == pytest.approx(read - products)
+            assert found.compute == pytest.approx(at_once.compute + read - products)
+        many = {"rows": 8 * 1024, "precision": BFLOAT16, "loss": Loss(chunk_size=T)}
+        assert price(config_of(TINY_GPT, mesh, **many), V5E).time.chunks == 0
+    # Of each microbatch again, and in a pipeline on its last rank, for which the others wait.
+    again = timed({"fsdp": 8}, [], loss=Loss(chunk_size=4), accumulation=1)
+    piped = timed(
+        {"fsdp": 4, "pipe": 2}, [], loss=Loss(chunk_size=4), pipeline=Pipeline(microbatches=2)
+    )
+    read = 12 * matrix * T / 4 / (819e9 * shares.memory)
+    products = 6 * T * matrix / (197e12 * shares.products)
+    assert again.chunks == pytest.approx(read - products)
+    assert piped.chunks == pytest.approx(2 * again.chunks)
 
 
 def test_a_kernel_that_no_generation_has_for_itself_is_slower_on_hopper():

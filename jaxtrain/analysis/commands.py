@@ -15,12 +15,12 @@ from jaxtrain.analysis.planning import side_by_side
 from jaxtrain.analysis.planning.budget import Budget, plan_budget
 from jaxtrain.analysis.planning.budget import show as show_budget
 from jaxtrain.analysis.planning.budgeted import planned, sentences
+from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.plan import plan as make_plan
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.show import show as show_plan
 from jaxtrain.analysis.planning.timeline import draw, simulate, table
-from jaxtrain.analysis.planning.timing import stack_costs
 from jaxtrain.analysis.verify import verify as verification
 from jaxtrain.analysis.verify.report import show_end, showing
 from jaxtrain.config.errors import UserError

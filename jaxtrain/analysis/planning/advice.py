@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.analysis.planning import accumulation
+from jaxtrain.analysis.planning import accumulation, chunks
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import replicated
 from jaxtrain.analysis.planning.machines.targets import (
@@ -178,6 +178,8 @@ def remarks(
         )
     if (both := accumulation.sentence(config, target, layout)) is not None:
         found.append(both)
+    if (small := _small_chunks(config, target, layout)) is not None:
+        found.append(small)
     # The CPU's compiler writes collectives in its own ways: its traffic proves nothing.
     flagged = [row for row in rows if not row.explained and target.chip.kind != "cpu"]
     has_form = config.train.model.layers is not None
@@ -197,6 +199,27 @@ def remarks(
         )
     found += [f"the compiler warns: {words}" for words in dict.fromkeys(warnings)]
     return found
+
+
+def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
+    """What chunks of the loss cost, and the smallest that cost next to nothing and fit."""
+    now = price(config, target)
+    if now.time.chunks <= chunks.WORTH * now.seconds:
+        return None
+    words = (
+        f"Loss.chunk_size={config.loss.chunk_size} is {chunks.places(config, layout)} places on a "
+        f"device: adding each to the output matrix's gradient takes {now.time.chunks:.2g} of "
+        f"{now.seconds:.3g} s"
+    )
+    best = None
+    for changes in chunks.larger(config):
+        after = price(changed(config, changes), target)
+        if not after.fits:
+            break
+        best = changes
+        if after.time.chunks <= chunks.WORTH * after.seconds:
+            break
+    return words if best is None else f'{words}; -b "{bindings_of(best)[0]}" is faster'
 
 
 # Parts that are named.

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.analysis.planning import chunks
+from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
 from jaxtrain.analysis.planning.space import (
     POLICIES,
@@ -22,7 +24,6 @@ from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import (
     StepTime,
     busy_seconds,
-    stack_costs,
     step_time,
     waited_seconds,
 )
@@ -399,22 +400,35 @@ def _fastest(
     config: Config, layout: _Layout, target: Target, fewest: _Sized
 ) -> tuple[Candidate, int]:
     """The candidate with these microbatches, or in a pipeline with more, as long as their smaller
-    bubble is worth the weights' traffic; and how many counts were tried besides."""
+    bubble is worth the weights' traffic, and with larger chunks of the loss where the asked ones
+    wait for memory; and how many were tried besides."""
 
     def candidate(sized: _Sized) -> Candidate:
         cost = price(sized.config, target, sized.memory, sized.layout)
         return Candidate(essential(config, sized.changes), sized.config, cost)
 
-    best, tried = candidate(fewest), 0
-    if layout.changes["Mesh.pipe"] == 1:
-        return best, tried
-    for count in layout.counts[_place(layout, fewest.config) + 1 :]:
-        changes = {**layout.changes, **count}
+    def grown(before: Candidate, changes: dict[str, Any]) -> Candidate | None:
+        nonlocal tried
         variant = changed(config, changes)
         needed = memory(variant, fewest.layout, target.chip.kind)
-        after = candidate(_Sized(changes, variant, fewest.layout, needed))
         tried += 1
-        if after.price.seconds >= best.price.seconds:
+        if target.chip.hbm_bytes is not None and needed.total > target.chip.hbm_bytes:
+            return None
+        after = candidate(_Sized(changes, variant, fewest.layout, needed))
+        return after if after.price.seconds < before.price.seconds else None
+
+    best, tried, chosen = candidate(fewest), 0, fewest.changes
+    if layout.changes["Mesh.pipe"] > 1:
+        for count in layout.counts[_place(layout, fewest.config) + 1 :]:
+            after = grown(best, {**layout.changes, **count})
+            if after is None:
+                break
+            best, chosen = after, {**layout.changes, **count}
+    for chunk in chunks.larger(config):
+        if best.price.time.chunks <= chunks.WORTH * best.price.seconds:
+            break
+        after = grown(best, {**chosen, **chunk})
+        if after is None:
             break
         best = after
     return best, tried

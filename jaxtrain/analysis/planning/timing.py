@@ -1,6 +1,7 @@
 """Predicts the time of a train step, piece by piece, by a formula of few terms.
 
-    C    = P / (s_p peak) + A / (s_a peak) + (c X + U) / (h HBM)
+    C    = P / (s_p peak) + A / (s_a peak) + (c X + U) / (h HBM) + G
+    G    = n max(12 V D / (h HBM) - 6 R V D / (s_p peak), 0)
     E    = k min(W, C) + max(W - C, 0) + t N + R + D + H + F
     H    = max(O - C / 3, 0) + max(O - 2 C / 3, 0) + S
     step = (C + E) / (1 - bubble) (1 + g log2 slices)
@@ -8,26 +9,34 @@
 P the products' FLOPs as they are executed; A those of attention scores: a forward pass and its
 recomputations, and 2.5 for the backward pass, which makes the scores again (arXiv 2307.08691,
 section 3.1); X the bytes of activations that products read and write; U those of the update, read
-and written once. W seconds of what moves weights and gradients, and of permutes; N of what moves
+and written once. G what the loss waits for memory in n chunks of R places each: the output matrix
+[V, D] is read twice in each, and its gradient read and written in float32, beside the chunk's
+products. W seconds of what moves weights and gradients, and of permutes; N of what moves
 activations over `tensor`; R of the other collectives; D between slices. O of activations that go to
 the host's memory, beside the forward pass, a third of C, and come back beside the backward pass; S
 of a state that comes from there for the update, and goes back at the same time. F of a state in
 files, all of which the update reads and writes again.
 
-The capitals but C, E and H are counted. The shares s, h and k, t, c, g are fitted on published runs
-(`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of ours.
+The capitals but C, G, E and H are counted. The shares s, h and k, t, c, g are fitted on published
+runs (`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of
+ours.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
-import jax
-from jax.extend.core import ClosedJaxpr
-
+from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
+from jaxtrain.analysis.planning.executed import (
+    activation_bytes,
+    computed,
+    executed_flops,
+    row_flops,
+    stack_costs,
+    work,
+)
 from jaxtrain.analysis.planning.fitted import (
     FITTED,
     PORTABLE,
@@ -39,25 +48,14 @@ from jaxtrain.analysis.planning.fitted import (
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.scheduled import scheduled
-from jaxtrain.analysis.planning.textbook.facts import weights_of
-from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
-from jaxtrain.data.batch import example_shape
-from jaxtrain.models.model import has_stacks
 from jaxtrain.nn.attention.kernels import KERNELS
-from jaxtrain.nn.attention.sparse import SCOPE
-from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.pipeline.stages import deal
-from jaxtrain.training.program.layouts import abstract_layout, shapes_of
-from jaxtrain.training.program.program import flops_per_step, make_program, resolved
+from jaxtrain.training.program.program import flops_per_step, resolved
 from jaxtrain.training.program.uneven import filled
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import with_shardings
 
-# Forward passes that attention's backward pass takes.
-_SCORES_BACKWARD = 2.5
 # What an axis moves of weights and gradients: computation hides some of it.
 _OF_WEIGHTS = frozenset({"data", "fsdp", "pipe"})
 
@@ -111,6 +109,7 @@ class StepTime:
       estimate: where a compiled program's schedule made these pieces, those of closed forms.
       kernels: of `compute`, what hand-written kernels take, by the closed form of attention; None
         where nothing was compiled.
+      chunks: of `compute` by closed forms, what the loss waits for memory.
     """
 
     compute: float | None
@@ -125,6 +124,7 @@ class StepTime:
     assumptions: tuple[str, ...]
     estimate: "StepTime | None" = None
     kernels: float | None = None
+    chunks: float = 0.0
 
     @property
     def tflops(self) -> float | None:
@@ -137,167 +137,6 @@ class StepTime:
         if self.compute is None or self.exposed is None or self.bubble is None:
             return None
         return self.compute + self.exposed + self.bubble
-
-
-@dataclasses.dataclass(frozen=True)
-class RowFlops:
-    """FLOPs of the products for one row of the batch, forward and backward.
-
-    Attributes:
-      executed: with recomputation; attention scores in full.
-      scores: the attention scores among them, in full.
-      narrow: those with operands of 8 bits, none of them scores.
-    """
-
-    executed: int
-    scores: int
-    narrow: int
-
-
-def row_flops(config: Config) -> RowFlops:
-    """Counted on the traced step, once for each model and remat policy."""
-    return _row_flops(of_one_row(config))
-
-
-def of_one_row(config: Config) -> Config:
-    """The configuration on one device, with one row: what a step's products are traced from."""
-    train = dataclasses.replace(config.train, global_batch_size=1, accumulation=1)
-    return dataclasses.replace(
-        config,
-        train=train,
-        mesh=Mesh(fsdp=1),
-        sharding=type(config.sharding)(),
-        exchange=type(config.exchange)(),
-        offload=Offload(),
-        pipeline=type(config.pipeline)(),
-        attention=dataclasses.replace(
-            config.attention, kernel="sparse" if _by_pattern(config) else "reference"
-        ),
-    )
-
-
-def _by_pattern(config: Config) -> bool:
-    return KERNELS[config.attention.kernel].by_pattern
-
-
-@functools.lru_cache(maxsize=256)
-def _row_flops(config: Config) -> RowFlops:
-    counted = count_flops(traced(config), lambda scope: "BKGTS" in scope or SCOPE in scope)
-    return RowFlops(counted.matmul, counted.chosen, counted.narrow)
-
-
-@functools.lru_cache(maxsize=4)
-def traced(config: Config) -> ClosedJaxpr:
-    """The gradients of a configuration `of_one_row`."""
-    layout = abstract_layout(config, 1)
-    program: Any = make_program(config, layout).plain
-    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        batch = config.train.data.abstract_batch(1)
-        batch = with_shardings(batch, program.batch_shardings(batch))
-        return jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
-
-
-def stack_costs(config: Config) -> tuple[float, ...]:
-    """What a stage costs of each stack of layers, in any unit, where a pipeline runs one after the
-    other."""
-    model = config.train.model
-    if not has_stacks(model):
-        return (1.0,)
-    return model.flops_of_stacks(example_shape(config.train.data.abstract_batch(1)))
-
-
-def computed(config: Config, devices: int) -> Config:
-    """The configuration with as many layers as a pipeline's stages have places for.
-
-    All ranks go in lockstep, and the places of shorter stages are computed and masked.
-    """
-    model, ranks = config.train.model, config.mesh.sizes(devices)["pipe"]
-    if ranks == 1 or model.layers is None:
-        return config
-    stages = deal(shapes_of(model), ranks, config.pipeline.virtual_stages)
-    if stages.valid.all():
-        return config
-    setting = model.settings["layers"]
-    leading = vars(model)[setting] - model.layers  # which stand on the first stage
-    padded = dataclasses.replace(model, **{setting: leading + len(stages.valid)})
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, model=padded))
-
-
-def executed_flops(config: Config, layout: Layout) -> float:
-    """FLOPs of products that one device executes in a step, with a kernel that is named."""
-    row = row_flops(computed(config, layout.mesh.size))
-    flops = float(row.executed)
-    if KERNELS[config.attention.kernel].skips_hidden:
-        flops -= row.scores / 2
-    if layout.mesh.shape["pipe"] > 1:
-        flops += _again(config) * flops
-    return flops * config.train.global_batch_size / layout.mesh.size
-
-
-def _work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float]:
-    """FLOPs that one device executes in products beside attention's scores, and in the scores: of
-    those that a causal mask hides none where the kernel skips them, and in the backward pass what
-    it does to make them again, which is traced where it goes by a pattern."""
-    row, rows = row_flops(config), config.train.global_batch_size / devices
-    passes, backward = (4, 3) if _by_pattern(config) else (3, _SCORES_BACKWARD)
-    forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / passes
-    again = row.scores / forward - passes if forward else 0.0
-    kernel = KERNELS[config.attention.kernel]
-    if "attention" in config.remat.kept.names and not (kernel.plain or kernel.by_pattern):
-        again = 0.0  # a kernel's results are all that its backward pass asks for
-    products = float(row.executed - row.scores)
-    if pipelined:
-        products += _again(config) * products
-        again += config.pipeline.backward == "recompute"
-    kept = 0.5 if kernel.skips_hidden else 1.0
-    return products * rows, kept * forward * (1 + again + backward) * rows
-
-
-def _again(config: Config) -> float:
-    """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
-    if config.pipeline.backward != "recompute":
-        return 0.0
-    return 1 / 4 if config.remat.kept.repeats_products else 1 / 3
-
-
-def activation_bytes(config: Config, *, pipelined: bool) -> float:
-    """Bytes of activations that the products of a step read and write, over all devices; 0 for
-    images and vectors: convolutions read each pixel an unknown number of times.
-
-    Each weight has an input and an output, of two bytes an element: a forward pass, two for the
-    gradients, and what is recomputed; logits in float32. With tensor parallelism what is as wide as
-    the stream is read by every device of the axis, unless the sequence is split too. A kernel that
-    keeps the scores reads or writes them in each of attention's products: two bytes for the 2 H
-    FLOPs of one.
-    """
-    if config.train.model.inputs != "tokens":
-        return 0.0
-    shape = config.train.data.abstract_batch(1).inputs.shape
-    stream = split = vocabulary = 0
-    layers = config.train.model.layers or 1
-    for weight in weights_of(config.train.model):
-        sizes = dict(zip(weight.axes, weight.shape, strict=True))
-        if "vocab" in sizes:
-            vocabulary = sizes["vocab"]
-        elif weight.is_matrix and weight.is_layer:
-            experts, facts = sizes.pop("experts", None), config.train.model.experts
-            times = 1 if experts is None or facts is None else facts.per_token
-            stream += times * sizes.pop("embed", 0)
-            split += times * math.prod(sizes.values())
-    copies = 1 if config.sharding.sequence_parallel else config.mesh.tensor
-    row = row_flops(config)
-    plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
-    passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)
-    passes += pipelined and config.pipeline.backward == "recompute"
-    rows = config.train.global_batch_size
-    wide = 2 * passes * layers * (copies * stream + split)
-    attention, kept = config.train.model.attention, 0.0
-    kernel = KERNELS[config.attention.kernel]
-    if attention is not None and (kernel.plain or kernel.by_pattern):
-        again = plain.scores / 3 if pipelined and config.pipeline.backward == "recompute" else 0
-        kept = 2 * (row.scores + again) / (attention.key_dim + attention.value_dim)
-    return rows * (shape[1] * (wide + 12 * vocabulary) + kept)
 
 
 def peak_flops(config: Config, target: Target) -> float | None:
@@ -330,7 +169,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     if peak is None:
         return 0.0
     config = resolved(config, target.chip.kind)
-    products, scores = _work(config, pipelined=pipelined, devices=devices)
+    products, scores = work(config, pipelined=pipelined, devices=devices)
     shares = fitted(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
     # As few bytes as they are with a sequence that is split wherever the products are.
@@ -371,6 +210,8 @@ class Pieces:
       scores: A over the peak.
       activations: X over the memory's bandwidth.
       update: U over the memory's bandwidth.
+      chunks_read: of G, n 12 V D over the memory's bandwidth.
+      chunks_products: of G, n 6 R V D over the peak.
       weights: W.
       tensor: N.
       others: R.
@@ -388,6 +229,8 @@ class Pieces:
     scores: float
     activations: float
     update: float
+    chunks_read: float
+    chunks_products: float
     weights: float
     tensor: float
     others: float
@@ -407,7 +250,12 @@ class Pieces:
     def compute(self, shares: Fitted) -> float:
         """C of the module's formula."""
         read = (shares.passes * self.activations + self.update) / shares.memory
-        return self.products / shares.products + self.attention(shares) + read
+        busy = self.products / shares.products + self.attention(shares) + read
+        return busy + self.chunks(shares)
+
+    def chunks(self, shares: Fitted) -> float:
+        """G of the module's formula."""
+        return max(self.chunks_read / shares.memory - self.chunks_products / shares.products, 0.0)
 
     def hidden(self, shares: Fitted) -> float:
         """What computation hides of W."""
@@ -450,8 +298,9 @@ def pieces(
     assert bandwidth is not None, "a chip with a peak has memory"
     pipelined = sizes["pipe"] > 1
     done = computed(config, layout.mesh.size)
-    products, scores = _work(done, pipelined=pipelined, devices=layout.mesh.size)
+    products, scores = work(done, pipelined=pipelined, devices=layout.mesh.size)
     read = activation_bytes(done, pipelined=pipelined) / layout.mesh.size
+    chunks_read, chunks_products = chunks.work(config, layout)
     by_axis: dict[str, float] = {}
     weights = tensor = others = between = 0.0
     for one in moved:
@@ -476,6 +325,8 @@ def pieces(
         scores=scores / peak,
         activations=read / bandwidth,
         update=2 * update_bytes / bandwidth,
+        chunks_read=chunks_read / bandwidth,
+        chunks_products=chunks_products / peak,
         weights=weights,
         tensor=tensor,
         others=others,
@@ -540,7 +391,7 @@ def step_time(
         idle = counted.bubble * total
         return StepTime(
             compute, total - idle - compute, idle, hidden, flops, model, model / best / total,
-            counted.by_axis, bar, assumed,
+            counted.by_axis, bar, assumed, chunks=counted.chunks(shares),
         )  # fmt: skip
 
     closed = time(counted.compute(shares), counted.waited(shares), counted.hidden(shares))

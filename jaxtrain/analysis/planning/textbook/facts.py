@@ -236,6 +236,15 @@ class Facts:
         return 1 if size is None or not self.is_text else self.length // size
 
     @functools.cached_property
+    def output_numbers(self) -> int:
+        """Numbers of the output matrix (or embedding) on a device that computes with it."""
+        for weight in self.weights:
+            if "vocab" in weight.axes:
+                placed = self.layout.named(self.layout.weight(weight.axes))
+                return math.prod(placed.shard_shape(weight.shape))
+        return 0
+
+    @functools.cached_property
     def stream_bytes(self) -> int:
         """Of the residual stream between blocks, whole along the sequence: B T D."""
         return self.B * self.T * self.text_model.embed_dim * self.value_bytes

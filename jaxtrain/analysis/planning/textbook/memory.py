@@ -399,13 +399,7 @@ class _Step:
     @property
     def _table(self) -> int:
         """The output matrix (or embedding) as it is computed with, on one device."""
-        for variable in self._state.weights:
-            axes = logical_axes(variable)
-            if "vocab" in axes:
-                shape = variable.get_value().shape
-                part = self.layout.named(self.layout.weight(axes)).shard_shape(shape)
-                return math.prod(part) * self._compute
-        return 0
+        return self._compute * Facts(self.config, self.layout).output_numbers
 
     @property
     def _gathers(self) -> bool:

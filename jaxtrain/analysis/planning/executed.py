@@ -1,0 +1,191 @@
+"""What one device executes in a step: FLOPs of products and bytes of what they read and write.
+
+FLOPs are counted on the traced step, those of attention's scores for themselves.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jaxtrain.analysis.planning.textbook.facts import weights_of
+from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.data.batch import example_shape
+from jaxtrain.models.model import has_stacks
+from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.sparse import SCOPE
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.program.layouts import abstract_layout, shapes_of
+from jaxtrain.training.program.program import make_program
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import with_shardings
+
+# Forward passes that attention's backward pass takes.
+_SCORES_BACKWARD = 2.5
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFlops:
+    """FLOPs of the products for one row of the batch, forward and backward.
+
+    Attributes:
+      executed: with recomputation; attention scores in full.
+      scores: the attention scores among them, in full.
+      narrow: those with operands of 8 bits, none of them scores.
+    """
+
+    executed: int
+    scores: int
+    narrow: int
+
+
+def row_flops(config: Config) -> RowFlops:
+    """Counted on the traced step, once for each model and remat policy."""
+    return _row_flops(of_one_row(config))
+
+
+def of_one_row(config: Config) -> Config:
+    """The configuration on one device, with one row: what a step's products are traced from."""
+    train = dataclasses.replace(config.train, global_batch_size=1, accumulation=1)
+    return dataclasses.replace(
+        config,
+        train=train,
+        mesh=Mesh(fsdp=1),
+        sharding=type(config.sharding)(),
+        exchange=type(config.exchange)(),
+        offload=Offload(),
+        pipeline=type(config.pipeline)(),
+        attention=dataclasses.replace(
+            config.attention, kernel="sparse" if _by_pattern(config) else "reference"
+        ),
+    )
+
+
+def _by_pattern(config: Config) -> bool:
+    return KERNELS[config.attention.kernel].by_pattern
+
+
+@functools.lru_cache(maxsize=256)
+def _row_flops(config: Config) -> RowFlops:
+    counted = count_flops(traced(config), lambda scope: "BKGTS" in scope or SCOPE in scope)
+    return RowFlops(counted.matmul, counted.chosen, counted.narrow)
+
+
+@functools.lru_cache(maxsize=4)
+def traced(config: Config) -> ClosedJaxpr:
+    """The gradients of a configuration `of_one_row`."""
+    layout = abstract_layout(config, 1)
+    program: Any = make_program(config, layout).plain
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        batch = config.train.data.abstract_batch(1)
+        batch = with_shardings(batch, program.batch_shardings(batch))
+        return jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
+
+
+def stack_costs(config: Config) -> tuple[float, ...]:
+    """What a stage costs of each stack of layers, in any unit, where a pipeline runs one after the
+    other."""
+    model = config.train.model
+    if not has_stacks(model):
+        return (1.0,)
+    return model.flops_of_stacks(example_shape(config.train.data.abstract_batch(1)))
+
+
+def computed(config: Config, devices: int) -> Config:
+    """The configuration with as many layers as a pipeline's stages have places for.
+
+    All ranks go in lockstep, and the places of shorter stages are computed and masked.
+    """
+    model, ranks = config.train.model, config.mesh.sizes(devices)["pipe"]
+    if ranks == 1 or model.layers is None:
+        return config
+    stages = deal(shapes_of(model), ranks, config.pipeline.virtual_stages)
+    if stages.valid.all():
+        return config
+    setting = model.settings["layers"]
+    leading = vars(model)[setting] - model.layers  # which stand on the first stage
+    padded = dataclasses.replace(model, **{setting: leading + len(stages.valid)})
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, model=padded))
+
+
+def executed_flops(config: Config, layout: Layout) -> float:
+    """FLOPs of products that one device executes in a step, with a kernel that is named."""
+    row = row_flops(computed(config, layout.mesh.size))
+    flops = float(row.executed)
+    if KERNELS[config.attention.kernel].skips_hidden:
+        flops -= row.scores / 2
+    if layout.mesh.shape["pipe"] > 1:
+        flops += _again(config) * flops
+    return flops * config.train.global_batch_size / layout.mesh.size
+
+
+def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float]:
+    """FLOPs that one device executes in products beside attention's scores, and in the scores: of
+    those that a causal mask hides none where the kernel skips them, and in the backward pass what
+    it does to make them again, which is traced where it goes by a pattern."""
+    row, rows = row_flops(config), config.train.global_batch_size / devices
+    passes, backward = (4, 3) if _by_pattern(config) else (3, _SCORES_BACKWARD)
+    forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / passes
+    again = row.scores / forward - passes if forward else 0.0
+    kernel = KERNELS[config.attention.kernel]
+    if "attention" in config.remat.kept.names and not (kernel.plain or kernel.by_pattern):
+        again = 0.0  # a kernel's results are all that its backward pass asks for
+    products = float(row.executed - row.scores)
+    if pipelined:
+        products += _again(config) * products
+        again += config.pipeline.backward == "recompute"
+    kept = 0.5 if kernel.skips_hidden else 1.0
+    return products * rows, kept * forward * (1 + again + backward) * rows
+
+
+def _again(config: Config) -> float:
+    """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
+    if config.pipeline.backward != "recompute":
+        return 0.0
+    return 1 / 4 if config.remat.kept.repeats_products else 1 / 3
+
+
+def activation_bytes(config: Config, *, pipelined: bool) -> float:
+    """Bytes of activations that the products of a step read and write, over all devices; 0 for
+    images and vectors: convolutions read each pixel an unknown number of times.
+
+    Each weight has an input and an output, of two bytes an element: a forward pass, two for the
+    gradients, and what is recomputed; logits in float32. With tensor parallelism what is as wide as
+    the stream is read by every device of the axis, unless the sequence is split too. A kernel that
+    keeps the scores reads or writes them in each of attention's products: two bytes for the 2 H
+    FLOPs of one.
+    """
+    if config.train.model.inputs != "tokens":
+        return 0.0
+    shape = config.train.data.abstract_batch(1).inputs.shape
+    stream = split = vocabulary = 0
+    layers = config.train.model.layers or 1
+    for weight in weights_of(config.train.model):
+        sizes = dict(zip(weight.axes, weight.shape, strict=True))
+        if "vocab" in sizes:
+            vocabulary = sizes["vocab"]
+        elif weight.is_matrix and weight.is_layer:
+            experts, facts = sizes.pop("experts", None), config.train.model.experts
+            times = 1 if experts is None or facts is None else facts.per_token
+            stream += times * sizes.pop("embed", 0)
+            split += times * math.prod(sizes.values())
+    copies = 1 if config.sharding.sequence_parallel else config.mesh.tensor
+    row = row_flops(config)
+    plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
+    passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)
+    passes += pipelined and config.pipeline.backward == "recompute"
+    rows = config.train.global_batch_size
+    wide = 2 * passes * layers * (copies * stream + split)
+    attention, kept = config.train.model.attention, 0.0
+    kernel = KERNELS[config.attention.kernel]
+    if attention is not None and (kernel.plain or kernel.by_pattern):
+        again = plain.scores / 3 if pipelined and config.pipeline.backward == "recompute" else 0
+        kept = 2 * (row.scores + again) / (attention.key_dim + attention.value_dim)
+    return rows * (shape[1] * (wide + 12 * vocabulary) + kept)
