@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Modules are compiled as they are imported, which of most packages are few: an install takes half as long.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 
 .PHONY: train test test-slow chaos smoke lint format docs clean
 
@@ -25,7 +27,7 @@ chaos: $(VENV)/installed-dev
 
 # What runs on every supported Python and JAX, without PyTorch.
 smoke: $(VENV)/installed-smoke
-	$(BIN)/python -m pytest -q -m "not slow and not chaos" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto -m "not slow and not chaos" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
 
 # Lint, format check and types.
 lint: $(VENV)/installed-dev
@@ -51,15 +53,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/installed-smoke: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet pytest hypothesis
+	$(INSTALL) pytest pytest-xdist hypothesis
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 clean:
