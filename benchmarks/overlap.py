@@ -92,6 +92,12 @@ ROWS = {
         "Mesh.tensor = 2", "Sharding.sequence_parallel = True", "Pipeline.virtual_stages = 6",
         "Remat.policy = 'dots'", "Pipeline.microbatches = 96",
     )),
+    # As Llama 70B's, with 4 of 96 layers.
+    "gpt3_175b v6e": Row("gpt2_124m", "v6e:16x16", (
+        *_GPT_175B, "GPT.num_layers = 4", "Mesh.fsdp = 256", "Sharding.zero = 3",
+        "Remat.policy = 'full'",
+        "Remat.offload = ('residual', 'query', 'key', 'value', 'attention')",
+    )),
     "llama_8b h100": Row("llama_8b", "h100:8x8", ("Train.accumulation = 1",)),
     "llama_70b h100": Row(
         "llama_8b", "h100:64x8", (*_LLAMA_70B, "Train.global_batch_size = 512", *_TENSOR)

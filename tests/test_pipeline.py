@@ -14,6 +14,7 @@ from parity import TOLERANCE, assert_equal, evaluate
 
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.remat import Remat
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
@@ -38,6 +39,15 @@ def llama(num_layers: int) -> Llama:
     )  # fmt: skip
 
 
+def mixtral(num_layers: int) -> Mixtral:
+    """No token is dropped, and nothing is counted of a microbatch alone."""
+    return Mixtral(
+        vocab_size=VOCABULARY, num_layers=num_layers, embed_dim=32, num_heads=8, num_kv_heads=2,
+        mlp_dim=16, num_experts=4, experts_per_token=2, context_length=LENGTH,
+        balance_weight=0.0,
+    )  # fmt: skip
+
+
 @functools.cache
 def one_device(make, num_layers):
     return evaluate(make_program(make(num_layers), make_layout()), BATCH)
@@ -55,6 +65,10 @@ CASES = {
     ),
     "zero_bubble": (
         llama, 4, {"pipe": 4, "tensor": 2}, {"schedule": "zero_bubble", "microbatches": 4},
+    ),
+    "experts_zero_bubble": (
+        mixtral, 4, {"pipe": 2, "expert": 2, "tensor": 2},
+        {"schedule": "zero_bubble", "microbatches": 4, "backward": "residuals"},
     ),
     "dualpipe_v": (
         gpt, 4, {"pipe": 2},

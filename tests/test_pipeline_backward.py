@@ -1,9 +1,12 @@
 """A stage's backward pass, kept, recomputed or cut in two, gives the gradients of jax.vjp."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.training.pipeline.backward import Backward, cut
 
@@ -107,3 +110,42 @@ def test_the_second_half_multiplies_matrices_only_for_weights(arguments):
     whole = jax.jit(run).lower(*leaves).as_text().count("stablehlo.dot_general")
     first = jax.jit(halves.first).lower(*leaves).as_text().count("stablehlo.dot_general")
     assert first + 6 <= whole
+
+
+@pytest.mark.parametrize("keep_residuals", [False, True])
+def test_what_each_device_does_for_itself_is_cut_too(devices, keep_residuals):
+    """A `shard_map`, which is one operation, with both gradients in it: the second half has the
+    products of its weights, and no weight-sized array waits for it."""
+    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices[:4])
+    rows, whole = P("data"), P()
+
+    def stage(params, x, context):
+        @functools.partial(jax.shard_map, in_specs=(whole, whole, rows), out_specs=rows)
+        def on_device(up, down, x):
+            return jax.nn.silu(x @ up) @ down
+
+        return x + on_device(*params, x) * context, {}
+
+    with jax.set_mesh(mesh):
+        params = jnp.full((D, F), 0.1), jnp.full((F, D), 0.2)
+        x = jax.device_put(jnp.arange(B * D, dtype=jnp.float32).reshape(B, D) / 9, rows)
+        gradient = jax.device_put(jnp.ones((B, D)), rows), {}
+        context = jnp.float32(0.5)
+        backward = Backward(stage, params, x, context, keep_residuals=keep_residuals)
+        kept = backward.forward(params, x, context)[1]
+        leaves, tree = jax.tree.flatten((params, kept, context, x, gradient))
+
+        def run(*leaves):
+            params, kept, context, x, gradient = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(backward.transpose(kept, params, x, context)[1](gradient))
+
+        again = len(jax.tree.leaves((params, kept, context)))
+        halves = cut(run, leaves, early=lambda n: n == 2, available=lambda n: n < again)
+        early, stash = jax.jit(halves.first)(*leaves)
+        late = jax.jit(halves.second)(stash, *leaves)
+        text = jax.jit(halves.second).lower(stash, *leaves).as_text()
+        wanted = jax.vjp(lambda p, x: stage(p, x, context), params, x)[1](gradient)
+    assert_close([*late, *early], jax.tree.leaves(wanted))
+    assert (halves.early, halves.late) == ((2,), (0, 1))
+    assert text.count("stablehlo.dot_general") == 2
+    assert all((D, F) != x.shape[-2:] != (F, D) for x in halves.stash)

@@ -2,18 +2,25 @@
 
 The zero-bubble schedules (arXiv 2401.10241) need the gradient of a stage's input early and those of
 its weights at any later time. Here the traced backward pass is cut between its operations: what the
-input's gradient needs runs first; what is left runs later, from the values that cross the cut.
+input's gradient needs runs first; what is left runs later, from the values that cross the cut. What
+each device does for itself (`shard_map`: experts, kernels) is one operation there, and is cut too.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 
 # Operations that only call another traced function: the cut has to see inside them.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
+
+# Operations that are fused into what reads them.
+_FREE = {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "name"}
+_FREE |= {"convert_element_type", "neg"}
 
 StageFunction = Callable[[Any, Any, Any], Any]
 
@@ -138,6 +145,7 @@ def cut(
         be stashed.
     """
     flat = _inline(jax.make_jaxpr(function)(*arguments), arguments)
+    flat = _with_devices_cut(flat, early, arguments)
     jaxpr = flat.jaxpr
     wanted = [v for n, v in enumerate(jaxpr.outvars) if early(n)]
     first = _needed(jaxpr, wanted)
@@ -148,12 +156,8 @@ def cut(
     ids = {id(eqn) for eqn in first}
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
     second = _needed(jaxpr.replace(eqns=rest), [jaxpr.outvars[n] for n in late])
-    inputs = {v: None for eqn in second for v in eqn.invars if not isinstance(v, Literal)}
-    own = {var for eqn in second for var in eqn.outvars}
     again_vars = {v: n for n, v in enumerate(jaxpr.invars) if available(n)}
-    crossing = [
-        v for v in inputs if v not in own and v not in again_vars and v not in jaxpr.constvars
-    ]
+    second, inputs, crossing = _lighter(jaxpr, first, second, [], again_vars)
     again = [v for v in inputs if v in again_vars]
     first_jaxpr = _part(
         jaxpr, jaxpr.invars, [*(jaxpr.outvars[n] for n in early_numbers), *crossing], first
@@ -168,6 +172,142 @@ def cut(
         ClosedJaxpr(second_jaxpr, flat.consts),
         tuple(again_vars[v] for v in again),
     )
+
+
+def _with_devices_cut(
+    flat: ClosedJaxpr, early: Callable[[int], bool], arguments: Sequence[Any]
+) -> ClosedJaxpr:
+    """The same function, each `shard_map` that gives early results and others as two of them."""
+    jaxpr = flat.jaxpr
+    wanted = [v for n, v in enumerate(jaxpr.outvars) if early(n)]
+    first = _needed(jaxpr, wanted)
+    live = {*(v for v in wanted if not isinstance(v, Literal))}
+    live |= {v for eqn in first for v in eqn.invars if not isinstance(v, Literal)}
+    both = {
+        id(eqn): [var in live for var in eqn.outvars]
+        for eqn in first
+        if eqn.primitive.name == "shard_map" and not all(var in live for var in eqn.outvars)
+    }
+    if not both:
+        return flat
+
+    def evaluate(*arguments: Any) -> list[Any]:
+        values = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*flat.consts, *arguments], strict=True)
+        )
+        for eqn in jaxpr.eqns:
+            inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            apart = both.get(id(eqn))
+            results = _run(eqn, inputs) if apart is None else _on_devices_apart(eqn, inputs, apart)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+    return jax.make_jaxpr(evaluate)(*arguments)
+
+
+def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) -> list[Any]:
+    """The results of a `shard_map`, made by two: the early ones, and from what these made the rest.
+
+    What crosses is each device's own: [devices, ...].
+    """
+    given, made = eqn.params["in_specs"], eqn.params["out_specs"]
+    over = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]
+    own = P(tuple(name for name in eqn.params["mesh"].axis_names if name in over))
+    inner: list[ClosedJaxpr] = []
+
+    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        checks = eqn.params["check_vma"]
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=set(over), check_vma=checks
+        )
+
+    def seen(*shards: Any) -> tuple[Any, ...]:
+        inner.append(_inline(ClosedJaxpr(eqn.params["jaxpr"], ()), shards))
+        return tuple(jaxpr_as_fun(inner[0])(*shards))
+
+    jax.eval_shape(mapped(seen, given, made), *inputs)
+    flat, consts = inner[0].jaxpr, inner[0].consts
+    soon, late = ([n for n, one in enumerate(early) if one is first] for first in (True, False))
+    first = _needed(flat, [flat.outvars[n] for n in soon])
+    done = {id(eqn) for eqn in first}
+    rest = flat.replace(eqns=[eqn for eqn in flat.eqns if id(eqn) not in done])
+    second = _needed(rest, [flat.outvars[n] for n in late])
+    ends = [flat.outvars[n] for n in late]
+    second, read, crossing = _lighter(flat, first, second, ends, flat.invars)
+    again = [n for n, v in enumerate(flat.invars) if v in read]
+
+    def run_first(*shards: Any) -> tuple[Any, ...]:
+        outvars = [*(flat.outvars[n] for n in soon), *crossing]
+        results = jaxpr_as_fun(ClosedJaxpr(_part(flat, flat.invars, outvars, first), consts))
+        found = results(*shards)
+        return (*found[: len(soon)], *(x[None] for x in found[len(soon) :]))
+
+    def run_second(*shards: Any) -> tuple[Any, ...]:
+        invars = [*crossing, *(flat.invars[n] for n in again)]
+        outvars = [flat.outvars[n] for n in late]
+        results = jaxpr_as_fun(ClosedJaxpr(_part(flat, invars, outvars, second), consts))
+        count = len(crossing)
+        return tuple(results(*(x[0] for x in shards[:count]), *shards[count:]))
+
+    own_of_all = [own] * len(crossing)
+    found = mapped(run_first, given, (*(made[n] for n in soon), *own_of_all))(*inputs)
+    others = mapped(
+        run_second,
+        (*own_of_all, *(given[n] for n in again)),
+        tuple(made[n] for n in late),
+    )(*found[len(soon) :], *(inputs[n] for n in again))
+    numbered = dict(zip(soon, found, strict=False)) | dict(zip(late, others, strict=True))
+    return [numbered[n] for n in range(len(early))]
+
+
+def _lighter(
+    jaxpr: Jaxpr,
+    first: Sequence[Any],
+    second: Sequence[Any],
+    ends: Sequence[Any],
+    free: Collection[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The second half with what costs nothing done again, where less crosses so.
+
+    Args:
+      jaxpr: the whole.
+      first, second: the equations of its halves.
+      ends: results that the second half gives.
+      free: variables that it gets again.
+
+    Returns:
+      its equations, the variables that it reads, and which of them cross.
+    """
+    makers = {var: eqn for eqn in first for var in eqn.outvars}
+    chosen = {id(eqn) for eqn in second}
+    while True:
+        eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in chosen]
+        own = {*jaxpr.constvars, *(var for eqn in eqns for var in eqn.outvars)}
+        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        read |= dict.fromkeys(v for v in ends if not isinstance(v, Literal))
+        crossing = [v for v in read if v not in own and v not in free]
+        for var in crossing:
+            maker = makers.get(var)
+            if maker is None or maker.primitive.name not in _FREE:
+                continue
+            of = {v for v in maker.invars if not isinstance(v, Literal)}
+            if sum(_bytes(v) for v in of if v not in free and v not in crossing) <= _bytes(var):
+                chosen.add(id(maker))
+                break
+        else:
+            return eqns, list(read), crossing
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def _run(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The results of one equation; those of its inputs that are literals are in it."""
+    variables = [v for v in eqn.invars if not isinstance(v, Literal)]
+    one = ClosedJaxpr(Jaxpr((), variables, eqn.outvars, [eqn], eqn.effects), ())
+    arrays = [x for x, v in zip(inputs, eqn.invars, strict=True) if not isinstance(v, Literal)]
+    return jaxpr_as_fun(one)(*arrays)
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:
@@ -217,12 +357,7 @@ def _inline(closed: ClosedJaxpr, arguments: Sequence[Any]) -> ClosedJaxpr:
                 else:
                     results = evaluate(inner, (), inputs)
             else:
-                variables = [v for v in eqn.invars if not isinstance(v, Literal)]
-                one = ClosedJaxpr(Jaxpr((), variables, eqn.outvars, [eqn], eqn.effects), ())
-                arrays = [
-                    x for x, v in zip(inputs, eqn.invars, strict=True) if not isinstance(v, Literal)
-                ]
-                results = jaxpr_as_fun(one)(*arrays)
+                results = _run(eqn, inputs)
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
