@@ -86,6 +86,27 @@ class Backward:
         residuals = [next(left) if depends else next(again) for depends in self._depends]
         return None, jax.tree.unflatten(self._tree, residuals)
 
+    def halves(self, params: Any, x: Any, context: Any) -> "Halves":
+        """`transpose` applied, in two: x's gradient first, and later those of params.
+
+        Arguments are shapes. The halves take and give leaves: of params, what is kept, context, x
+        and the outputs' gradients; of the gradients of params and x.
+        """
+        again = params, self.kept, context
+        leaves, tree = jax.tree.flatten((*again, x, self.outputs))
+
+        def run(*leaves: jax.Array) -> list[jax.Array]:
+            params, kept, context, x, gradient = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(self.transpose(kept, params, x, context)[1](gradient))
+
+        count, given_again = len(jax.tree.leaves(params)), len(jax.tree.leaves(again))
+        return cut(
+            run,
+            leaves,
+            early=lambda number: number >= count,
+            available=lambda number: number < given_again,
+        )
+
     def _vjp(self, params: Any, x: Any, context: Any) -> tuple[Any, Callable[..., Any]]:
         return jax.vjp(lambda params, x: self._stage(params, x, context), params, x)
 

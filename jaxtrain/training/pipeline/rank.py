@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.pipeline.backward import Backward, cut
+from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.buffers import buffer, by_rows, put, take, zeros
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
 from jaxtrain.training.pipeline.slots import Slots
@@ -135,7 +135,7 @@ class Rank:
             self._places(self._of_outer, self._parts.shared),
         )  # fmt: skip
         if self._split:
-            found = dataclasses.replace(found, halves=self._cut(found, params, context))
+            found = dataclasses.replace(found, halves=backward.halves(params, self._x, context))
         return found
 
     def _places(self, tree: Any, apart: Callable[[Any], tuple[Any, Any]]) -> list[int]:
@@ -346,24 +346,6 @@ class Rank:
         for of in self._passes:
             sums = {**of.auxiliary, **sums}
         return jax.tree.map(zeros, sums)
-
-    def _cut(self, of: "_Pass", params: Any, context: Any) -> Any:
-        """The stage's backward pass in two halves."""
-        again = (params, of.backward.kept, context)
-        leaves, tree = jax.tree.flatten((*again, self._x, of.backward.outputs))
-
-        def run(*leaves: jax.Array) -> list[jax.Array]:
-            params, saved, context, x, gradient = jax.tree.unflatten(tree, leaves)
-            _, transpose = of.backward.transpose(saved, params, x, context)
-            return jax.tree.leaves(transpose(gradient))
-
-        given_again = len(jax.tree.leaves(again))
-        return cut(
-            run,
-            leaves,
-            early=lambda number: number >= of.count,
-            available=lambda number: number < given_again,
-        )
 
     # -- its places in the buffers ---------------------------------------------------------------
 

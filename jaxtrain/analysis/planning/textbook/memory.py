@@ -12,6 +12,7 @@ from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.profile import (
     is_on_host,
     layer_profile,
+    layer_stash,
     on_platform,
     shard_bytes,
 )
@@ -257,6 +258,10 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
     return _Step(config, within, platform, arguments, copied).memory()
 
 
+# Of schedules that take a stage's gradients in two halves.
+_STASH = "pipeline: for gradients of weights"
+
+
 @dataclasses.dataclass(frozen=True)
 class _Step:
     """A transformer's train step on one device.
@@ -372,6 +377,9 @@ class _Step:
         at_once = table.residuals or 1
         found = {name: size * of_stage * at_once for name, size in kept.items()}
         found["pipeline: inputs and gradients of stages"] = streams * stream
+        if table.stash:
+            of_layer = layer_stash(self.config, self.layout, self.platform)
+            found[_STASH] = round(of_layer * self._rows) * of_stage * table.stash
         return found
 
     @property
@@ -495,6 +503,8 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         "pipeline: inputs and gradients of stages": (table.inputs + table.gradients)
         * sum(stream_bytes(facts, name) for name in facts.travels),
     }
+    if table.stash:  # beside each product's input, which is kept, its output's gradient
+        waits[_STASH] = activations * table.stash // stages
     sent = on_host * config.train.accumulation * pipeline.microbatches // sizes["pipe"]
     return Memory(arguments, gradients, waits, on_host // stages, sent)
 

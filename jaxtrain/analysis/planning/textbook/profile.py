@@ -7,6 +7,7 @@ what it keeps is counted with its sharding. Any model, kernel and remat policy i
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtrain.nn.transformer import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
@@ -79,6 +81,22 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
 
     It depends on few of the settings, and is traced once for each combination of them.
     """
+    plain, platform = _of_a_layer(config, layout, platform)
+    products = _kept(plain, platform, Remat(policy="dots"))
+    found = _kept(plain, platform, config.remat)
+    total = sum(size for _, size in products.kept)
+    return LayerProfile(found.kept, found.offloaded, total, products.stream, products.hidden)
+
+
+def layer_stash(config: Config, layout: Layout, platform: str) -> int:
+    """Bytes of a row that wait in one layer for its weights' gradients, on a device, where a
+    schedule takes them later than its input's."""
+    plain, platform = _of_a_layer(config, layout, platform)
+    return _stash(plain, platform, config.remat, config.pipeline.backward == "residuals")
+
+
+def _of_a_layer(config: Config, layout: Layout, platform: str) -> tuple[Config, str]:
+    """The configuration without what one layer does not depend on, and where it is traced."""
     config = resolved(config, platform)
     sizes = layout.mesh.shape
     mesh = Mesh(
@@ -101,10 +119,7 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     )
     if plain.attention.kernel == "cudnn":
         plain, platform = _with_flash_kernel_that_traces(plain), "tpu"
-    products = _kept(plain, platform, Remat(policy="dots"))
-    found = _kept(plain, platform, config.remat)
-    total = sum(size for _, size in products.kept)
-    return LayerProfile(found.kept, found.offloaded, total, products.stream, products.hidden)
+    return plain, platform
 
 
 def _with_flash_kernel_that_traces(config: Config) -> Config:
@@ -130,57 +145,105 @@ class _Kept:
     hidden: int
 
 
-@functools.lru_cache(maxsize=1024)
-def _kept(config: Config, platform: str, settings: Remat) -> _Kept:
+@functools.lru_cache(maxsize=256)
+def _stash(config: Config, platform: str, settings: Remat, keep_residuals: bool) -> int:
+    program, layout = _program(config, platform)
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        one = _first_layer(program, layout, config, layout.batch_devices())
+
+        def stage(layer: Any, x: jax.Array, context: Any) -> Any:
+            def run(layer: Any, x: jax.Array) -> Any:
+                return one.run(layer, x, *context)
+
+            return remat(run, settings.kept, prevent_cse=False)(layer, x)
+
+        context = one.positions, one.mask
+        backward = Backward(stage, one.weights, one.x, context, keep_residuals=keep_residuals)
+        return sum(map(shard_bytes, backward.halves(one.weights, one.x, context).stash))
+
+
+def _program(config: Config, platform: str) -> tuple[Any, Layout]:
     mesh = config.mesh
     devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     layout = on_platform(abstract_layout(config, devices), platform, "planned")
-    program: Any = make_program(config, layout).plain
+    return make_program(config, layout).plain, layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(config: Config, platform: str, settings: Remat) -> _Kept:
+    program, layout = _program(config, platform)
     rows = layout.batch_devices()
     return _residuals(program, layout, config, rows, settings.kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The first layer of a program, in shapes, under its layout.
+
+    Attributes:
+      weights: of the layer, as they are computed with.
+      x: its input.
+      positions: of the tokens.
+      mask: what attention may see.
+      finished: its output where the head reads it.
+      run: (weights, x, positions, mask) -> its output and auxiliary losses.
+    """
+
+    weights: Any
+    x: Any
+    positions: Any
+    mask: Any
+    finished: Any
+    run: Callable[[Any, jax.Array, Any, Any], Any]
+
+
+def _first_layer(program: Program, layout: Layout, config: Config, rows: int) -> _Layer:
+    """Called where the layout is current."""
+    execution, objective = program.execution, program.objective
+    assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
+    shapes = parameter_shapes(program.build)
+    shapes = jax.eval_shape(lambda p: to_compute(p, program.precision.compute), shapes)
+    weights = with_shardings(shapes, program.whole.state_shardings(program.whole.shapes()).params)
+    batch = config.train.data.abstract_batch(rows)
+    batch = with_shardings(batch, program.batch_shardings(batch))
+    graph = nnx.split(parameter_model(program), nnx.Param, ...)[0]
+
+    def into_layer(weights: Any, batch: Any) -> Any:
+        model: Transformer = nnx.merge(graph, weights)
+        batch = objective.arranged(batch, execution)
+        assert batch.positions is not None, "a batch of text has positions"
+        x = model.embed(batch.inputs, batch.positions)
+        layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
+        return layer, x, batch.positions, objective.mask(batch), model.finish(x)
+
+    layer, x, positions, mask, finished = jax.eval_shape(into_layer, weights, batch)
+    model, of_first = parameter_model(program), execution.of_layer(0)
+
+    def run(layer: Any, x: jax.Array, positions: Any, mask: Any) -> Any:
+        y, _, auxiliary = model.run_layer(layer, named(x, RESIDUAL), positions, mask, of_first)
+        return y, auxiliary
+
+    return _Layer(layer, x, positions, mask, finished, run)
 
 
 def _residuals(
     program: Program, layout: Layout, config: Config, rows: int, policy: Policy
 ) -> _Kept:
-    execution, objective = program.execution, program.objective
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        shapes = parameter_shapes(program.build)
-        shapes = jax.eval_shape(lambda p: to_compute(p, program.precision.compute), shapes)
-        weights = with_shardings(
-            shapes, program.whole.state_shardings(program.whole.shapes()).params
-        )
-        batch = config.train.data.abstract_batch(rows)
-        batch = with_shardings(batch, program.batch_shardings(batch))
-        graph = nnx.split(parameter_model(program), nnx.Param, ...)[0]
-
-        def into_layer(weights: Any, batch: Any) -> Any:
-            model: Transformer = nnx.merge(graph, weights)
-            batch = objective.arranged(batch, execution)
-            assert batch.positions is not None, "a batch of text has positions"
-            x = model.embed(batch.inputs, batch.positions)
-            layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
-            return layer, x, batch.positions, objective.mask(batch), model.finish(x)
-
-        layer, x, positions, mask, finished = jax.eval_shape(into_layer, weights, batch)
-        model = parameter_model(program)
-
-        of_first = execution.of_layer(0)
+        one = _first_layer(program, layout, config, rows)
 
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
-                x = named(x, RESIDUAL)
-                y, _, auxiliary = model.run_layer(layer, x, positions, mask, of_first)
-                return y, auxiliary
+                return one.run(layer, x, positions, mask)
 
             return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
 
-        closed = jax.make_jaxpr(forward)(layer, x, positions, mask)
+        closed = jax.make_jaxpr(forward)(one.weights, one.x, one.positions, one.mask)
     # A layer's weights are there anyway, in another shape too; positions and masks are the same for
     # all layers. What is kept is the stream, and what is made of it.
-    of_stream = {closed.jaxpr.invars[len(jax.tree.leaves(layer))]}
+    of_stream = {closed.jaxpr.invars[len(jax.tree.leaves(one.weights))]}
     for equation in closed.jaxpr.eqns:
         if any(isinstance(var, Var) and var in of_stream for var in equation.invars):
             of_stream |= {*equation.outvars}
@@ -193,7 +256,9 @@ def _residuals(
         elif var in of_stream and aval.ndim > 1:
             kind = _kind(closed.jaxpr, var)
             sizes[kind] = sizes.get(kind, 0) + shard_bytes(aval)
-    return _Kept(tuple(sorted(sizes.items())), offloaded, shard_bytes(x), shard_bytes(finished))
+    return _Kept(
+        tuple(sorted(sizes.items())), offloaded, shard_bytes(one.x), shard_bytes(one.finished)
+    )
 
 
 def parameter_model(program: Program) -> Any:

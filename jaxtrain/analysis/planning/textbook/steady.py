@@ -28,11 +28,13 @@ class Waiting:
       inputs: of stages' inputs.
       gradients: of gradients of stages' outputs.
       residuals: of what backward passes need.
+      stash: of what the gradients of weights need that are taken later than those of inputs.
     """
 
     inputs: int
     gradients: int
     residuals: int
+    stash: int
 
 
 def waiting(pipeline: Pipeline, ranks: int, passes: int = 1) -> Waiting:
@@ -113,7 +115,12 @@ def _waiting(
     schedule: str, ranks: int, microbatches: int, chunks: int, passes: int, backward: Backward
 ) -> Waiting:
     found = slots(_table(schedule, ranks, microbatches, chunks, passes), backward=backward)
-    return Waiting(found.num_input_slots, found.num_gradient_slots, found.num_residual_slots)
+    return Waiting(
+        found.num_input_slots,
+        found.num_gradient_slots,
+        found.num_residual_slots,
+        found.num_stash_slots,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
