@@ -4,7 +4,10 @@ import math
 
 import pytest
 
+from jaxtrain import load_config
 from jaxtrain.analysis.planning.textbook import formulas
+from jaxtrain.analysis.planning.textbook.profile import layer_profile
+from jaxtrain.training.program.layouts import abstract_layout
 
 B, T, D, N, K, F = 3, 16, 96, 4, 2, 80
 H = D // N
@@ -168,3 +171,17 @@ def test_logits():
     row = formulas.logits(1, 8192, 128256)
     assert row == pytest.approx(3.9 * 2**30, rel=0.01)
     assert math.isclose(row / (32 * formulas.layer_full_remat(1, 8192, 4096)), 1.957, rel_tol=1e-3)
+
+
+def test_a_layer_s_products_are_those_of_its_experts_too():
+    """For one row of T tokens, each at k experts with room for a quarter more: gate, up and what
+    goes in and comes out, beside attention's products."""
+    sources = ["SOURCE = 'x'", "TOKENIZER = 'x'", "TextData.separate_documents = False"]
+    config = load_config("mixtral_8x7b", ["Mesh.fsdp = 8", "Mesh.expert = 8", *sources])
+    model, length = config.train.model, config.train.data.sequence_length
+    found = layer_profile(config, abstract_layout(config, 64), "tpu").products
+    places = 1.25 * model.experts_per_token * length
+    experts = 2 * places * (2 * model.mlp_dim + model.embed_dim)
+    kv = model.num_kv_heads * model.embed_dim // model.num_heads
+    heads = 2 * length * (2 * model.embed_dim + 2 * kv)
+    assert experts + heads <= found <= 1.3 * (experts + heads)

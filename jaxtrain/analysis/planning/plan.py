@@ -83,12 +83,16 @@ def plan(
 def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: Progress) -> Plan:
     """The plan of the best candidate: of those that compile, where any is compiled.
 
-    As many are compiled as it takes until `COMPILED` of them fit; their own traffic then ranks
-    them.
+    As many are compiled as it takes until `COMPILED` of them fit, or twice as many with one that
+    does, or four times as many; their own traffic then ranks them. Where none of them fits, the
+    first of the others stands there as an estimate.
     """
     plans: list[tuple[Candidate, Plan]] = []
     rest = list(found.candidates)
-    while rest and sum(made.fits for _, made in plans) < COMPILED and len(plans) < 2 * COMPILED:
+    while rest and sum(made.fits for _, made in plans) < COMPILED:
+        one_fits = any(made.fits for _, made in plans)
+        if len(plans) >= (2 if one_fits else 4) * COMPILED:
+            break
         one = rest.pop(0)
         made = _plan(one.config, machine, effort, progress=progress, advise=False)
         if made.compiled is None:  # the closed forms' order stands
@@ -104,7 +108,12 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     # What was compiled stands first: of the others an estimate alone is known.
     order = numbered([*fitting, *rest, *large])
     candidates = with_reasons(order, machine)
-    return dataclasses.replace(plans[0][1], found=dataclasses.replace(found, candidates=candidates))
+    first = (
+        plans[0][1]
+        if fitting or not rest
+        else _plan(rest[0].config, machine, "none", progress=progress)
+    )
+    return dataclasses.replace(first, found=dataclasses.replace(found, candidates=candidates))
 
 
 def _plan(

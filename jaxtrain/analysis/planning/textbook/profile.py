@@ -85,6 +85,10 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     products = _kept(plain, platform, Remat(policy="dots"))
     found = _kept(plain, platform, config.remat)
     total = sum(size for _, size in products.kept)
+    if config.train.model.experts is not None:
+        # 'dots' has none of the products of experts, which are several at a time.
+        of_experts = _kept(plain, platform, Remat(policy="elementwise")).kept
+        total += dict(of_experts).get("experts", 0) - dict(products.kept).get("experts", 0)
     return LayerProfile(found.kept, found.offloaded, total, products.stream, products.hidden)
 
 
