@@ -1,6 +1,7 @@
 """`jaxtrain plan` from end to end: the object, its JSON, tables, picture and command."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -9,9 +10,11 @@ from conftest import needs_libtpu
 
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
+from jaxtrain.analysis.planning import plan as plans
 from jaxtrain.analysis.planning.compiled.compiled import Compiled
 from jaxtrain.analysis.planning.fitted import FITTED
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
+from jaxtrain.analysis.planning.search import COMPILED
 from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.parallel.chips import CHIPS
 
@@ -240,6 +243,35 @@ def test_a_pipeline_of_patches_is_planned():
     assert waiting == (2 * 2 - 2 + 1) * stream
     assert report.time.bubble is not None
     assert report.time.bubble > 0
+
+
+def test_a_search_whose_first_layouts_do_not_compile_shows_one_that_may_run(
+    llama_file, monkeypatch
+):
+    """Of made results: the compiler refuses all but the ninth layout, or as many as are tried."""
+    tried, real, fits_from = [], plans._plan, 8
+
+    def compiled(config, machine, effort, **more):
+        found = real(config, machine, "none", **more)
+        if effort == "none":
+            return found
+        refusal = None if len(tried) >= fits_from else "RESOURCE_EXHAUSTED"
+        tried.append(config)
+        made = Compiled(0, 2**30, None, 0, 0, refusal, "", (), 0.0)
+        return dataclasses.replace(found, compiled=made)
+
+    monkeypatch.setattr(plans, "_plan", compiled)
+    monkeypatch.setattr(plans, "search_layouts", functools.cache(plans.search_layouts))
+    config = load_config(llama_file)
+    for fits_from, count in ((8, 9), (99, 4 * COMPILED)):
+        tried.clear()
+        found = plan(config, "v5e:2x2", search=True)
+        best = found.found.candidates[0]
+        assert found.fits
+        assert best.fits
+        assert found.config == best.config
+        assert len(tried) == count
+        assert (found.compiled is None) == (fits_from == 99)
 
 
 def test_slices_are_joined_by_the_network():
