@@ -267,10 +267,10 @@ def test_a_tokenizer_from_a_bucket_is_that_of_the_file(gcs, tmp_path):
 
 
 def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
-    for number in range(8):
+    for number in range(16):
         file = tmp_path / "images" / ("bee", "ant")[number % 2] / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (4, 4), number * 20).save(file)
+        Image.new("L", (4, 4), number * 15).save(file)
         name = file.relative_to(tmp_path).as_posix()
         gcs.put("box", name, file.read_bytes())
     settings = {"image_size": 4, "num_classes": 2, "heldout_fraction": 0.5}
@@ -282,7 +282,8 @@ def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
         np.testing.assert_array_equal(mine.inputs, its.inputs)
         assert mine.targets == its.targets
     listings = [name for _, _, name in gcs.requests if not name.endswith(".png")]
-    assert len(listings) < 8, "one listing has the names and the sizes"
+    # Seven as it is, and one more where a request is sent again: none for each image.
+    assert len(listings) < 16, "one listing has the names and the sizes"
 
 
 def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa: F811
