@@ -31,6 +31,7 @@ LONG_CASES = {
         "test_loss_and_gradients_equal_one_device[1f1b]",
         "test_loss_and_gradients_equal_one_device[fewer_microbatches_than_stages]",
         "test_loss_and_gradients_equal_one_device[gpipe]",
+        "test_a_ring_of_attention_inside_stages_equals_one_device[1f1b, fsdp]",
     },
     "test_planning_traffic": {
         "test_everything_that_moves_is_explained_and_the_textbooks[pipe x fsdp, gpipe, tied]",
@@ -84,6 +85,7 @@ LONG_CASES = {
         "test_where_one_change_is_not_enough_several_are_combined",
     },
     "test_pipeline_traffic": {
+        "test_a_ring_inside_stages_moves_what_the_textbook_says[1f1b]",
         "test_each_boundary_carries_each_microbatch_once_each_way[gpipe]",
         "test_each_boundary_carries_each_microbatch_once_each_way[1f1b]",
     },

@@ -15,6 +15,7 @@ from parity import TOLERANCE, assert_equal, evaluate
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import Remat
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
@@ -110,6 +111,31 @@ def test_loss_and_gradients_equal_one_device(case, capfd):
     program = make_program(make(num_layers), make_layout(**sizes), pipeline=Pipeline(**pipeline))
     assert_equal(evaluate(program, BATCH), expected)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
+
+
+RINGS = {
+    "1f1b, fsdp": (gpt, 4, {"pipe": 2, "context": 2, "fsdp": 2}, {"microbatches": 4}),
+    "interleaved": (
+        llama, 6, {"pipe": 2, "context": 4},
+        {
+            "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
+            "backward": "residuals",
+        },
+    ),
+    "gpipe, uneven": (
+        gpt, 5, {"pipe": 4, "context": 2}, {"schedule": "gpipe", "microbatches": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_a_ring_of_attention_inside_stages_equals_one_device(case):
+    make, num_layers, sizes, pipeline = RINGS[case]
+    execution = Execution(kernel="reference", context_parallel="ring")
+    program = make_program(
+        make(num_layers), make_layout(**sizes), pipeline=Pipeline(**pipeline), execution=execution
+    )
+    assert_equal(evaluate(program, BATCH), one_device(make, num_layers))
 
 
 @pytest.mark.slow

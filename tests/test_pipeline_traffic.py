@@ -4,7 +4,7 @@ import collections
 
 import pytest
 from conftest import lower_step, make_program, needs_libtpu, text_batch
-from test_planning_traffic import LLAMA, compiled_step, config_of, deep
+from test_planning_traffic import LLAMA, LLAMA8, audited, compiled_step, config_of, deep, faults
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
@@ -124,3 +124,20 @@ def test_one_row_a_device_is_scattered_and_what_waits_at_a_rank_stays_there():
     # Of each of 4 microbatches: tokens looked up, and two parts of two layers, both ways.
     assert {one.kind for one in inside} == {"reduce-scatter"}
     assert sum(one.count for one in inside) == 4 * (1 + 2 * 2 * 2)
+
+
+RINGS = {
+    "1f1b": ({"pipe": 2, "context": 2, "data": 2}, Pipeline(microbatches=4)),
+    "residuals of virtual stages": (
+        {"pipe": 2, "context": 4},
+        Pipeline(schedule="interleaved", virtual_stages=2, microbatches=4, backward="residuals"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_ring_inside_stages_moves_what_the_textbook_says(name):
+    """Of the microbatches; what ranks without one do with the others lies in the bubble."""
+    mesh, pipeline = RINGS[name]
+    config = config_of(deep(LLAMA8), mesh, length=256, rows=8, pipeline=pipeline)
+    assert faults(audited(config, *compiled_step(config)), set()) == []

@@ -110,8 +110,9 @@ def test_the_quickstart_passes():
         ),
         (["Pipeline.microbatches = 4"], ["Pipeline.microbatches=4 does nothing with Mesh.pipe=1"]),
         (
-            ["Mesh.pipe = 2", "Mesh.context = 2", "Mesh.fsdp = 1"],
-            ["Attention.context_parallel='ring' with Mesh.pipe=2", "'ulysses'"],
+            ["Mesh.pipe = 2", "Mesh.context = 2", "Mesh.fsdp = 1", "Pipeline.microbatches = 4",
+             "Pipeline.schedule = 'zero_bubble'"],
+            ["'zero_bubble' with Attention.context_parallel='ring'", "'1f1b'", "'ulysses'"],
         ),
         (
             ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Scan.layers_per_iteration = 4"],

@@ -1,7 +1,9 @@
 """Runs any valid schedule table as one program: a scan over ticks inside `shard_map` over `pipe`.
 
 In each tick a rank does what its column of the table says, then activations and gradients move one
-stage on, along the edges that this tick uses.
+stage on, along the edges that this tick uses. A ring of attention inside a stage has permutes, of
+which a device can leave out none that its others do: there all ranks do what a tick has for any of
+them, which takes no longer, since they exchange at the end of a tick together.
 """
 
 import dataclasses
@@ -71,6 +73,9 @@ class Engine:
         kept = "residuals" if self.keep_residuals else "recompute"
         table = slots(self.schedule, backward=kept)
         columns, uniform, patterns = _columns(self.schedule, table, self.parts)
+        if self._has_ring:
+            columns["busy"] = (table.kind != Work.IDLE).astype(np.int32)
+            uniform["together"] = _of_all_ranks(columns["action"], columns["busy"])
         # One array of each kind: reading a number of a loop's tick costs as much as reading all.
         own = jax.sharding.reshard(np.stack([*columns.values()], axis=-1), P(None, "pipe"))
         everyones = np.stack([*uniform.values()], axis=-1)
@@ -86,6 +91,7 @@ class Engine:
             patterns=patterns,
             with_gradient=self.with_gradient,
             keep_residuals=self.keep_residuals,
+            together=self._has_ring,
         )
 
         def body(own: Any, *arguments: Any) -> Any:
@@ -119,6 +125,12 @@ class Engine:
         grads_outer = jax.tree.map(lambda g: g.sum(0), grads_outer)
         return self.parts.join(grads_layers, grads_outer), sums
 
+    @property
+    def _has_ring(self) -> bool:
+        """Whether attention sends keys and values around `context`."""
+        split = self.layout.mesh.shape["context"] > 1
+        return split and self.parts.execution.context_parallel == "ring"
+
     def _parts(self) -> Parts:
         """Without a loop over layers where a stage's backward pass is taken apart by operations."""
         kinds = {action.kind for _, _, action in self.schedule.actions()}
@@ -126,6 +138,13 @@ class Engine:
             return self.parts
         execution = dataclasses.replace(self.parts.execution, layers_per_iteration=0)
         return dataclasses.replace(self.parts, execution=execution)
+
+
+def _of_all_ranks(actions: np.ndarray, busy: np.ndarray) -> np.ndarray:
+    """The action [ticks] that every busy rank has in a tick; [ticks, ranks] both."""
+    found = np.where(busy, actions, -1).max(1)
+    assert (np.where(busy, actions, found[:, None]) == found[:, None]).all(), "ranks do two things"
+    return np.maximum(found, 0)
 
 
 def spec_of(x: jax.Array) -> P:

@@ -47,6 +47,7 @@ class Rank:
         patterns: dict[str, list[Edges]],
         with_gradient: Callable[..., Any],
         keep_residuals: bool,
+        together: bool,
     ) -> None:
         """Nothing is computed yet.
 
@@ -58,15 +59,19 @@ class Rank:
           patterns: for each way, the distinct sets of edges that a tick uses.
           with_gradient: as in Engine.
           keep_residuals: as in Backward.
+          together: whether all ranks do a tick's work, those too that have none in it, whose
+            results count for nothing.
         """
         self._parts, self._stages, self._table, self._patterns = parts, stages, table, patterns
         self._names = names
         self._with_gradient, self._keep_residuals = with_gradient, keep_residuals
+        self._together = together
         numbers = np.unique(action_numbers(table, parts.passes, stages.chunks))
         self._actions = [(Work(n // parts.passes), int(n % parts.passes)) for n in numbers]
         self._split = Work.BACKWARD_INPUT in {kind for kind, _ in self._actions}
         # Where backward computes the stage again, nothing waits for what the last stage gives.
-        self._skip_last = table.has_backward and not keep_residuals and not self._split
+        spare = table.has_backward and not keep_residuals and not self._split
+        self._skip_last = spare and not together
 
     def run(
         self,
@@ -169,7 +174,9 @@ class Rank:
 
         with jax.named_scope("stage"):
             own, message, kept = jax.lax.switch(
-                row["action"], [branch(*action) for action in self._actions], own
+                row["together" if self._together else "action"],
+                [branch(*action) for action in self._actions],
+                own,
             )
         return {
             **own,
@@ -193,7 +200,7 @@ class Rank:
             else:
                 kept = self._kept(carry)
             if not self._skip_last:
-                own = {**own, "sums": _add_sums(own["sums"], auxiliary)}
+                own = {**own, "sums": _add_sums(own["sums"], self._counted(auxiliary, row))}
             return own, y, kept
 
         if self._skip_last and is_last:
@@ -431,6 +438,13 @@ class Rank:
             found.append(buffers)
         return found
 
+    def _counted(self, found: Any, row: Row) -> Any:
+        """What an action found; zeros where the rank has none in this tick."""
+        if not self._together:
+            return found
+        busy = row["busy"] > 0
+        return jax.tree.map(lambda x: jnp.where(busy, x, jnp.zeros_like(x)), found)
+
     def _rows_of(self, tree: Any, row: Row) -> Any:
         """The places of this tick's stage among a rank's places."""
         if self._stages.chunks == 1:
@@ -444,7 +458,7 @@ class Rank:
         """The totals with a stage's gradients added, by their numbers among its parameters."""
         start = row["chunk"] * self._stages.longest
         layers, outer = list(own["layers"]), list(own["outer"])
-        for number, gradient in gradients.items():
+        for number, gradient in self._counted(gradients, row).items():
             if number >= len(of.layers):
                 place = of.shared[number - len(of.layers)]
                 outer[place] += gradient.astype(outer[place].dtype)

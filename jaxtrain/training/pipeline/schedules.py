@@ -97,10 +97,11 @@ def refuse(
                     f"above 1 or leave it at {default!r}"
                 )
         return
-    if context_parallel == "ring":
+    if context_parallel == "ring" and settings.schedule in _SPLIT:
         yield (
-            f"Attention.context_parallel='ring' with Mesh.pipe={ranks}: a ring's permutes need all "
-            "stages at once, and these do different things in one tick; use "
+            f"Pipeline.schedule={settings.schedule!r} with Attention.context_parallel='ring': "
+            "ranks that make weights' gradients in another's tick would have to go around its ring "
+            "too, which costs what this schedule saves; use Pipeline.schedule='1f1b', or "
             "Attention.context_parallel='ulysses'"
         )
     try:

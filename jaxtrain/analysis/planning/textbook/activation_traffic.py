@@ -256,7 +256,9 @@ class _Activations:
 
         The first step of a recomputed round is that of the backward pass too, and the first step of
         the segment ids is the same in every layer that is compiled once: the compiler does either
-        once, the second not where a copy to the host stands in the backward pass's layer.
+        once, the second not where a copy to the host stands in the backward pass's layer. Stages of
+        a pipeline have it in each of their actions. What ranks without a microbatch send in a tick
+        of the others is not counted: it lies in the bubble.
         """
         facts, steps = self.facts, self.facts.size("context") - 1
         width = self.attention.key_dim + self.attention.value_dim
@@ -272,7 +274,8 @@ class _Activations:
             "collective-permute", "context", steps * self.runs, 4 * numbers,
             "ring of their gradients", "(k-1) 2 B T K H in float32",
         )  # fmt: skip
-        segments = (forwards + 1) * (steps - 1) * self.runs + facts.passes
+        actions = 2 * facts.config.pipeline.virtual_stages if facts.size("pipe") > 1 else 1
+        segments = (forwards + 1) * (steps - 1) * self.runs + actions * facts.passes
         segments += self.runs * facts.config.remat.offloads
         if self.attention.layers_differ:
             segments = (forwards + 1) * steps * self.runs
