@@ -38,6 +38,8 @@ from jaxtrain.training.settings import Config
 # What libtpu is told beside a run's own options (docs/planning.md has the figures).
 _QUICK = {"exec_time_optimization_effort": -1.0}
 # XLA's own kernels of some products, mostly small ones, are found by trying them alone.
+# What XLA says of a product that its own kernels find no tiles for: jaxlib 0.10, and 0.11.
+_NO_TILES = ("output tile sizes", "No supported config found for HLO")
 _WITHOUT_TILES = (
     "XLA finds no tiles for a product without a GPU to try them on: compiled with cuBLAS for all "
     "(xla_gpu_enable_triton_gemm=false)"
@@ -131,7 +133,7 @@ def compile_step(
         try:
             return step.compile(more)
         except jax.errors.JaxRuntimeError as error:
-            if "output tile sizes" not in str(error):
+            if not any(words in str(error) for words in _NO_TILES):
                 raise
         noticed.append(_WITHOUT_TILES)
         return step.compile(more | {"xla_gpu_enable_triton_gemm": False})

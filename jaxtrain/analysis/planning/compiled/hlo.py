@@ -189,7 +189,7 @@ def _unflattened(inside: Computation, name: str) -> Instruction:
 
 
 def parse(text: str) -> Module:
-    """The computations of a compiled program's text.
+    """The computations of a compiled program's text; fusions that start and end apart are whole.
 
     Raises:
       ValueError: the text has no ENTRY computation.
@@ -218,6 +218,7 @@ def parse(text: str) -> Module:
                     line[found.start(3) : opcode.start()],
                     line[opcode.end() - 1 :],
                 )
+                new = _in_order(new, instructions)
                 instructions[new.name] = last = new
                 root = new.name if found.group(1) else root
             elif last is not None and not found:
@@ -227,6 +228,19 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("the text has no ENTRY computation: it is not that of a compiled program")
     return Module(entry, computations)
+
+
+def _in_order(one: Instruction, before: dict[str, Instruction]) -> Instruction:
+    """A fusion that a GPU runs beside others, on a stream of its own, as one that stands where it
+    starts: its work and its memory are the same. Its end, which alone has its result's type,
+    becomes a name for it."""
+    if one.opcode == "fusion-start":
+        return dataclasses.replace(one, opcode="fusion")
+    if one.opcode != "fusion-done":
+        return one
+    (start,) = one.operands
+    before[start] = dataclasses.replace(before[start], type_text=one.type_text)
+    return dataclasses.replace(one, opcode="bitcast")
 
 
 def _bits(dtype: str) -> int:
