@@ -207,6 +207,26 @@ def test_a_cpu_s_float32_in_place_of_bfloat16_is_the_textbook_s_and_nothing_else
     assert not all(row.explained for row in audit(found, expected, SIZES))  # another compiler's
 
 
+def test_the_greatest_of_bfloat16_numbers_may_be_sent_as_float32():
+    """And not taken for a gradient that has as many bytes as the textbook's."""
+    expected = [
+        meant("all-reduce", "tensor", 40, 12, "loss: greatest logit"),
+        meant("all-reduce", "tensor", 120, 12, "gradients: norm"),
+    ]
+    found = [
+        dataclasses.replace(moved("all-reduce", "tensor", 120, 12), dtype="f32"),
+        dataclasses.replace(
+            moved("all-reduce", "tensor", 40, 24, "jit(step)/jvp(loss)/reduce_max"), dtype="f32"
+        ),
+    ]
+    rows = {row.cause.partition(" (")[0]: row for row in audit(found, expected, SIZES)}
+    assert {name: (row.count, row.bytes) for name, row in rows.items()} == {
+        "loss: greatest logit": (40, 40 * 24 * KIB),
+        "gradients: norm": (120, 120 * 12 * KIB),
+    }
+    assert all(row.explained for row in rows.values())
+
+
 def test_what_nobody_expects_is_flagged_unless_it_is_small():
     found = [
         moved("all-gather", "data", 2, 500, "jit(step)/mlp/reshard", (8, 128)),

@@ -54,9 +54,10 @@ def audit(
 ) -> list[Row]:
     """A row for every reason and for everything without one, the largest first.
 
-    Both sides are matched by kind, axis and size, so that equal arrays share their reasons: first
-    those that run as often as they should, one by one or all layers' as one array. What remains is
-    tried in the forms that the compiler is free to choose:
+    Both sides are matched by kind, axis and size, so that equal arrays share their reasons; several
+    that were laid end to end, as a GPU's compiler does with small ones, each by itself. First those
+    that run as often as they should, one by one or all layers' as one array. What remains is tried
+    in the forms that the compiler is free to choose:
 
     - the arrays of several layers as one;
     - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
@@ -65,8 +66,8 @@ def audit(
       less than a shard after it, since shards without padding begin elsewhere;
     - a reduce-scatter along some axes and the all-reduce of its parts along others as one
       all-reduce along all of them;
-    - on a CPU, bfloat16 as float32, in any of these forms;
-    - several all-reduces' arrays laid end to end, as a GPU's compiler does with small ones.
+    - on a CPU, bfloat16 as float32, in any of these forms; the greatest of bfloat16 numbers so
+      elsewhere too, as GPUs' compilers have it since jaxlib 0.11.
 
     What the textbook has and the program has not is a row of 0 bytes.
 
@@ -79,7 +80,7 @@ def audit(
       widens: whether the compiler may send bfloat16 as float32, as the CPU's does.
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
-    left = [_Left(one, one.count) for one in found]
+    left = [*itertools.chain.from_iterable(_apart(_Left(one, one.count)) for one in found)]
     exact = [functools.partial(match, exact=True) for match in (matching.same, matching.stacked)]
     forms = (
         *exact, matching.same, matching.stacked, matching.padded, matching.shifted, matching.whole,
@@ -87,8 +88,9 @@ def audit(
     )  # fmt: skip
     if widens:
         left = _matched(map(_narrowed, left), forms)
+    else:
+        left = _matched((_narrowed(one) if _is_greatest(one) else one for one in left), exact)
     left = _matched(map(_widened, left), forms)
-    left = _matched(itertools.chain.from_iterable(map(_apart, left)), forms)
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
             _where(one.found), "", None, False)
@@ -294,6 +296,10 @@ def _matched(left: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left
     for match in forms:
         left = [rest for one in left for rest in match(one)]
     return left
+
+
+def _is_greatest(left: _Left) -> bool:
+    return left.found.op_name.endswith("reduce_max")
 
 
 def _narrowed(left: _Left) -> _Left:
