@@ -18,6 +18,7 @@ from tiny_models import C, D, F, K, N, V, name_of, parameters, places, some_toke
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.nn import experts
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.experts import slots_per_expert
@@ -222,6 +223,28 @@ def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     )
     assert (metrics["router_dropped"] > 0.02) == (name == "capacity")
     assert metrics["router_max_load"] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dropless", "expert_context_tensor"),
+        ("capacity", "expert_tensor_sequence"),
+        pytest.param("dropless", "expert8", marks=pytest.mark.slow),
+        pytest.param("capacity", "expert_hsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch):
+    """Of five slots an expert the first part has three, the second two."""
+    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
+    factor = {"dropless": None, "capacity": 1.25}[name]
+    sizes = dataclasses.replace(SIZES, capacity_factor=factor)
+    alone = evaluate(make_program(sizes, make_layout()), BATCH)
+    program = make_program(sizes, make_layout(**LAYOUTS[layout]))
+    found = exchanges(lower_step(program, BATCH).compile().as_text())["f32"]
+    assert len(found) == 8  # each part there and back, forward and backward
+    assert len(set(found)) == {"dropless": 1, "capacity": 2}[name]
+    assert_equal(evaluate(program, BATCH), alone)
 
 
 def test_accumulation_equals_the_big_batch_auxiliary_losses_included():

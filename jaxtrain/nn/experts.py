@@ -1,7 +1,7 @@
 """A mixture of experts: the all-to-all of tokens over the mesh axis `expert`, and the experts.
 
-Letters: B rows, T length, D embed, F mlp, E experts, k experts a token, N = B T k assignments on a
-device, C slots a row and expert, R devices along `expert`.
+Letters: B rows, T length, t tokens of any rows, D embed, F mlp, E experts, k experts a token, N = B
+T k assignments on a device, C slots a row and expert, R devices along `expert`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.mlp import Gated, swiglu
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.products.contract import contract
-from jaxtrain.nn.products.grouped import Grouped
+from jaxtrain.nn.products.grouped import Grouped, grouped
 from jaxtrain.nn.remat import elementwise, named
 from jaxtrain.nn.routing import Router, Routes, Softmax
 from jaxtrain.nn.transformer import EXPERT_LOAD, Auxiliary
@@ -36,6 +36,9 @@ from jaxtrain.parallel.sharding import (
 )
 
 TOKENS = ("batch", "length", "embed")
+# What an expert has at least of a part of the exchange: of fewer rows a product takes hardly longer
+# than reading its weights and adding to their gradients, which each part does.
+ROWS_OF_A_PART = 4096
 # Each expert's parameters, which lie with it; a network is those of all experts by name.
 AXES = {
     "gate": ("experts", "embed", "mlp"),
@@ -225,6 +228,20 @@ def slots_per_expert(
     return min(slots, length)
 
 
+def parts_of_exchange(ranks: int, rows: int, *, one_scale: bool) -> int:
+    """In how many parts tokens go to their experts and come back.
+
+    What one part has to go through is computed beside the exchange of the other. Not more than two:
+    a part more is one more product of every matrix (benchmarks/RESULTS.md).
+
+    Args:
+      ranks: devices along `expert`.
+      rows: that an expert has from all of them, on average.
+      one_scale: whether all rows have a scale in common, as in float8: they stay together.
+    """
+    return 2 if ranks > 1 and rows >= 2 * ROWS_OF_A_PART and not one_scale else 1
+
+
 def refuse_settings(model: Any, *weights: str) -> Iterator[str]:
     """A sentence for a capacity, and for each of these weights, that cannot be.
 
@@ -324,7 +341,8 @@ def _with_capacity(
 ) -> jax.Array:
     """Experts that take C tokens a row; what finds no slot contributes nothing.
 
-    Each all-to-all is one array of E B C D values a device (B its own rows), there and back.
+    All parts of an all-to-all are one array of E B C D values a device (B its own rows), there and
+    back; a part has some of the slots of every row and expert.
     """
     B, T, D = x_BTD.shape
     E = ranks * networks["gate"].shape[0]
@@ -334,19 +352,24 @@ def _with_capacity(
     token_BEC = token_BEC.at[row, experts_BTk, slots_BTk].set(
         jnp.arange(T, dtype=jnp.int32)[None, :, None], mode="drop"
     )
-    x_BECD = x_BTD.at[row, token_BEC].get(mode="fill", fill_value=0)
-    x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, B * C, D)
-    if ranks > 1:
-        x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
 
     def projected(x_ESD: jax.Array, name: str) -> jax.Array:
         h_ESF, bias = by(x_ESD, networks[name], None), f"{name}_bias"
         return h_ESF + networks[bias][:, None] if bias in networks else h_ESF
 
-    y_ESD = _through(gated, x_ESD, projected)
-    if ranks > 1:
-        y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
-    y_BECD = jnp.moveaxis(y_ESD.reshape(E, B, C, D), 0, 1)
+    def there_and_back(token_BEC: jax.Array) -> jax.Array:
+        x_BECD = x_BTD.at[row, token_BEC].get(mode="fill", fill_value=0)
+        x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, -1, D)
+        if ranks > 1:
+            x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
+        y_ESD = _through(gated, x_ESD, projected)
+        if ranks > 1:
+            y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
+        return jnp.moveaxis(y_ESD.reshape(E, B, -1, D), 0, 1)
+
+    parts = parts_of_exchange(ranks, ranks * B * C, one_scale=by is not grouped)
+    cut = jnp.array_split(token_BEC, parts, axis=2)
+    y_BECD = jnp.concatenate([there_and_back(one_BEC) for one_BEC in cut], axis=2)
     y_BTkD = y_BECD.at[row, experts_BTk, slots_BTk].get(mode="fill", fill_value=0)
     return _weighted(y_BTkD, gates_BTk)
 
@@ -363,21 +386,27 @@ def _dropless(
     """Experts that take every token that comes: sorted by expert, one grouped product each.
 
     On one rank these are exactly N = B T k rows. Between ranks any one rank may be chosen for all
-    of them, and shapes are fixed, so each all-to-all is one array of R N D values a device: R /
-    capacity_factor times what a capacity would send.
+    of them, and shapes are fixed, so all parts of an all-to-all are one array of R N D values a
+    device: R / capacity_factor times what a capacity would send. A part has some of the tokens.
     """
     B, T, D = x_BTD.shape
-    k = experts_BTk.shape[-1]
-    E = ranks * networks["gate"].shape[0]
-    expert_N = experts_BTk.reshape(-1)
-    order_N = jnp.argsort(expert_N, stable=True)
-    sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
-    x_ND = x_BTD.reshape(B * T, D)[order_N // k]
-    if ranks == 1:
-        y_ND = _grouped(gated, by, x_ND, sizes_E, networks)
-    else:
-        y_ND = _grouped_over_ranks(gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks)
-    y_BTkD = y_ND[jnp.argsort(order_N)].reshape(B, T, k, D)
+    N, k, E = experts_BTk.size, experts_BTk.shape[-1], ranks * networks["gate"].shape[0]
+
+    def there_and_back(x_tD: jax.Array, experts_tk: jax.Array) -> jax.Array:
+        expert_N = experts_tk.reshape(-1)
+        order_N = jnp.argsort(expert_N, stable=True)
+        sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
+        x_ND = x_tD[order_N // k]
+        if ranks == 1:
+            y_ND = _grouped(gated, by, x_ND, sizes_E, networks)
+        else:
+            y_ND = _grouped_over_ranks(gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks)
+        return y_ND[jnp.argsort(order_N)].reshape(-1, k, D)
+
+    parts = parts_of_exchange(ranks, ranks * N // E, one_scale=by is not grouped)
+    of_tokens = (x_BTD.reshape(B * T, D), experts_BTk.reshape(B * T, k))
+    cut = zip(*(jnp.array_split(array, parts) for array in of_tokens), strict=True)
+    y_BTkD = jnp.concatenate([there_and_back(*part) for part in cut]).reshape(B, T, k, D)
     return _weighted(y_BTkD, gates_BTk)
 
 

@@ -91,8 +91,12 @@ _SPARSE_CORES = {
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
 }
+# By itself libtpu begins and ends an all-to-all in one operation. So asked it puts the experts'
+# beside the products of another part, also in the branches of pipelines (published recipes have it
+# too); on other chips it has not been tried.
+_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": "true"}
 _V5P, _V6E = ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")
-_OF_DEVICES: dict[str, dict[str, str]] = dict.fromkeys((*_V5P, *_V6E), _SPARSE_CORES)
+_OF_DEVICES: dict[str, dict[str, str]] = dict.fromkeys((*_V5P, *_V6E), _SPARSE_CORES | _ALL_TO_ALL)
 
 # The same for a train step that a run takes so often that its compilation may cost more: of runs
 # of `_LONG_RUN` steps and more.

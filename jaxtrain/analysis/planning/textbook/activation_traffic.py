@@ -4,6 +4,7 @@ Letters: B the rows that a device computes with at one time, T its part of the s
 N query heads, K kv heads, H head_dim, L layers on a device, k devices along the axis.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight
 from jaxtrain.models.model import AttentionFacts, TokenModel, has_patches, pair_model, reads_pairs
-from jaxtrain.nn.experts import slots_per_expert
+from jaxtrain.nn.experts import parts_of_exchange, slots_per_expert
 from jaxtrain.training.pipeline.parts import crossing
 
 
@@ -313,19 +314,26 @@ class _Activations:
         facts, experts = self.facts, self.model.experts
         assert experts is not None, "an axis that no model without experts may use"
         k, ranks = experts.per_token, facts.size("expert")
+        one_scale = facts.config.precision.matmul == "float8"
         if experts.capacity_factor is None:
-            rows, formula = ranks * facts.B * facts.T * k, "4 R B T k D"
+            own = facts.B * facts.T  # tokens, each of which has so many rows of what is sent:
+            rows, formula = ranks * k, "4 R B T k D"
+            parts = parts_of_exchange(ranks, ranks * own * k // experts.count, one_scale=one_scale)
         else:
-            slots = slots_per_expert(experts.capacity_factor, facts.T, k, experts.count)
-            rows, formula = experts.count * facts.B * slots, "4 E B C D"
+            own = slots_per_expert(experts.capacity_factor, facts.T, k, experts.count)
+            rows, formula = experts.count * facts.B, "4 E B C D"
+            parts = parts_of_exchange(ranks, ranks * facts.B * own, one_scale=one_scale)
         forwards = self.forwards + facts.recomputes
-        yield Expected(
-            "all-to-all", "expert", (2 * forwards + 2) * self.runs,
-            rows * self.model.embed_dim * facts.value_bytes, "tokens to experts and back", formula,
-        )  # fmt: skip
+        sizes = collections.Counter((own + later) // parts for later in range(parts))
+        for size, times in sizes.items():
+            yield Expected(
+                "all-to-all", "expert", times * (2 * forwards + 2) * self.runs,
+                size * rows * self.model.embed_dim * facts.value_bytes,
+                "tokens to experts and back", formula,
+            )  # fmt: skip
         if experts.capacity_factor is None:
             yield Expected(
-                "all-to-all", "expert", forwards * self.runs, 4 * experts.count,
+                "all-to-all", "expert", parts * forwards * self.runs, 4 * experts.count,
                 "rows for each expert", "E",
             )  # fmt: skip
 

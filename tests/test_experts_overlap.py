@@ -1,0 +1,46 @@
+"""Tokens go to their experts beside the products of others, in programs compiled for a TPU."""
+
+import pytest
+from conftest import lower_step, needs_libtpu
+
+from jaxtrain import load_config
+from jaxtrain.analysis.planning.compiled.compiled import options_of, planned_layout
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.scheduled import scheduled
+from jaxtrain.nn import experts
+from jaxtrain.training.program.program import make_program
+
+pytestmark = needs_libtpu
+
+MIXTURE = (
+    "Mixtral.vocab_size = 256", "Mixtral.num_layers = 1", "Mixtral.embed_dim = 512",
+    "Mixtral.mlp_dim = 2048", "Mixtral.num_experts = 4", "Mixtral.capacity_factor = 1.0",
+    "Mixtral.context_length = 2048", "TextData.sequence_length = 2048", "Mesh.fsdp = 1",
+    "Mesh.expert = 4", "Train.global_batch_size = 4", "Precision.compute = 'bfloat16'",
+    "Attention.kernel = 'reference'",
+)  # fmt: skip
+ASKED = "xla_tpu_enable_async_all_to_all"
+
+
+def share_waited(*, asked: bool) -> float:
+    """Of the time that the experts' exchanges take in a step compiled as for a run."""
+    target = parse_target("v5p:2x2x1")
+    config = load_config("mixtral_tiny", MIXTURE)
+    layout = planned_layout(config, target)
+    options = options_of(config, layout)
+    assert options.pop(ASKED) == "true"
+    batch = config.train.data.abstract_batch(config.train.global_batch_size)
+    done = lower_step(make_program(config, layout), batch)
+    text = done.compile(options | ({ASKED: "true"} if asked else {})).as_text()
+    found = scheduled(config, layout, target, text, attention=0, thorough=True)
+    waited, sent = found.waits["all-to-all", "expert"]
+    assert sent > 0
+    return waited / sent
+
+
+@pytest.mark.slow
+def test_one_part_goes_beside_the_products_of_the_other(monkeypatch):
+    """The first part there and the last one back are waited for; in one part more than half is."""
+    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
+    assert share_waited(asked=True) < 0.5
+    assert share_waited(asked=False) == pytest.approx(1)
