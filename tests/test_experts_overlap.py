@@ -1,9 +1,13 @@
 """Tokens go to their experts beside the products of others, in programs compiled for a TPU."""
 
+import dataclasses
+
 import pytest
 from conftest import lower_step, needs_libtpu
+from test_planning_traffic import LAYERS, MIXTRAL, audited, compiled_step, config_of, faults
 
 from jaxtrain import load_config
+from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.compiled import options_of, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.scheduled import scheduled
@@ -44,3 +48,21 @@ def test_one_part_goes_beside_the_products_of_the_other(monkeypatch):
     monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
     assert share_waited(asked=True) < 0.5
     assert share_waited(asked=False) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("factor", [None, pytest.param(1.1, marks=pytest.mark.slow)])
+def test_tokens_that_go_to_their_experts_in_two_parts_are_the_same_bytes(factor, monkeypatch):
+    """The parts of the slots are 36 and 35 of 71, which the compiler tells apart."""
+    sizes = dataclasses.replace(MIXTRAL, capacity_factor=factor)
+    config = config_of(sizes, {"expert": 4, "data": 2})
+    whole = of_experts(audited(config, *compiled_step(config)))
+    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
+    rows = audited(config, *compiled_step(config))
+    assert faults(rows, set()) == []
+    cut = of_experts(rows)
+    assert sum(row.bytes for row in cut) == sum(row.bytes for row in whole)
+    assert sum(row.count for row in cut) == 2 * sum(row.count for row in whole) == 2 * 4 * LAYERS
+
+
+def of_experts(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.cause == "tokens to experts and back"]

@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 
 from jaxtrain import load_config, plan
+from jaxtrain.analysis.planning import search as searching
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import SHOWN, TIE, _allowed, price, search
 from jaxtrain.analysis.planning.space import meshes_and_schedules
+from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
 from jaxtrain.analysis.planning.unstacked import between_layers
 from jaxtrain.analysis.planning.variants import changed, refusal
 from jaxtrain.config.errors import UserError
@@ -149,6 +152,16 @@ def test_nothing_fits():
     config = load_config("llama_8b", KERNEL)
     with pytest.raises(UserError, match=r"none of \d+ layouts fits into 1 x 15.8 GiB"):
         search(config, parse_target("v5e:1x1"))
+
+
+def test_what_cannot_fit_in_any_layout_is_refused_before_one_is_traced(monkeypatch):
+    monkeypatch.setattr(searching, "_allowed", None)  # nothing is asked for a layout
+    sizes = {"V": 128_256, "L": 320, "D": 4096, "N": 32, "K": 8, "F": 14_336}
+    weights = 2 * llama_parameters(**sizes)
+    room = parse_target("v5e:1x2").chip.hbm_bytes
+    config = load_config("llama_8b", [*KERNEL, "Llama.num_layers=320"])
+    with pytest.raises(UserError, match=rf"would want {math.ceil(weights / room)} devices"):
+        search(config, parse_target("v5e:1x2"))
 
 
 SPLIT = ["Mesh.tensor = 2", "Mesh.fsdp = 2"]

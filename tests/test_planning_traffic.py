@@ -21,7 +21,6 @@ from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts, expected
 from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.mixtral import Mixtral
-from jaxtrain.nn import experts
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
@@ -428,25 +427,6 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
 def test_everything_that_moves_is_explained_and_the_textbooks(name):
     config, forms = {**OWN, **SLOW}[name]
     assert faults(audited(config, *compiled(name)), forms) == []
-
-
-@needs_libtpu
-@pytest.mark.parametrize("factor", [None, pytest.param(1.1, marks=pytest.mark.slow)])
-def test_tokens_that_go_to_their_experts_in_two_parts_are_the_same_bytes(factor, monkeypatch):
-    """The parts of the slots are 36 and 35 of 71, which the compiler tells apart."""
-    sizes = dataclasses.replace(MIXTRAL, capacity_factor=factor)
-    config = config_of(sizes, {"expert": 4, "data": 2})
-    whole = of_experts(audited(config, *compiled_step(config)))
-    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
-    rows = audited(config, *compiled_step(config))
-    assert faults(rows, set()) == []
-    cut = of_experts(rows)
-    assert sum(row.bytes for row in cut) == sum(row.bytes for row in whole)
-    assert sum(row.count for row in cut) == 2 * sum(row.count for row in whole) == 2 * 4 * LAYERS
-
-
-def of_experts(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row.cause == "tokens to experts and back"]
 
 
 @pytest.mark.slow

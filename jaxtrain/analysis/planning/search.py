@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
@@ -41,6 +43,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
+from jaxtrain.training.step import parameter_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +185,7 @@ def search(config: Config, target: Target) -> Found:
       UserError: nothing fits, or nothing may run.
     """
     slices = slices_of(config, target)
+    _refuse_hopeless(config, target, target.devices * slices)
     fitting: list[Candidate] = []
     refused: dict[str, int] = {}
     priced = too_large = slower = 0
@@ -218,6 +222,22 @@ def search(config: Config, target: Target) -> Found:
         assert smallest is not None
         raise UserError(_nothing(config, target, priced, smallest))
     return Found(with_reasons(ranked(fitting), target), priced, too_large, slower, refused)
+
+
+def _refuse_hopeless(config: Config, target: Target, devices: int) -> None:
+    """Before any layout is traced: in no layout and by no setting do the weights alone fit, each
+    in two bytes on one device."""
+    room = target.chip.hbm_bytes
+    if room is None or config.offload.parameters != "none":
+        return
+    shapes = jax.tree.leaves(parameter_shapes(config.train.model.build))
+    least = 2 * sum(math.prod(leaf.shape) for leaf in shapes)
+    if least > room * devices:
+        raise UserError(
+            f"target {target.name!r}: no layout fits: the weights alone are {human_bytes(least)} "
+            f"in bfloat16, and {devices} x {human_bytes(room)} is what there is; shared by all they "
+            f"would want {math.ceil(least / room):,} devices, before gradients and the optimizer"
+        )
 
 
 def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") -> str:
