@@ -14,7 +14,11 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
+from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
+from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.step import TrainState
 
 # Of PyTorch's names of a batch norm, ours.
@@ -23,6 +27,8 @@ NORM = {
 }  # fmt: skip
 # Sums of float32 in another order.
 OUTPUTS, GRADIENTS = 1e-4, 1e-3
+# Of training side by side.
+STEPS, LEARNED = 30, 1e-3
 
 
 def numpy(tensor: Any) -> np.ndarray:
@@ -127,6 +133,47 @@ class Twin:
             of = largest if name_of(path) in same else float(np.linalg.norm(value))
             assert off <= GRADIENTS * of, (path, off / of)
         assert not wanted, f"no gradient of ours: {list(wanted)}"
+
+    def train(
+        self, batch: Batch, theirs: Any, loss: Callable[[Any], Any], *, rate: float, falls: float
+    ) -> None:
+        """As many steps of SGD with Nesterov momentum on both sides, from equal weights, on one
+        batch: the same losses, and running statistics at the end.
+
+        Adam would make steps of full size of gradients that are zero but for rounding.
+
+        Args:
+          batch, theirs, loss: as of `compare`.
+          rate: of learning.
+          falls: by how much the loss falls at least: otherwise an error would not show.
+        """
+        import torch  # noqa: PLC0415
+
+        settings = Optimizer(rule=SGD(), learning_rate=rate, weight_decay=0.0, clip_norm=None)
+        schedule = make_schedule(Schedule(name="constant"), rate, STEPS)
+        optimizer = make_optimizer(settings, schedule)
+        program, state = self.state()
+        program = dataclasses.replace(program, optimizer=optimizer, schedule=schedule)
+        state = dataclasses.replace(state, opt_state=optimizer.init(state.params))
+        peer = torch.optim.SGD(self.network.parameters(), rate, SGD().momentum, nesterov=True)
+        self.network.train()
+        found, expected = [], []
+        with program.layout.active():
+            step = CompiledStep(program)
+            for _ in range(STEPS):
+                state, metrics = step(state, batch)
+                parts = program.objective.minimised
+                found.append(sum(float(metrics[name]) for name in parts if name in metrics))
+                peer.zero_grad()
+                mean = loss(self.network(theirs))
+                mean.backward()
+                peer.step()
+                expected.append(float(mean.detach()))
+        assert expected[-1] < expected[0] - falls, expected
+        np.testing.assert_allclose(found, expected, atol=LEARNED, rtol=LEARNED)
+        moved = {name_of(p): v.get_value() for p, v in nnx.to_flat_state(state.statistics)}
+        for path, value in self.taken(self.network.named_buffers()).items():
+            np.testing.assert_allclose(moved[path], value, atol=LEARNED, err_msg=path)
 
 
 def draw_norms(network: Any) -> None:

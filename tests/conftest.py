@@ -44,6 +44,7 @@ from jaxtrain.nn.execution import Execution  # noqa: E402
 from jaxtrain.nn.precision import Precision  # noqa: E402
 from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
 from jaxtrain.parallel.sharding import Accumulate, Layout  # noqa: E402
+from jaxtrain.run.predict import Says, predict  # noqa: E402
 from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
 from jaxtrain.training.objectives.losses import Loss  # noqa: E402
 from jaxtrain.training.objectives.objective import objective_named  # noqa: E402
@@ -140,6 +141,13 @@ def make_layout(
     count = math.prod(sizes.values())
     placed = make_mesh(mesh, jax.devices()[:count])
     return Layout(placed, zero, sequence_parallel, accumulate=accumulate, by_rows=by_rows)
+
+
+def predicted(given, model, data, logits, *, top: int, say=print) -> list:
+    """What `predict` tells with these logits."""
+    says = Says(logits=logits, embeddings=logits, numbers=logits, write=list)
+    objective = objective_named(model.objective)
+    return list(predict(given, model, data, says, objective=objective, top=top, say=say))
 
 
 def make_program(model, layout: Layout, **changes) -> Program:

@@ -24,6 +24,7 @@ def test_timeline_prints_the_figures_and_draws_the_schedule(tmp_path, capsys):
         (["gpt2_124m", "-b", "Mesh.pipe=13"], "13 pipeline stages"),
         (["gpt2_124m", "-b", "Mesh.pipe=-1", "-b", "Mesh.data=1"], "use Mesh.pipe=4"),
         (["resnet_digits"], "no stack of layers"),
+        (["transformer_addition", "-b", "Train.model=@Seq2Seq()"], "Seq2Seq() has no stack of"),
         (["gpt2_124m", "--png", "/nowhere/x.png"], "there is no folder /nowhere"),
         (["gpt2_124m", "-b", "Pipeline.schedule='1b1f'"], "'1f1b'"),
     ],

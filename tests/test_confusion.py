@@ -5,6 +5,7 @@ import io
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_layout, make_program
@@ -18,7 +19,13 @@ from jaxtrain.models.recurrent.gru import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.run.show.confusion import class_names, confusion_figure
-from jaxtrain.training.objectives.confusion import evaluation_sums, macro_f1, metrics_of
+from jaxtrain.training.objectives.confusion import (
+    CONFUSION,
+    evaluation_sums,
+    macro_f1,
+    metrics_of,
+)  # fmt: skip
+from jaxtrain.training.objectives.tokens import added
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the peer")
 
@@ -174,3 +181,14 @@ def test_a_run_leaves_the_matrix_in_its_metrics_and_as_a_picture(tmp_path, capsy
     assert found["eval_confusion"] == matrix.tolist()
     right = sum(np.diagonal(matrix)) / matrix.sum()
     assert found["eval_accuracy"] == pytest.approx(right)
+
+
+def test_counts_of_tokens_stay_whole_numbers_beyond_what_float32_can_tell():
+    """As those of images do; 2^24 + 1 is the first that float32 has not."""
+    many = jnp.full((2, 2), 2**24 + 1, jnp.int32)
+    alone = added({}, {CONFUSION: many})[CONFUSION]
+    both = added({CONFUSION: many}, {CONFUSION: many})[CONFUSION]
+    assert alone.dtype == both.dtype == jnp.int32
+    np.testing.assert_array_equal(alone, 2**24 + 1)
+    np.testing.assert_array_equal(both, 2**25 + 2)
+    assert added({}, {"loss": jnp.ones(())})["loss"] == 1

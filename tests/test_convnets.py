@@ -192,6 +192,31 @@ def test_outputs_and_every_gradient_equal_torch(name):
     )
 
 
+TRAINED = {
+    "lenet": (LeNet(channels=2, filters=(7, 24), hidden=(19, 40), num_classes=6), 5, (21, 5), 0.02),
+    "alexnet": (AlexNet(num_classes=5, channels=2, **SMALL | {"width": 6}), 6, (67, 4), 0.05),
+    "vgg11_batch": (VGG(depth=11, num_classes=4, norm="batch", **SMALL), 7, (35, 2), 3e-4),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "lenet" else pytest.mark.slow) for n in TRAINED],
+)
+def test_thirty_steps_have_the_losses_and_statistics_of_torch(name):
+    torch = pytest.importorskip("torch")
+    sizes, side, (pixels, wide), rate = TRAINED[name]
+    batch = images(pixels, sizes.channels, sizes.num_classes, wide=wide)
+    targets = torch.tensor(batch.targets).long()
+    twin(torch, sizes, side).train(
+        batch,
+        torch.tensor(batch.inputs.transpose(0, 3, 1, 2)),
+        lambda x: torch.nn.functional.cross_entropy(x, targets),
+        rate=rate,
+        falls=0.1,
+    )
+
+
 @pytest.mark.parametrize(
     ("size", "stride", "padding", "ceil", "side"),
     [(2, 2, 0, False, 9), (3, 2, 0, False, 8), (3, 2, 0, True, 8), (3, 1, 1, False, 7),

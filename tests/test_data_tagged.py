@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from conftest import predicted
 
 from jaxtrain import load_config
 from jaxtrain.__main__ import main
@@ -14,7 +15,6 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.models.recurrent.gru import GRU
 from jaxtrain.models.transformers.bert import BERT
-from jaxtrain.run import predict as predicting
 from jaxtrain.training.preflight.preflight import check
 
 TOLD = {"objective": "token_classification", "num_classes": 3}
@@ -125,19 +125,13 @@ def test_predictions_are_of_the_words_places(source):
         told[..., 2] = np.isin(batch.inputs, [ord("P"), ord("U")]) * np.log(2)
         return told
 
-    found = list(
-        predicting.predict(["Up Paul", "so"], model, data, logits, logits, top=1, say=print)
-    )
+    found = list(predicted(["Up Paul", "so"], model, data, logits, top=1))
     assert [(one.name, one.label) for one in found] == [
         ("text 1, Up", "PER"), ("text 1, Paul", "PER"), ("text 2, so", "O"),
     ]  # fmt: skip
     assert found[0].classes[0][1] == pytest.approx(0.5)
     with pytest.raises(UserError, match=r"'sixteen' of text 1 is behind TaggedText.sequence_len"):
-        list(
-            predicting.predict(
-                "fifteen or more sixteen", model, data, logits, logits, top=1, say=print
-            )
-        )
+        list(predicted("fifteen or more sixteen", model, data, logits, top=1))
 
 
 def test_models_fit_and_verify_shrinks(source):

@@ -1,9 +1,11 @@
 """`predict`: the classes of images by name, prepared as in evaluation."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import predicted
 from PIL import Image
 
 from jaxtrain import Trainer, load_config
@@ -14,6 +16,7 @@ from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.run import predict as predicting
 from jaxtrain.run.texts import texts_of
+from jaxtrain.run.vectors import vectors_of
 
 CONFIG = """
 Train.model = @ViT()
@@ -112,11 +115,10 @@ def test_classes_without_names_are_numbers_and_that_is_said(folder, monkeypatch)
     def logits(rows):
         return np.tile(np.array([0.0, 2.0, 1.0]), (len(rows), 1))
 
-    found = predicting.predict(
+    found = predicted(
         str(folder / "fruit" / "plum"),
         nowhere.model,
         nowhere.data,
-        logits,
         logits,
         top=1,
         say=told.append,
@@ -125,11 +127,116 @@ def test_classes_without_names_are_numbers_and_that_is_said(folder, monkeypatch)
     assert "Classes are told by number" in told[0]
 
 
-def test_a_model_of_text_is_told_what_to_use(tiny_config):
-    with pytest.raises(
-        UserError, match="GPT reads tokens and tells none; of text 'jaxtrain generate' w"
-    ):
-        Trainer(load_config(tiny_config)).predict("a.png")
+def test_a_language_model_writes_what_it_likes_best(tiny_config, tmp_path):
+    trainer = Trainer(load_config(tiny_config))
+    (tmp_path / "some.txt").write_text("return x")
+    found = trainer.predict(["def", tmp_path / "some.txt"])
+    greedy = [trainer.generate(text, temperature=0.0) for text in ("def", "return x")]
+    assert [one.text for one in found] == greedy
+    assert found[1].name == str(tmp_path / "some.txt")
+    with pytest.raises(UserError, match=r"--top 2: GPT writes text and tells no classes; leave it"):
+        trainer.predict("def", top=2)
+
+
+HIDDEN = """
+Train.model = @BERT()
+Train.data = @TextData()
+Train.steps = 1
+Train.global_batch_size = 8
+BERT.vocab_size = 260
+BERT.num_layers = 1
+BERT.embed_dim = 16
+BERT.num_heads = 2
+BERT.mlp_dim = 16
+BERT.context_length = 16
+TextData.sequence_length = 16
+Precision.compute = 'float32'
+"""
+
+
+def test_hidden_tokens_are_told_where_they_are(tmp_path):
+    """As by the logits of the same tokens with the mask's, the last, in their place."""
+    (tmp_path / "run.gin").write_text(HIDDEN)
+    trainer = Trainer(load_config(tmp_path / "run.gin"))
+    found = trainer.predict(["a[MASK]c", "[MASK] is [MASK]", "d" * 9 + "[MASK]"], top=2)
+    names = ["a[MASK]c", "[MASK] is [MASK], [MASK] 1", "[MASK] is [MASK], [MASK] 2"]
+    assert [one.name for one in found] == [*names, "d" * 9 + "[MASK]"]
+    tokens = [[97, 259, 99], [259, *b" is ", 259], [*b"d" * 9, 259]]
+    expected = [(0, 1), (1, 0), (1, 5), (2, 9)]
+    for one, (text, place) in zip(found, expected, strict=True):
+        logits = trainer.logits(np.array([tokens[text]], np.int32))[0, place].astype(np.float64)
+        likely = np.exp(logits) / np.exp(logits).sum()
+        best = np.argsort(-likely)[:2]
+        called = [repr(bytes([n]).decode(errors="replace")) if n < 256 else f"token {n}"
+                  for n in best]  # fmt: skip
+        assert [name for name, _ in one.classes] == called
+        assert [p for _, p in one.classes] == pytest.approx(likely[best], rel=1e-4)
+    with pytest.raises(UserError, match=r"BERT tells hidden tokens; write \[MASK\] where one is"):
+        trainer.predict("abc")
+    with pytest.raises(UserError, match=r"17 tokens, more than BERT.context_length=16"):
+        trainer.predict("d" * 16 + "[MASK]")
+
+
+NUMBERS = """
+Train.model = @{model}()
+Train.data = @VectorData()
+Train.steps = 3
+Train.global_batch_size = 8
+VectorData.source = {source!r}
+VectorData.features = 4
+VectorData.num_classes = None
+VectorData.num_targets = 2
+VectorData.heldout_fraction = 0.25
+MLP.widths = (4, 5, 2)
+MLP.objective = 'regression'
+Autoencoder.widths = (4, 3)
+Autoencoder.reaches = 'linear'
+Mesh.fsdp = -1
+Precision.compute = 'float32'
+"""
+
+
+@pytest.mark.parametrize("model", ["MLP", "Autoencoder"])
+def test_numbers_are_those_that_the_evaluation_weighs(model, tmp_path, capsys):
+    """Their mean squared error over all held-out vectors is `eval_loss`, by the command too."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(3, 5, (40, 4)), rng.normal(size=(40, 2))
+    np.savez(tmp_path / "all.npz", x=x, y=y)
+    text = NUMBERS.format(model=model, source=str(tmp_path / "all.npz"))
+    other = "Autoencoder" if model == "MLP" else "MLP"
+    lines = [line for line in text.splitlines() if not line.startswith(f"{other}.")]
+    (tmp_path / "run.gin").write_text("\n".join(lines))
+    trainer = Trainer(load_config(tmp_path / "run.gin"), tmp_path / "run")
+    trainer.train()
+    data = trainer.config.train.data
+    held = data._held_out(data._read())
+    np.savez(tmp_path / "held.npz", x=x[held], y=y[held])
+    capsys.readouterr()
+    given = str(tmp_path / "held.npz")
+    assert main(["predict", "--workdir", str(tmp_path / "run"), given]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told[1]["input"] == f"{given} 2"
+    numbers = np.array([one["numbers"] for one in told])
+    loss = trainer.evaluate()["eval_loss"]
+    if model == "MLP":
+        off = (numbers - y[held]) / y[~held].std(0)
+        assert np.square(off).mean() == pytest.approx(loss, rel=1e-4)
+        assert "squared_error" not in told[0]
+    else:
+        assert np.mean([one["squared_error"] for one in told]) == pytest.approx(loss, rel=1e-5)
+        off = (numbers - x[held]) / x[~held].std(0)  # told in the units of the file
+        assert np.square(off).mean() == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_file_s_vectors_are_counted_from_its_first(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("1,2\n3,4\n")
+    sizes = MLP(widths=(2, 3))
+    given = [str(tmp_path / "a.csv"), np.zeros(2), str(tmp_path / "b.csv"), np.zeros((2, 2))]
+    called, table = vectors_of(given, sizes)
+    of_a, of_b = ([f"{tmp_path / name} {n}" for n in (1, 2)] for name in ("a.csv", "b.csv"))
+    assert called == [*of_a, "vector 1", *of_b, "vector 2", "vector 3"]
+    assert table.shape == (7, 2)
 
 
 def test_vectors_are_scaled_as_the_training_part_was(tmp_path):
@@ -148,15 +255,15 @@ def test_vectors_are_scaled_as_the_training_part_was(tmp_path):
 
     (tmp_path / "some.csv").write_text("\n".join(",".join(map(str, row)) for row in x[places]))
     given = str(tmp_path / "some.csv")
-    found = list(predicting.predict(given, model, data, logits, logits, top=1, say=print))
+    found = predicted(given, model, data, logits, top=1)
     rows = np.stack([heldout.example(index, None).inputs for index in range(len(heldout))])
     np.testing.assert_array_equal(seen[0], rows)
     assert [one.label for one in found] == [str(row[:3].argmax()) for row in rows]
     assert found[1].name == f"{given} 2"
-    (one,) = predicting.predict(x[places[0]], model, data, logits, logits, top=1, say=print)
+    (one,) = predicted(x[places[0]], model, data, logits, top=1)
     assert (one.name, one.label) == ("vector 1", found[0].label)
     with pytest.raises(UserError, match="vectors of 3 numbers; MLP reads 4"):
-        list(predicting.predict(np.zeros(3), model, data, logits, logits, top=1, say=print))
+        list(predicted(np.zeros(3), model, data, logits, top=1))
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,41 @@ def test_a_cnn_refuses_settings_that_would_do_nothing(binding):
     assert "does nothing for ResNet" in refused(binding, name="resnet_mnist5k")
 
 
+@pytest.mark.parametrize("name", ["transformer_addition", "t5_tiny"])
+def test_pairs_refuse_the_context_axis_once_and_name_none_that_they_have_not(name):
+    model = {"transformer_addition": "Transformer", "t5_tiny": "T5"}[name]
+    assert refused("Mesh.context = 2", "Mesh.fsdp = 4", name=name) == (
+        f"Mesh.context=2: {model} reads a source and a target, which have lengths of their own, "
+        "and no ring goes through both; use Mesh.context=1 and pipe or data or fsdp or tensor "
+        "instead"
+    )
+    assert "context" not in refused("Mesh.expert = 2", "Mesh.fsdp = 4", name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bindings", "sentence"),
+    [
+        ("autoencoder_mnist5k", ["Loss.label_smoothing = 0.1"],
+         "Loss.label_smoothing=0.1 does nothing for the objective 'reconstruction'; leave it at "
+         "0.0"),
+        ("autoencoder_mnist5k", ["Loss.chunk_size = 4"],
+         "Loss.chunk_size=4 does nothing for Autoencoder; leave it at None"),
+        ("mlp_digits",
+         ["MLP.objective = 'regression'", "MLP.widths = (10, 1)", "Loss.z_weight = 1e-4",
+          "VectorData.source = 'diabetes'", "VectorData.features = 10",
+          "VectorData.num_classes = None"],
+         "Loss.z_weight=0.0001 does nothing for the objective 'regression'; leave it at 0.0"),
+        ("gru_quickstart",
+         ["GRU.objective = 'token_classification'", "Train.data = @LabelledText()",
+          "Loss.chunk_size = 8"],
+         "Loss.chunk_size=8 does nothing for the objective 'token_classification'; leave it at "
+         "None"),
+    ],
+)  # fmt: skip
+def test_an_objective_refuses_settings_of_the_loss_that_it_does_not_read(name, bindings, sentence):
+    assert refused(*bindings, "Mesh.fsdp = 8", name=name) == sentence
+
+
 @pytest.mark.parametrize(
     ("bindings", "sentence"),
     [

@@ -77,6 +77,18 @@ def test_outputs_and_every_gradient_equal_torch(name):
     )  # fmt: skip
 
 
+def test_thirty_steps_have_the_losses_of_torch():
+    torch = pytest.importorskip("torch")
+    sizes = SignalCNN(features=17, outputs=4, filters=(6, 9), sizes=(2, 5), stride=1, padding=2)
+    batch = signals(sizes)
+    counted = np.flatnonzero(batch.loss_mask)
+    told = torch.tensor(batch.targets[counted]).long()
+    twin(torch, sizes).train(
+        batch, torch.tensor(batch.inputs),
+        lambda x: torch.nn.functional.cross_entropy(x[counted], told), rate=0.05, falls=0.3,
+    )  # fmt: skip
+
+
 def test_flops_are_those_of_the_products():
     """By hand: 40 places become 19, 10 and 5."""
     products = 19 * 5 * 25 + 10 * 3 * 25 * 25 + 5 * 3 * 25 * 25 + 5 * 25 * 10

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_torch import GRADIENTS, OUTPUTS, filled, name_of
-from conftest import make_layout, make_program
+from conftest import make_layout, make_program, predicted
 from flax import nnx
 from parity import assert_equal, evaluate
 
@@ -24,7 +24,6 @@ from jaxtrain.models.recurrent.rnn import RNN
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights.bert_for_sentences import FAMILY
-from jaxtrain.run import predict as predicting
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.step import TrainState
 
@@ -267,7 +266,7 @@ def test_probabilities_are_those_of_the_logits(labelled):
         told[..., 0] = batch.inputs * np.log(2) / ord("e")  # log 2 at an "e"
         return told
 
-    (one,) = predicting.predict("plum apple", model, data, logits, logits, top=2, say=print)
+    (one,) = predicted("plum apple", model, data, logits, top=2)
     assert dict(one.classes) == pytest.approx({"fruit": 2 / 3, "tool": 1 / 3})
 
 

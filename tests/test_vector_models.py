@@ -76,6 +76,12 @@ class Functions(list):
 )
 def test_an_mlp_equals_torch(widths, activation, objective):
     torch = pytest.importorskip("torch")
+    pair, batch, loss = mlp_pair(torch, widths, activation, objective)
+    pair.compare(batch, torch.tensor(batch.inputs), loss)
+
+
+def mlp_pair(torch, widths, activation, objective):
+    """An MLP beside PyTorch's, a batch for it, and the mean loss of PyTorch's answers."""
     names = [f"layers/{i}" for i in range(len(widths) - 2)] + ["head"]
     network, ours = torch_chain(
         torch, widths, Functions([activation] * (len(widths) - 2)), names=names
@@ -91,7 +97,21 @@ def test_an_mlp_equals_torch(widths, activation, objective):
         return torch.nn.functional.mse_loss(answers[counted], told)
 
     sizes = MLP(widths=widths, activation=activation, objective=objective)
-    Twin(sizes, network, ours).compare(batch, torch.tensor(batch.inputs), loss)
+    return Twin(sizes, network, ours), batch, loss
+
+
+@pytest.mark.parametrize(
+    ("widths", "activation", "objective", "falls"),
+    [
+        ((11, 24, 9, 5), "silu", "classification", 0.02),
+        ((6, 17, 2), "tanh", "regression", 0.1),
+        ((5, 3), "relu", "classification", 0.02),  # logistic regression
+    ],
+)
+def test_thirty_steps_have_the_losses_of_torch(widths, activation, objective, falls):
+    torch = pytest.importorskip("torch")
+    pair, batch, loss = mlp_pair(torch, widths, activation, objective)
+    pair.train(batch, torch.tensor(batch.inputs), loss, rate=0.1, falls=falls)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +120,18 @@ def test_an_mlp_equals_torch(widths, activation, objective):
 )
 def test_an_autoencoder_equals_torch(widths, reaches):
     torch = pytest.importorskip("torch")
+    pair, batch, loss = autoencoder_pair(torch, widths, reaches)
+    pair.compare(batch, torch.tensor(batch.inputs), loss)
+
+
+def test_thirty_steps_of_an_autoencoder_have_the_losses_of_torch():
+    torch = pytest.importorskip("torch")
+    pair, batch, loss = autoencoder_pair(torch, (10, 24, 3), "linear")
+    pair.train(batch, torch.tensor(batch.inputs), loss, rate=0.1, falls=0.1)
+
+
+def autoencoder_pair(torch, widths, reaches):
+    """As `mlp_pair`."""
     there = len(widths) - 1
     names = [f"encoder/{i}" for i in range(there)]
     names += [f"decoder/{i}" for i in range(there - 1)] + ["head"]
@@ -109,9 +141,11 @@ def test_an_autoencoder_equals_torch(widths, reaches):
     batch = vectors(widths[0], 10, labels=True)
     counted, inputs = np.flatnonzero(batch.loss_mask), torch.tensor(batch.inputs)
     sizes = Autoencoder(widths=widths, reaches=reaches)
-    Twin(sizes, network, ours).compare(
-        batch, inputs, lambda x: torch.nn.functional.mse_loss(x[counted], inputs[counted])
-    )
+
+    def loss(answers):
+        return torch.nn.functional.mse_loss(answers[counted], inputs[counted])
+
+    return Twin(sizes, network, ours), batch, loss
 
 
 # -- meshes ----------------------------------------------------------------------------------------

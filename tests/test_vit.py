@@ -122,6 +122,22 @@ def test_outputs_and_every_gradient_equal_transformers(name):
     )
 
 
+def test_thirty_steps_have_the_losses_of_transformers():
+    torch = pytest.importorskip("torch")
+    sizes = ViT(num_classes=4, channels=2, image_size=14, patch_size=7, num_layers=2,
+                embed_dim=15, num_heads=3, mlp_dim=22)  # fmt: skip
+    batch = images(sizes)
+    counted = np.flatnonzero(batch.loss_mask)
+    targets = torch.tensor(batch.targets[counted]).long()
+    twin(sizes).train(
+        batch,
+        torch.tensor(batch.inputs.transpose(0, 3, 1, 2)),
+        lambda x: torch.nn.functional.cross_entropy(x[counted], targets),
+        rate=0.02,
+        falls=0.3,
+    )
+
+
 def test_flops_and_parameters_are_the_published_ones():
     """86,567,656 parameters and 17.56 giga multiply-adds, as torchvision lists of vit_b_16."""
     sizes = ViT()

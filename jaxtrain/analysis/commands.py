@@ -26,7 +26,7 @@ from jaxtrain.analysis.verify.report import show_end, showing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
 from jaxtrain.config.swept import Combination, combinations
-from jaxtrain.models.model import passes_of
+from jaxtrain.models.model import has_stages, passes_of
 from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE, FAILED, USER_ERROR
@@ -163,7 +163,7 @@ def timeline(arguments: argparse.Namespace) -> int:
     pipeline, model, ranks = config.pipeline, config.train.model, config.mesh.pipe
     if ranks == -1:
         raise UserError("Mesh.pipe=-1: a timeline needs a number of ranks; use Mesh.pipe=4")
-    if model.layers is None:
+    if not has_stages(model):
         raise UserError(
             f"Train.model=@{type(model).__name__}() has no stack of layers to cut into stages; "
             "use a transformer such as @GPT()"

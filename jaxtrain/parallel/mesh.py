@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -121,7 +122,12 @@ class Mesh:
 
 
 def refuse(
-    settings: Mesh, device_count: int, *, usable: Collection[str], model: str
+    settings: Mesh,
+    device_count: int,
+    *,
+    usable: Collection[str],
+    model: str,
+    reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """A sentence for each reason why these devices cannot be laid out so for a model.
 
@@ -130,6 +136,7 @@ def refuse(
       device_count: devices over all processes.
       usable: the axes that can split something of the model: `usable_axes`.
       model: its name.
+      reasons: axis -> why it is not among them, where that is no matter of sizes.
     """
     try:
         sizes = settings.sizes(device_count)
@@ -138,9 +145,10 @@ def refuse(
         sizes = {axis: getattr(settings, axis) for axis in MESH_AXES}
     for axis in MESH_AXES:
         if sizes[axis] > 1 and axis not in usable:
+            why = reasons.get(axis, "has nothing that this axis could split")
             yield (
-                f"Mesh.{axis}={sizes[axis]}: {model} has nothing that this axis could split; use "
-                f"Mesh.{axis}=1 and {' or '.join(usable)} instead"
+                f"Mesh.{axis}={sizes[axis]}: {model} {why}; use Mesh.{axis}=1 and "
+                f"{' or '.join(usable)} instead"
             )
 
 

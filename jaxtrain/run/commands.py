@@ -218,7 +218,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Prints the likeliest classes of each image, text or vector, or a text's embedding."""
+    """Prints what the model says of each image, text or vector."""
     for prediction in open_run(arguments).predict(arguments.inputs, top=arguments.top):
         print(prediction)  # noqa: T201
     return DONE

@@ -1,7 +1,4 @@
-"""What an encoder of sentences makes of texts: one vector each.
-
-Letter: T length.
-"""
+"""What an encoder of sentences makes of texts: one vector each."""
 
 import dataclasses
 import json
@@ -16,7 +13,7 @@ from jaxtrain.data.mixture import text_of
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 from jaxtrain.models.model import EmbeddingModel
-from jaxtrain.run.texts import AT_ONCE, texts_of
+from jaxtrain.run.texts import AT_ONCE, row_of, texts_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +74,7 @@ def embedded(
             "(TextData.sequence_length): the rest of them is left out"
         )
     length = max((len(ids) for ids, _ in encoded), default=0)
-    rows = [_row(ids, length) for ids, _ in encoded]
+    rows = [row_of(ids, length) for ids, _ in encoded]
     for begin in range(0, len(rows), AT_ONCE):
         part = rows[begin : begin + AT_ONCE]
         # The last ones are filled up: one program serves all.
@@ -94,15 +91,3 @@ def _refuse_tokenizer(tokenizer: Tokenizer, model: EmbeddingModel) -> None:
             f"predict: TextData.tokenizer has {tokenizer.vocab_size} tokens, more than "
             f"{name}.vocab_size={model.vocab_size}; use the one that the model was trained with"
         )
-
-
-def _row(ids: Sequence[int], length: int) -> Batch:
-    """A text [T] and its padding; nothing is told of it."""
-    place_T, zeros_T = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
-    return Batch(
-        np.pad(np.array(ids, np.int32), (0, length - len(ids))),
-        zeros_T,
-        np.zeros(length, np.float32),
-        (place_T < len(ids)).astype(np.int32),
-        place_T,
-    )

@@ -1,10 +1,11 @@
-"""What a trained model says of inputs of one's own: logits, or embeddings, on the host."""
+"""What a trained model says of inputs of one's own: logits, embeddings, numbers, on the host."""
 
 import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +39,10 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
     """
     objective = program.objective
     if not isinstance(objective, TellsLogits):
-        raise UserError(f"Trainer.logits: a model of objective {objective.name!r} gives none")
+        raise UserError(
+            f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
+            "tells its numbers"
+        )
     batch = inputs if isinstance(inputs, Batch) else objective.reading(np.asarray(inputs))
     program = _of_any_rows(program)
     found = list(objective.refuse(batch, model, Loss(), program.layout))
@@ -61,6 +65,14 @@ def embeddings(program: Program, model: Model, state: TrainState, batch: Batch) 
     program = _of_any_rows(program)
     with program.layout.active(), program.precision.products():
         return np.array(_embeddings(program, model, state, batch))
+
+
+def numbers(program: Program, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
+    """What a model of an objective of numbers tells of vectors, float32 [B, K], computed as
+    `logits` is."""
+    program = _of_any_rows(program)
+    with program.layout.active(), program.precision.products():
+        return np.array(_numbers(program, state, vectors_BD))
 
 
 def _of_any_rows(program: Program) -> Program:
@@ -95,3 +107,10 @@ def _embeddings(
     )  # fmt: skip
     found_BD = pooled(h_BTD, ids_BT, model.pooling, normalized=model.normalized)
     return jax.sharding.reshard(found_BD, P())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _numbers(program: Program, state: TrainState, vectors_BD: jax.Array) -> jax.Array:
+    model: Any = program.model(state)
+    found_BK, _ = model(vectors_BD, state.statistics, program.execution, train=False)
+    return jax.sharding.reshard(found_BK.astype(jnp.float32), P())

@@ -106,7 +106,7 @@ def add_run_commands(add: Add) -> None:
     )
     add_config_options(command)
 
-    command = add("predict", "names the likeliest classes, or tells the embeddings of texts")
+    command = add("predict", "tells classes, numbers, hidden tokens, text or embeddings")
     _add_checkpoint_options(command)
     command.add_argument(
         "inputs",

@@ -1,4 +1,4 @@
-"""What a trained model says of images, texts, words or vectors: the likeliest classes."""
+"""What a trained model says of images, texts, words or vectors: classes, numbers or text."""
 
 import dataclasses
 import io
@@ -18,7 +18,6 @@ from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.data.source import existing_path, walk_files
 from jaxtrain.data.vectors import sequence_files
-from jaxtrain.data.vectors.columns import read_vectors
 from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
@@ -26,13 +25,24 @@ from jaxtrain.models.model import (
     ImageModel,
     Model,
     SequenceModel,
+    TokenModel,
     VectorModel,
     embeds,
     reads_images,
+    reads_pairs,
+    reads_tokens,
     reads_vectors,
 )
 from jaxtrain.run.embedding import Embedding, embedded
-from jaxtrain.run.texts import AT_ONCE, texts_of
+from jaxtrain.run.hidden_tokens import hidden_tokens, token_names
+from jaxtrain.run.numbers import Numbers, numbers_of
+from jaxtrain.run.texts import AT_ONCE, Written, texts_of
+from jaxtrain.run.vectors import vectors_of
+from jaxtrain.training.objectives.objective import Objective
+from jaxtrain.training.objectives.reconstruction import Reconstruction
+from jaxtrain.training.objectives.regression import Regression
+from jaxtrain.training.objectives.token_classification import TokenClassification
+from jaxtrain.training.settings import TextSource
 
 Given = str | Path | Image.Image | np.ndarray
 
@@ -60,7 +70,24 @@ class Prediction:
 
 
 # Of one input.
-Told = Prediction | Embedding
+Told = Prediction | Embedding | Numbers | Written
+
+
+@dataclasses.dataclass(frozen=True)
+class Says:
+    """What a trained model makes of prepared inputs, on the host.
+
+    Attributes:
+      logits: as of `Trainer.logits`.
+      embeddings: of a batch of texts, [B, D].
+      numbers: that a model of an objective of numbers tells of vectors [N, D], [N, K].
+      write: what is likeliest to follow texts, or their targets.
+    """
+
+    logits: Callable[[Any], np.ndarray]
+    embeddings: Callable[[Batch], np.ndarray]
+    numbers: Callable[[np.ndarray], np.ndarray]
+    write: Callable[[list[str]], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +111,18 @@ def predict(
     inputs: Sequence[Given] | Given,
     model: Model,
     data: object,
-    logits: Callable[[Any], np.ndarray],
-    vectors: Callable[[Batch], np.ndarray],
+    says: Says,
     *,
+    objective: Objective,
     top: int | None,
     say: Callable[[str], object],
 ) -> Iterator[Told]:
-    """A prediction for each image, text, vector or sequence of them, or for each word of texts with
-    tags, prepared as in evaluation; of a model that makes embeddings, those of texts. Of a sequence
-    each of whose places has a class it is that of the place that `SequenceData.place` names.
+    """What is said of each input, prepared as in evaluation.
+
+    Of an image, a text, a vector, a sequence of vectors or each word of texts with tags the
+    likeliest classes; of each hidden token of a text the likeliest tokens; the numbers of a vector;
+    what is likeliest to follow a text, or its target; a text's embedding. Of a sequence each of
+    whose places has a class it is that of the place that `SequenceData.place` names.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
@@ -100,23 +130,37 @@ def predict(
         files of sequences of vectors, or an array [T, F] for each.
       model: the model's settings.
       data: what the model was trained on: the preparation, and the names of the classes.
-      logits: as of `Trainer.logits`.
-      vectors: the embeddings of a batch of texts, [B, D].
+      says: what the model makes of prepared inputs.
+      objective: what it was trained to tell.
       top: classes that are named, or all where there are fewer; None: 3.
       say: is told where the names of the classes are not known, and where texts are cut.
 
     Raises:
-      UserError: the model tells neither; a file is missing or is none of what it reads.
+      UserError: a file is missing or is none of what the model reads.
     """
     given = [inputs] if isinstance(inputs, Given) else list(inputs)
-    if not embeds(model):
-        return _classes(given, model, data, logits, 3 if top is None else top, say)
+    name, looks_back = type(model).__name__, reads_tokens(model) and bool(model.cached)
+    if embeds(model):
+        instead = "makes embeddings"
+        found = embedded(given, model, data, says.embeddings, say=say)
+    elif isinstance(objective, Regression):
+        instead, again = "tells numbers", isinstance(objective, Reconstruction)
+        found = numbers_of(given, model, data, says.numbers, again=again)
+    elif reads_pairs(model) or (looks_back and not isinstance(objective, TokenClassification)):
+        instead, found = "writes text", _written(given, model, says.write)
+    else:
+        return _classes(given, model, data, says.logits, 3 if top is None else top, say)
     if top is not None:
-        raise UserError(
-            f"--top {top}: {type(model).__name__} makes embeddings and tells no classes; leave it "
-            "out"
-        )
-    return embedded(given, model, data, vectors, say=say)
+        raise UserError(f"--top {top}: {name} {instead} and tells no classes; leave it out")
+    return found
+
+
+def _written(
+    given: list[Given], model: Model, write: Callable[[list[str]], list[str]]
+) -> Iterator[Written]:
+    """What follows each text, or its target."""
+    texts = list(texts_of(given, model))
+    yield from map(Written, map(str, given), write(texts))
 
 
 def _classes(
@@ -136,14 +180,14 @@ def _classes(
         asked = _of_words(given, model, data, logits)
     elif isinstance(model, SequenceModel) and isinstance(data, SequenceData):
         asked = _of_sequences(given, model, data, logits)
-    elif reads_vectors(model) and isinstance(data, VectorData) and data.num_classes is not None:
+    elif reads_vectors(model) and isinstance(data, VectorData):
         asked = _of_vectors(given, model, data, logits)
+    elif reads_tokens(model) and isinstance(data, TextSource):
+        asked = _of_hidden(given, model, data, logits)
     else:
-        name = type(model).__name__
         raise UserError(
-            f"predict names classes, and {name} reads {model.inputs} and tells none; of text "
-            "'jaxtrain generate' writes the continuation, and Trainer.logits takes tokens and "
-            "vectors"
+            f"predict: Train.data=@{type(data).__name__}() does not say how what "
+            f"{type(model).__name__} reads is prepared; Trainer.logits takes it prepared"
         )
     if top < 1:
         raise UserError(f"--top {top}: name at least 1 class")
@@ -226,26 +270,26 @@ def _of_words(
     return _Asked(called, of, data.class_names, model.num_classes)
 
 
+def _of_hidden(
+    given: list[Given], model: TokenModel, data: TextSource, logits: Callable[[Any], np.ndarray]
+) -> _Asked:
+    """Every hidden token of every text is an example, the tokens are its classes."""
+    tokenizer = data.open_tokenizer()
+    rows, called, places = hidden_tokens(given, model, tokenizer)
+
+    def of(numbers: Sequence[int]) -> np.ndarray:
+        asked = [places[number] for number in numbers]
+        told_BTV = logits(stacked([rows[row] for row, _ in asked]))
+        return told_BTV[np.arange(len(asked)), [place for _, place in asked]]
+
+    return _Asked(called, of, lambda: token_names(model, tokenizer), model.vocab_size)
+
+
 def _of_vectors(
     given: list[Given], model: VectorModel, data: VectorData, logits: Callable[[Any], np.ndarray]
 ) -> _Asked:
-    called, tables = list[str](), list[np.ndarray]()
-    for source in given:
-        if isinstance(source, Image.Image):
-            raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
-        if isinstance(source, np.ndarray):
-            name, table = "vector", np.atleast_2d(source)
-        else:
-            path = existing_path("predict INPUT", str(source))
-            name, table = str(path), read_vectors(path, f"predict INPUT = {str(path)!r}")
-        if table.shape[1] != model.features:
-            raise UserError(
-                f"predict: {name} has vectors of {table.shape[1]} numbers; "
-                f"{type(model).__name__} reads {model.features}"
-            )
-        called += [f"{name} {len(called) + number}" for number in range(1, len(table) + 1)]
-        tables.append(table)
-    vectors = data.prepared(np.concatenate(tables))
+    called, table = vectors_of(given, model)
+    vectors = data.prepared(table)
 
     def names() -> list[str]:
         return [str(label) for label in range(model.outputs)]

@@ -1,15 +1,51 @@
-"""Texts as `predict` is given them."""
+"""Texts as `predict` is given them, and as it gives them.
 
+Letter: T length.
+"""
+
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
+from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
+from jaxtrain.run.generation.write import printable
 
 AT_ONCE = 64  # examples that go through the model together
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a model writes of one text.
+
+    Attributes:
+      name: the text itself, or the file that holds it.
+      text: the likeliest that follows, or its target.
+    """
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)}: {printable(self.text)}"
+
+
+def row_of(ids: Sequence[int], length: int) -> Batch:
+    """A text [T] and its padding; nothing is told of it."""
+    place_T, zeros_T = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+    return Batch(
+        np.pad(np.array(ids, np.int32), (0, length - len(ids))),
+        zeros_T,
+        np.zeros(length, np.float32),
+        (place_T < len(ids)).astype(np.int32),
+        place_T,
+    )
 
 
 def texts_of(given: Sequence[Any], model: Model) -> Iterator[str]:

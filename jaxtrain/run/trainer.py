@@ -40,11 +40,11 @@ from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.adapters import write_adapter
 from jaxtrain.run.huggingface.exporting import Dtype, export_run
 from jaxtrain.run.huggingface.receipt import Receipt
-from jaxtrain.run.logits import embeddings, logits
+from jaxtrain.run.logits import embeddings, logits, numbers
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
-from jaxtrain.run.predict import Given, Told, predict
+from jaxtrain.run.predict import Given, Says, Told, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
 from jaxtrain.run.reference import first_reference, stored_reference
 from jaxtrain.run.resume import other_data
@@ -345,7 +345,8 @@ class Trainer:
         return logits(plain, self.config.train.model, state, inputs)
 
     def predict(self, inputs: Sequence[Given] | Given, *, top: int | None = None) -> list[Told]:
-        """The likeliest classes of images, texts or vectors, or embeddings; see `run.predict`.
+        """What the model says of images, texts or vectors, in classes, numbers or text; see
+        `run.predict`.
 
         Args:
           inputs: PNG or JPEG files, folders of them, or images of Pillow's; texts; files or arrays
@@ -353,12 +354,19 @@ class Trainer:
           top: classes that are named; None: 3, of a model that tells classes.
 
         Raises:
-          UserError: the model tells neither; a file is missing or none of what it reads.
+          UserError: a file is missing or none of what the model reads.
         """
         model, data = self.config.train.model, self.config.train.data
-        state = self.program.consensus(self.state)
-        vectors = functools.partial(embeddings, self.program.plain, model, state)
-        return list(predict(inputs, model, data, self.logits, vectors, top=top, say=self.say))
+        program, state = self.program.plain, self.program.consensus(self.state)
+
+        def write(texts: list[str]) -> list[str]:
+            likeliest = Sampling(temperature=0.0)
+            return [answer.text or "" for answer in self.answers(texts, sampling=likeliest)]
+
+        vectors = functools.partial(embeddings, program, model, state)
+        says = Says(self.logits, vectors, functools.partial(numbers, program, state), write)
+        objective = program.objective
+        return list(predict(inputs, model, data, says, objective=objective, top=top, say=self.say))
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
         """Gradients of the mean loss over a global batch, float32, by the names of `weights`.

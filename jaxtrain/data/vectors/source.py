@@ -143,6 +143,18 @@ class VectorData:
         shift, spread = self._scale(table.x, ~self._held_out(table))
         return ((x - shift) / spread).astype(np.float32)
 
+    def vectors_again(self, x: np.ndarray) -> np.ndarray:
+        """Prepared vectors [N, D] in the units of this source again; raises as `prepared`."""
+        table = self._read()
+        shift, spread = self._scale(table.x, ~self._held_out(table))
+        return (x * spread + shift).astype(np.float32)
+
+    def numbers_again(self, y: np.ndarray) -> np.ndarray:
+        """Numbers [N, K] that are told, likewise."""
+        table = self._read()
+        shift, spread = self._scale_of_numbers(table.y, ~self._held_out(table))
+        return (y * spread + shift).astype(np.float32)
+
     def _held_out(self, table: Table) -> np.ndarray:
         """bool [N]: the same share of every class."""
         labels = np.zeros(len(table.x)) if self.num_classes is None else table.y[:, 0]
@@ -159,6 +171,9 @@ class VectorData:
             return least, (most - least) or 1.0
         return standard(x, train) if self.scaling == "standard" else (0.0, 1.0)
 
+    def _scale_of_numbers(self, y: np.ndarray, train: np.ndarray) -> tuple[Any, Any]:
+        return standard(y, train) if self.scaling == "standard" else (0.0, 1.0)
+
     def _scaled(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x as float32 [N, D], y as int32 [N] or float32 [N, K]."""
         x, y = table
@@ -166,10 +181,8 @@ class VectorData:
         x = ((x - shift) / spread).astype(np.float32)
         if self.num_classes is not None:
             return x, y[:, 0].astype(np.int32)
-        if self.scaling == "standard":
-            shift, spread = standard(y, train)
-            y = (y - shift) / spread
-        return x, y.astype(np.float32)
+        shift, spread = self._scale_of_numbers(y, train)
+        return x, ((y - shift) / spread).astype(np.float32)
 
 
 def standard(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """The numbers of each vector: least squares. Letters: B batch, K numbers."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, vector_model
 from jaxtrain.training.objectives.answers import AnswerObjective
-from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.losses import Loss, Sums, refuse_unread
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
 
 
@@ -34,6 +35,11 @@ class Regression(AnswerObjective):
             "loss": (jnp.square(off_BK).mean(-1) * batch.loss_mask).sum(),
             "absolute_error": (jnp.abs(off_BK).mean(-1) * batch.loss_mask).sum(),
         }
+
+    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+        """What is of a cross entropy; no answer has places for chunks."""
+        unchunked = dataclasses.replace(settings, chunk_size=None)
+        yield from refuse_unread(unchunked, f"the objective {self.name!r}")
 
     def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Labels, or another count of numbers."""

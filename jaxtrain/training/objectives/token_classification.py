@@ -3,7 +3,7 @@
 Letters: B batch, T length, D embed, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import jax
@@ -13,7 +13,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import ClassModel, TokenModel
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.confusion import CONFUSION, TOP, evaluation_sums
-from jaxtrain.training.objectives.losses import Loss, Sums, losses
+from jaxtrain.training.objectives.losses import Loss, Sums, losses, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 
 
@@ -28,6 +28,11 @@ class TokenClassification(TokenObjective):
     causal: ClassVar[bool] = False
     own: ClassVar[tuple[str, ...]] = ("loss", "accuracy", f"top{TOP}_accuracy", CONFUSION)
     labels: ClassVar[bool] = True
+
+    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+        """Chunks: the logits are few."""
+        chunks = Loss(chunk_size=settings.chunk_size)
+        yield from refuse_unread(chunks, f"the objective {self.name!r}")
 
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool

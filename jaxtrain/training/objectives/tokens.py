@@ -293,8 +293,8 @@ def token_loss(
 
 
 def added(total: Sums, more: Sums) -> Sums:
-    """Both, name by name."""
-    return {**total, **{name: value + total.get(name, 0.0) for name, value in more.items()}}
+    """Both, name by name; whole numbers stay such."""
+    return {**total, **{name: value + total.get(name, 0) for name, value in more.items()}}
 
 
 def _tokens(batch: Batch) -> jax.Array:

@@ -58,6 +58,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
     batch = data.abstract_batch(config.train.global_batch_size)
     inputs = batch.inputs
     wants, source = _KINDS[model.inputs]
+    yield from config.train.task.refuse_loss(config.loss)
     if model.inputs != kind_of(batch):
         gives = _KINDS[kind_of(batch)][0]
         if isinstance(data, SequenceData):
@@ -70,7 +71,6 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
         yield from _sequences(config, model, batch)
     elif reads_tokens(model):
         yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
-        yield from config.train.task.refuse_loss(config.loss)
         yield from _text(config, model, inputs.shape[1], _section(data))
         yield from _labels(config, model)
         if reads_data:
@@ -169,12 +169,6 @@ def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
                 f"{type(data).__name__}.{setting}={length} is longer than {name}.context_length="
                 f"{model.context_length}; use at most {model.context_length}{more}"
             )
-    if config.mesh.context != 1:
-        yield (
-            f"Mesh.context={config.mesh.context}: {name} reads a source and a target, which have "
-            "lengths of their own, and no ring goes through both; use Mesh.context=1 and data, "
-            "fsdp, tensor or pipe instead"
-        )
 
 
 def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:

@@ -101,12 +101,18 @@ class Outlook:
     def usable(self) -> list[str]:
         """The mesh axes that can split something of the model."""
         usable = usable_axes(self.logical, attends=self.model.attention is not None)
-        # Parts of a sequence are what objectives over tokens are put together from; why those over
-        # two stacks have none, `model_and_data` says.
-        is_text = self.model.inputs in ("tokens", "pairs")
-        lacks = set() if is_text else {"context"}
+        # Parts of a sequence are what objectives over tokens are put together from.
+        lacks = set() if self.model.inputs == "tokens" else {"context"}
         lacks |= set() if has_stages(self.model) else {"pipe"}
         return [axis for axis in usable if axis not in lacks]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why an axis that others of its kind use is not among those."""
+        if self.model.inputs != "pairs":
+            return {}
+        lengths = "reads a source and a target, which have lengths of their own"
+        return {"context": f"{lengths}, and no ring goes through both"}
 
     @property
     def capacity(self) -> float | None:

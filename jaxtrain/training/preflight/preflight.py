@@ -163,7 +163,9 @@ def _kernel(seen: Outlook, config: Config) -> Iterable[str]:
 
 
 _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
-    lambda seen, c: mesh.refuse(c.mesh, seen.devices, usable=seen.usable, model=seen.name),
+    lambda seen, c: mesh.refuse(
+        c.mesh, seen.devices, usable=seen.usable, model=seen.name, reasons=seen.reasons
+    ),
     lambda seen, c: sharding.refuse(c.sharding, seen.sizes, experts="experts" in seen.logical),
     _lengths,
     lambda seen, c: uneven.refuse(
