@@ -47,6 +47,7 @@ LAYOUTS = {
     "rows_zero1": {"zero": 1, "fsdp": 8, "by_rows": BY_ROWS},
     "rows_zero2": {"zero": 2, "data": 2, "fsdp": 4, "by_rows": BY_ROWS},
     "rows_zero3": {"fsdp": 8, "by_rows": BY_ROWS},
+    "rows_hsdp": {"data": 2, "fsdp": 4, "by_rows": BY_ROWS},
 }
 
 

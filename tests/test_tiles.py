@@ -14,7 +14,7 @@ from jaxtrain.parallel.dividing import in_tiles
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.layouts import shapes_of
-from jaxtrain.training.settings import load_config
+from jaxtrain.training.settings import Config, load_config
 
 TABLE, UP, DOWN = ("vocab", "vocab_embed"), ("layers", "embed", "mlp"), ("layers", "mlp", "embed")
 BY_EMBED = {TABLE: P(None, "fsdp"), UP: P(None, "fsdp", None), DOWN: P(None, None, "fsdp")}
@@ -70,10 +70,11 @@ def test_stages_shard_the_rows_as_they_shard_embed(zero):
     [
         ({"tensor": 2}, P("tensor", "fsdp")),
         ({"pipe": 2}, P(None, ("fsdp", "pipe"))),
-        ({"data": 2}, P(None, "fsdp")),
+        ({"data": 2}, P("fsdp", None)),
+        ({"data": 2, "tensor": 2}, P("tensor", "fsdp")),
     ],
 )
-def test_beside_other_axes_embed_is_split(sizes, table):
+def test_beside_other_axes_than_data_embed_is_split(sizes, table):
     assert laid_out("llama_1b", fsdp=64, **sizes).parameter(TABLE) == table
 
 
@@ -100,21 +101,38 @@ def moved(config, layout) -> list[Collective]:
     return [one for one in collectives(compiled.as_text(), layout.mesh) if one.bytes >= 2**22]
 
 
-@needs_libtpu
-@pytest.mark.slow
-def test_a_tables_gradient_is_scattered():
-    """Of 50,304 rows and 32 columns a device, which the compiler would sum whole."""
+def table_on(devices: int) -> tuple[Config, Layout]:
+    """A table of 50,304 rows on 64 devices, so many of them along fsdp."""
     config = load_config(
         "llama_1b",
         [
             *SYNTHETIC, "Llama.num_layers=1", "Llama.vocab_size=50304", "Llama.num_heads=16",
             "Llama.mlp_dim=2048", "TextData.sequence_length=128", "Train.accumulation=1",
             "Train.global_batch_size=64", "Attention.kernel='reference'",
+            f"Mesh.data={64 // devices}", f"Mesh.fsdp={devices}",
         ],
     )  # fmt: skip
-    layout = planned_layout(config, parse_target("v5p:4x4x4"))
+    return config, planned_layout(config, parse_target("v5p:4x4x4"))
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_tables_gradient_is_scattered():
+    """Of 32 columns a device, which the compiler would sum whole."""
+    config, layout = table_on(64)
     of_table = [one for one in moved(config, layout) if math.prod(one.shape) > 40000 * 2048]
     assert [one.kind for one in of_table] == ["reduce-scatter"]
     plain = dataclasses.replace(layout, by_rows=frozenset())
     of_table = [one for one in moved(config, plain) if math.prod(one.shape) > 40000 * 2048]
     assert [one.kind for one in of_table] == ["all-reduce"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_replicas_of_shards_sum_rows():
+    """HSDP: the table's gradient is scattered along fsdp, its rows are summed along data."""
+    found = [one for one in moved(*table_on(32)) if one.kind != "all-gather"]
+    whole = [one for one in found if math.prod(one.shape) > 40000 * 2048]
+    assert [(one.kind, one.axis) for one in whole] == [("reduce-scatter", "fsdp")]
+    shards = [one.shape for one in found if one.axis == "data" and 50304 // 32 in one.shape]
+    assert shards == [(50304 // 32, 2048)]

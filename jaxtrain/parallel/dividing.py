@@ -116,14 +116,15 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     A TPU lays arrays out in tiles of 128 columns, and of shards that are less its compiler may sum
     the gradient whole and cut it: twice the wire of a scatter (tests/test_tiles.py). So where a
     device has few columns of embed, fsdp splits a table's vocabulary or a matrix's mlp, if that
-    divides into whole tiles of rows but for 1/32. What has neither stays as it is.
+    divides into whole tiles of rows but for 1/32. What has neither stays as it is. Replicas along
+    data sum the shards, whatever they are of.
 
     Args:
       layout: as the mesh has it.
       shapes: as of `uneven`.
     """
-    if layout.mesh.size > layout.mesh.shape["fsdp"]:
-        return layout  # measured along fsdp alone; tensor, stages and grids split these themselves
+    if layout.mesh.size > layout.mesh.shape["fsdp"] * layout.mesh.shape["data"]:
+        return layout  # tensor, stages and grids split these themselves
     able: dict[tuple[str, ...], bool] = {}
     for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
         axes = own_axes(logical_axes(variable))
