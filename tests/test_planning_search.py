@@ -158,10 +158,10 @@ def test_what_cannot_fit_in_any_layout_is_refused_before_one_is_traced(monkeypat
     monkeypatch.setattr(searching, "_allowed", None)  # nothing is asked for a layout
     sizes = {"V": 128_256, "L": 320, "D": 4096, "N": 32, "K": 8, "F": 14_336}
     weights = 2 * llama_parameters(**sizes)
-    room = parse_target("v5e:1x2").chip.hbm_bytes
+    room = parse_target("v5e:2x2").chip.hbm_bytes
     config = load_config("llama_8b", [*KERNEL, "Llama.num_layers=320"])
     with pytest.raises(UserError, match=rf"would want {math.ceil(weights / room)} devices"):
-        search(config, parse_target("v5e:1x2"))
+        search(config, parse_target("v5e:2x2"))
 
 
 SPLIT = ["Mesh.tensor = 2", "Mesh.fsdp = 2"]

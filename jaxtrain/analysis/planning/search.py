@@ -235,8 +235,8 @@ def _refuse_hopeless(config: Config, target: Target, devices: int) -> None:
     if least > room * devices:
         raise UserError(
             f"target {target.name!r}: no layout fits: the weights alone are {human_bytes(least)} "
-            f"in bfloat16, and {devices} x {human_bytes(room)} is what there is; shared by all they "
-            f"would want {math.ceil(least / room):,} devices, before gradients and the optimizer"
+            f"in bfloat16, and {devices} x {human_bytes(room)} is what there is; they would want "
+            f"{math.ceil(least / room):,} devices, before gradients and the optimizer"
         )
 
 
