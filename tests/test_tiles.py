@@ -39,7 +39,8 @@ WIDE = ("Llama.embed_dim=8192", "Llama.num_heads=64", "Llama.mlp_dim=28672")
         ("gpt2_124m", (), 4, set()),  # 192 columns of embed
         ("gpt2_124m", (), 8, {TABLE}),  # 96; 6288 rows of the table
         ("gpt2_124m", ("GPT.vocab_size=50257",), 8, set()),  # odd
-        ("llama_8b", (), 32, set()),  # 128
+        ("llama_8b", (), 16, set()),  # 256
+        ("llama_8b", (), 32, {TABLE}),  # 128; 4008 rows, padded to 4016
         ("llama_8b", (), 64, {TABLE}),  # 64; 2004 rows, padded to 2016
         ("llama_8b", (), 512, set()),  # 8; 250.5 rows and 28, which would be padded to 32
         ("llama_1b", (), 64, {TABLE, UP, DOWN}),  # 32; 128 rows of the mlp

@@ -26,9 +26,10 @@ from jaxtrain.parallel.sharding import (
 from jaxtrain.parallel.tables import ROWS, MeshAxes
 
 # Columns of a TPU's tile, and rows of one of bfloat16; and below how many columns of a shard of
-# embed its gradient is better scattered along the other dimension: of tables, of an mlp's matrices.
+# embed its gradient is better scattered along the other dimension: of tables, which are summed
+# whole at one tile of columns too, and of an mlp's matrices.
 _COLUMNS, _TILE_ROWS = 128, 16
-_FEW_COLUMNS = {"vocab": _COLUMNS, "mlp": _COLUMNS // 2}
+_FEW_COLUMNS = {"vocab": _COLUMNS + 1, "mlp": _COLUMNS // 2}
 # Padding of rows to whole tiles moves at most this part of a shard more.
 _PADDING = 1 / 32
 
@@ -113,7 +114,7 @@ def fitted(layout: Layout, shapes: nnx.State) -> Layout:
 def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     """The layout of TPUs: fsdp splits rows where its shards of embed are a part of a tile.
 
-    A TPU lays arrays out in tiles of 128 columns, and of shards that are less its compiler may sum
+    A TPU lays arrays out in tiles of 128 columns, and of shards of one or less its compiler may sum
     the gradient whole and cut it: twice the wire of a scatter (tests/test_tiles.py). So where a
     device has few columns of embed, fsdp splits a table's vocabulary or a matrix's mlp, if that
     divides into whole tiles of rows but for 1/32. What has neither stays as it is. Replicas along
