@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
 from jaxtrain.analysis.planning.compiled.groups import mesh_axes, replica_groups
 from jaxtrain.analysis.planning.compiled.hlo import Tensor, parse
+from jaxtrain.analysis.planning.compiled.liveness import fullest
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
+from jaxtrain.analysis.profiling.costs import costs
 
 SIZES = {"a": 2, "b": 4}
 
@@ -280,3 +282,39 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert main.instructions["kernel"].operands == ["x"]
     found = collectives(text, {"data": 2})
     assert [(one.kind, one.axis, one.bytes) for one in found] == [("all-reduce", "data", 16)]
+
+
+ON_A_STREAM = """HloModule jit_f, is_scheduled=true
+
+%update (kept: bf16[12,64], new: bf16[64], at: s32[]) -> bf16[12,64] {
+  %kept = bf16[12,64]{1,0} parameter(0)
+  %new = bf16[64]{0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %row = bf16[1,64]{1,0} bitcast(%new)
+  ROOT %dynamic_update_slice.1 = bf16[12,64]{1,0} dynamic-update-slice(%kept, %row, %at, %zero)
+}
+
+ENTRY %main (kept.1: bf16[12,64], new.1: bf16[64], at.1: s32[]) -> bf16[12,64] {
+  %kept.1 = bf16[12,64]{1,0} parameter(0)
+  %new.1 = bf16[64]{0} parameter(1)
+  %at.1 = s32[] parameter(2)
+  %fusion-start = ((bf16[12,64], bf16[64], s32[]), bf16[12,64]{1,0}, u32[]) fusion-start(%kept.1, %new.1, %at.1), kind=kLoop, calls=%update
+  ROOT %fusion-done = bf16[12,64]{1,0} fusion-done(%fusion-start)
+}
+"""  # noqa: E501
+
+
+def test_a_fusion_on_a_stream_of_its_own_counts_where_it_starts():
+    """As GPUs' compilers write what loops keep since jaxlib 0.11: a row of 64 numbers is read and
+    written, beside the number of the row, and no array is made."""
+    module = parse(ON_A_STREAM)
+    start, done = (
+        module.computations["main"].instructions[f"fusion-{n}"] for n in ("start", "done")
+    )
+    assert (start.opcode, done.opcode) == ("fusion", "bitcast")
+    assert start.tensors == done.tensors == (Tensor("bf16", (12, 64)),)
+    assert {name: one.moved_bytes for name, one in costs(module).items()} == {
+        "fusion-start": 2 * 2 * 64 + 4
+    }
+    assert fullest(ON_A_STREAM) == []
