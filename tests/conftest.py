@@ -132,6 +132,7 @@ def make_layout(
     zero: int = 3,
     *,
     sequence_parallel: bool = False,
+    collective_matmul: bool = False,
     accumulate: Accumulate = "shard",
     by_rows: frozenset[tuple[str, ...]] = frozenset(),
     **sizes: int,
@@ -140,7 +141,9 @@ def make_layout(
     mesh = Mesh(**{"fsdp": 1, **sizes})
     count = math.prod(sizes.values())
     placed = make_mesh(mesh, jax.devices()[:count])
-    return Layout(placed, zero, sequence_parallel, accumulate=accumulate, by_rows=by_rows)
+    return Layout(
+        placed, zero, sequence_parallel, collective_matmul, accumulate=accumulate, by_rows=by_rows
+    )
 
 
 def predicted(given, model, data, logits, *, top: int, say=print) -> list:

@@ -17,9 +17,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights.family import model_of
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.cache import empty_cache
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.balancing import biases, rebalanced, refuse, speed_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of

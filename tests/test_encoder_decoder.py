@@ -219,6 +219,7 @@ def one_device():
         ("t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulation": 2}),
         ("t5", {"fsdp": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
          {"execution": Execution(kernel="xla", remat=POLICIES["full"])}),
+        ("t5", {"tensor": 4, "sequence_parallel": True, "collective_matmul": True}, {}),
         ("transformer", {"pipe": 2, "fsdp": 2, "zero": 2},
          {"pipeline": Pipeline(microbatches=2)}),
         ("t5", {"pipe": 2, "tensor": 2, "data": 2, "zero": 0, "sequence_parallel": True},
@@ -230,7 +231,7 @@ def one_device():
         ("tied", {"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(microbatches=4),
                                           "execution": Execution(remat=POLICIES["full"])}),
     ],
-    ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat", "pipe",
+    ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat", "rings", "pipe",
          "pipe_gpipe", "pipe_of_four", "pipe_interleaved_residuals", "pipe_tied_zero3"],
 )  # fmt: skip
 def test_every_mesh_computes_and_drops_the_same(name, layout, changes, one_device):

@@ -103,10 +103,12 @@ def program_on(layout, **changes):
     return make_program(MODELS["llama"], layout, tuning=Begun(**vars(made)), **changes)
 
 
-def test_any_mesh_and_accumulation_drop_the_same():
-    found = evaluate(
-        program_on(make_layout(fsdp=2, tensor=2, sequence_parallel=True), accumulation=2), BATCH
+@pytest.mark.parametrize("collective_matmul", [False, True])
+def test_any_mesh_and_accumulation_drop_the_same(collective_matmul):
+    layout = make_layout(
+        fsdp=2, tensor=2, sequence_parallel=True, collective_matmul=collective_matmul
     )
+    found = evaluate(program_on(layout, accumulation=2), BATCH)
     assert_equal(found, evaluate(program_on(make_layout()), BATCH))
 
 

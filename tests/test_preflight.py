@@ -7,6 +7,7 @@ from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.settings import load_config
 
 GPT = ["Mesh.fsdp = 4", "Mesh.tensor = 2"]
+RINGS = ["Sharding.sequence_parallel = True", "Sharding.collective_matmul = True"]
 
 
 def refused(*bindings: str, name: str = "gpt_quickstart", devices: int = 8) -> str:
@@ -113,6 +114,19 @@ def test_the_quickstart_passes():
             ["Mesh.pipe = 2", "Mesh.context = 2", "Mesh.fsdp = 1", "Pipeline.microbatches = 4",
              "Pipeline.schedule = 'zero_bubble'"],
             ["'zero_bubble' with Attention.context_parallel='ring'", "'1f1b'", "'ulysses'"],
+        ),
+        (
+            ["Mesh.pipe = 2", "Mesh.fsdp = 1", "Pipeline.microbatches = 4", *RINGS,
+             "Pipeline.schedule = 'zero_bubble'"],
+            ["'zero_bubble' with Sharding.collective_matmul=True", "'1f1b'"],
+        ),
+        (
+            ["Sharding.collective_matmul = True"],
+            ["Sharding.collective_matmul=True with Sharding.sequence_parallel=False"],
+        ),
+        (
+            [*RINGS, "Precision.matmul = 'int8'"],
+            ["Sharding.collective_matmul=True with Precision.matmul='int8'", "'compute'"],
         ),
         (
             ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Scan.layers_per_iteration = 4"],

@@ -20,10 +20,8 @@ from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, together, under
 from jaxtrain.nn.remat import named
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
-from jaxtrain.parallel.sharding import shard
 
 RESIDUAL = ("batch", "residual_length", "embed")
-HIDDEN = ("batch", "length", "embed")
 
 
 class Attends(Protocol):
@@ -63,7 +61,7 @@ class Attends(Protocol):
 
         Args:
           own: the parameters.
-          h_BTD: what the norm gave, whole along length.
+          h_BTD: what the norm gave, laid out as the stream: `Execution.project` gathers it.
           positions_BT: places of the tokens in their documents.
           mask: which keys a query sees, the part's own window aside.
           execution: the kernel, and the precision of the products.
@@ -102,7 +100,10 @@ class Feeds(Protocol):
         *,
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
-        """What is added to the residual stream, laid out as `out` says, and auxiliary sums."""
+        """What is added to the residual stream, laid out as `out` says, and auxiliary sums.
+
+        The input is laid out as the stream is, or whole along length.
+        """
         ...
 
 
@@ -117,7 +118,7 @@ def pre_norm(
     norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, part: Part
 ) -> tuple[jax.Array, Any]:
     """x + part(norm(x)) (arXiv 2002.04745)."""
-    y_BTD, found = part(shard(norm(x_BTD), HIDDEN))
+    y_BTD, found = part(norm(x_BTD))
     return x_BTD + y_BTD, found
 
 
@@ -125,7 +126,7 @@ def post_norm(
     norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, part: Part
 ) -> tuple[jax.Array, Any]:
     """norm(x + part(x)) (arXiv 1706.03762)."""
-    y_BTD, found = part(shard(x_BTD, HIDDEN))
+    y_BTD, found = part(x_BTD)
     return norm(x_BTD + y_BTD), found
 
 

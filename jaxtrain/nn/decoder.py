@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN, RESIDUAL
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.block import RESIDUAL
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, stack, under

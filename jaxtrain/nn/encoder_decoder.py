@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block
+from jaxtrain.nn.block import RESIDUAL, Block
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.cross_block import CrossBlock
 from jaxtrain.nn.dropout import Dropout
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, stack, under

@@ -14,7 +14,7 @@ from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products import quantised
-from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.products.contract import contract, project
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.products.grouped import Grouped, grouped
 from jaxtrain.nn.products.low_rank import LowRank, adapted
@@ -22,6 +22,9 @@ from jaxtrain.nn.products.quantised import Quantised
 from jaxtrain.nn.products.watched import Watched, watched
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, named, remat
 from jaxtrain.parallel.sharding import shard
+
+# What a part of a block reads that looks at other places than its own, whole along length.
+HIDDEN = ("batch", "length", "embed")
 
 
 @configurable
@@ -106,6 +109,21 @@ class Execution:
         if isinstance(weight.get_value(), Watched):
             return watched(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
+
+    def project(self, x_BTD: jax.Array, *products: tuple[str, nnx.Param]) -> list[jax.Array]:
+        """Products of the stream, or of its norm, with weights, its places whole in all of them.
+
+        Args:
+          x_BTD: laid out as the stream is, or whole along length.
+          products: of each its equation and its weight, as in `contract`.
+        """
+        kinds = (LowRank, Quantised, Watched)
+        if not any(isinstance(weight.get_value(), kinds) for _, weight in products):
+            found = project(x_BTD, products, by=self.einsum)
+            if found is not None:
+                return found
+        x_BTD = shard(x_BTD, HIDDEN)
+        return [self.contract(equation, x_BTD, weight) for equation, weight in products]
 
     def kept(self, layer_fn: Callable[..., Any]) -> Callable[..., Any]:
         """One layer outside of the loop; the backward pass keeps of it what it keeps in the loop.

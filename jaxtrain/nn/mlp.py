@@ -69,8 +69,10 @@ class SwiGLU:
     ) -> tuple[jax.Array, Auxiliary]:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
-        gate_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["gate"]), "mlp_gate")
-        up_BTF = named(execution.contract("BTD,DF->BTF", h_BTD, own["up"]), "mlp_up")
+        gate_BTF, up_BTF = execution.project(
+            h_BTD, ("BTD,DF->BTF", own["gate"]), ("BTD,DF->BTF", own["up"])
+        )
+        gate_BTF, up_BTF = named(gate_BTF, "mlp_gate"), named(up_BTF, "mlp_up")
         h_BTF = elementwise(lambda gate, up: self.function(gate) * up, gate_BTF, up_BTF)
         h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
@@ -147,7 +149,7 @@ class TwoLayers:
     ) -> tuple[jax.Array, Auxiliary]:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
-        up_BTF = execution.contract("BTD,DF->BTF", h_BTD, own["up"])
+        (up_BTF,) = execution.project(h_BTD, ("BTD,DF->BTF", own["up"]))
         up_BTF = named(add_bias(up_BTF, own["up_bias"]) if self.biases else up_BTF, "mlp_up")
         h_BTF = self.dropout(elementwise(self.function, up_BTF), execution.draws, execution.layer)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)

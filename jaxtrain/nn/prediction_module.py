@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.block import RESIDUAL, Block
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, prefixed, together, under
 from jaxtrain.nn.transformer import Auxiliary

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.recurrence import Cell, goes_on, recurrence

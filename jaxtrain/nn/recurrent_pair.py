@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.both_ways import BothWays
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.decoder import Layer
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, stack, under
 from jaxtrain.parallel.sharding import shard

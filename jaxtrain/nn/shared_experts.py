@@ -9,12 +9,13 @@ from typing import ClassVar
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.experts import Experts
 from jaxtrain.nn.mlp import SwiGLU
 from jaxtrain.nn.parameters import Weights, normal, param, prefixed, together, under
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.transformer import Auxiliary
+from jaxtrain.parallel.sharding import shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class SharedExperts:
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
         """The sum of both; arguments and results as in `block.Feeds`."""
+        h_BTD = shard(h_BTD, HIDDEN)  # once for both
         routed_BTD, auxiliary = self.routed(own, h_BTD, mask, execution, out=out)
         with jax.named_scope(self.shared.scope):
             shared_BTD, _ = self.shared(under("shared", own), h_BTD, mask, execution, out=out)

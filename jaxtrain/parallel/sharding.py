@@ -44,6 +44,9 @@ class Sharding:
         1909.08053); '2d' (a q x q grid, Optimus, arXiv 2104.05343); '2.5d' (tensor_depth grids,
         Tesseract, arXiv 2105.14500); '3d' (a cube, arXiv 2105.14450).
       tensor_depth: grids of the 2.5d layout: Mesh.tensor = tensor_depth q^2.
+      collective_matmul: with sequence_parallel, products are taken of a part of the sequence while
+        the next one is sent around `tensor`, in place of gathering and scattering all of it (doi
+        10.1145/3567955.3567959).
       accumulate: where stages 2 and 3 add up the gradients of microbatches: 'shard' gathers weights
         and scatters gradients along fsdp for every microbatch; 'local' gathers and scatters once a
         step, and every device holds whole weights and float32 gradients meanwhile.
@@ -51,6 +54,7 @@ class Sharding:
 
     zero: Literal[0, 1, 2, 3] = 3
     sequence_parallel: bool = False
+    collective_matmul: bool = False
     tensor_layout: TensorLayout = "1d"
     tensor_depth: int = 1
     accumulate: Accumulate = "shard"
@@ -74,6 +78,12 @@ def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> It
         yield (
             "Sharding.sequence_parallel=True with Mesh.tensor=1: it splits the sequence over "
             "tensor; set Mesh.tensor above 1 or Sharding.sequence_parallel=False"
+        )
+    if settings.collective_matmul and not settings.sequence_parallel:
+        yield (
+            "Sharding.collective_matmul=True with Sharding.sequence_parallel=False: it sends parts "
+            "of a split sequence around; set Sharding.sequence_parallel=True or "
+            "Sharding.collective_matmul=False"
         )
     yield from refuse_tensor_layout(
         settings.tensor_layout,
@@ -119,6 +129,7 @@ class Layout:
       mesh: the device mesh, or an abstract one.
       zero: the ZeRO stage.
       sequence_parallel: whether the residual stream is sharded over `tensor`.
+      collective_matmul: as in `Sharding`.
       split_batch: whether activations are split over the batch and along the sequence;
         `Trainer.logits` turns this off.
       manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
@@ -138,6 +149,7 @@ class Layout:
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     zero: int = 3
     sequence_parallel: bool = False
+    collective_matmul: bool = False
     split_batch: bool = True
     manual: frozenset[str] = frozenset()
     tensor_layout: TensorLayout = "1d"
@@ -165,6 +177,7 @@ class Layout:
             mesh,
             settings.zero,
             settings.sequence_parallel,
+            settings.collective_matmul,
             tensor_layout=settings.tensor_layout,
             accumulate=settings.accumulate,
         )

@@ -84,12 +84,13 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     """The plan of the best candidate: of those that compile, where any is compiled.
 
     As many are compiled as it takes until `COMPILED` of them fit, or twice as many with one that
-    does, or four times as many; their own traffic then ranks them. Where none of them fits, the
-    first of the others stands there as an estimate.
+    does, or four times as many; their own traffic then ranks them. A program that fits because its
+    compiler does work again is none of those: with a little less memory the next may be faster.
+    Where none of them fits, the first of the others stands there as an estimate.
     """
     plans: list[tuple[Candidate, Plan]] = []
     rest = list(found.candidates)
-    while rest and sum(made.fits for _, made in plans) < COMPILED:
+    while rest and sum(made.fits and not made.repeated for _, made in plans) < COMPILED:
         one_fits = any(made.fits for _, made in plans)
         if len(plans) >= (2 if one_fits else 4) * COMPILED:
             break

@@ -101,6 +101,11 @@ class Plan:
         return self.target.chip.hbm_bytes is None or self.total <= self.target.chip.hbm_bytes
 
     @property
+    def repeated(self) -> int:
+        """Operations that the compiler does again by itself, for want of memory."""
+        return 0 if self.compiled is None else self.compiled.repeated
+
+    @property
     def verdict(self) -> str:
         """`fits` in words; a compiler that takes a program does not say that it fits too."""
         if self.fits:
@@ -158,6 +163,11 @@ class Plan:
         """Sentences: how to make it fit, what was flagged, what is left unused."""
         warnings = self.compiled.warnings if self.compiled else ()
         why = [] if self.no_compiler is None else [f"nothing was compiled: {self.no_compiler}"]
+        if self.repeated:
+            why.append(
+                f"the compiler does {self.repeated} operations again by itself, for want of memory: "
+                "a layout that needs a little less (Remat, more devices) may be faster"
+            )
         return [
             *why,
             *(fix.sentence for fix in self.fixes),

@@ -9,6 +9,7 @@ from jaxtrain.analysis.planning.variants import changed
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.training.pipeline.schedules import SPLIT
 from jaxtrain.training.preflight.named import given_names
 from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import Config
@@ -46,11 +47,22 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
         if sizes["context"] > 1 and not in_ring:
             mesh["Attention.context_parallel"] = "ulysses"
+        has_rings = mesh.get("Sharding.sequence_parallel", False)
+        has_rings = has_rings and config.precision.matmul == "compute"
         if sizes["pipe"] == 1:
-            yield mesh
+            yield {**mesh, **_rings(config, has_rings)}
             continue
         for name, chunks in _schedules(config, sizes["pipe"]):
-            yield {**mesh, "Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
+            taken = {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
+            yield {**mesh, **taken, **_rings(config, has_rings and name not in SPLIT)}
+
+
+def _rings(config: Config, has_rings: bool) -> dict[str, Any]:
+    """The bindings with which products along `tensor` go around rings, wherever they can: the same
+    bytes, beside the products."""
+    if not has_rings and not config.sharding.collective_matmul:
+        return {}
+    return {"Sharding.collective_matmul": has_rings}
 
 
 def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:

@@ -11,8 +11,8 @@ recomputations, and 2.5 for the backward pass, which makes the scores again (arX
 section 3.1); X the bytes of activations that products read and write; U those of the update, read
 and written once. G what the loss waits for memory in n chunks of R places each: the output matrix
 [V, D] is read twice in each, and its gradient read and written in float32, beside the chunk's
-products. W seconds of what moves weights and gradients, and of permutes; N of what moves
-activations over `tensor`; R of the other collectives; D between slices. O of activations that go to
+products. W seconds of what moves weights and gradients, and of permutes along other axes
+than `tensor`; N of what moves activations over it; R of the other collectives; D between slices. O of activations that go to
 the host's memory, beside the forward pass, a third of C, and come back beside the backward pass; S
 of a state that comes from there for the update, and goes back at the same time. F of a state in
 files, all of which the update reads and writes again.
@@ -314,7 +314,9 @@ def pieces(
         # Attention moves activations over `context`, experts over `expert`: neither reduces them.
         gradients = one.kind == "all-reduce" and names <= {"context", "expert"}
         of_weights = "tensor" not in names and (names & _OF_WEIGHTS or gradients)
-        if one.kind == "collective-permute" or of_weights:
+        # Around a ring as without one: no run is published that tells how much less it waits.
+        sent = one.kind == "collective-permute" and "tensor" not in names
+        if sent or of_weights:
             weights += runs * inside
         elif "tensor" in names:
             tensor += runs * inside

@@ -194,7 +194,13 @@ def _smallest_tensor(own: Sharding) -> int:
 
 def _sharding(own: Sharding, tensor: int) -> Sharding:
     if tensor == 1:
-        return dataclasses.replace(own, sequence_parallel=False, tensor_layout="1d", tensor_depth=1)
+        return dataclasses.replace(
+            own,
+            sequence_parallel=False,
+            collective_matmul=False,
+            tensor_layout="1d",
+            tensor_depth=1,
+        )
     return dataclasses.replace(own, tensor_depth=min(own.tensor_depth, 2))
 
 

@@ -18,8 +18,7 @@ import numpy as np
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import HIDDEN
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.recurrence import goes_on

@@ -11,10 +11,10 @@ import jax
 
 from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.models.model import Inputs, refuse_features
-from jaxtrain.nn.block import HIDDEN
 from jaxtrain.nn.both_ways import BothWays
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder, Layer
+from jaxtrain.nn.execution import HIDDEN
 from jaxtrain.nn.layers import map_of_vectors
 from jaxtrain.nn.parameters import normal, param
 

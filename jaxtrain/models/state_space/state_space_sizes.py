@@ -14,10 +14,11 @@ from jaxtrain.models.model import Inputs
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import pre_norm
 from jaxtrain.nn.decoder import Decoder
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, under
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.parallel.sharding import shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class StateSpaceLayer(abc.ABC):
         del positions_BT, start  # the order is in the recurrence
 
         def mix(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
-            return self.mix(own, h_BTD, mask, execution, cache)
+            return self.mix(own, shard(h_BTD, HIDDEN), mask, execution, cache)
 
         with jax.named_scope(self.scope):
             x_BTD, cache = pre_norm(lambda x: self.norm(under("norm", own), x), x_BTD, mix)

@@ -18,7 +18,8 @@ from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, re
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs, refuse_features
 from jaxtrain.nn.attention.multi_head import MultiHead
-from jaxtrain.nn.block import HIDDEN, RESIDUAL, Block, post_norm
+from jaxtrain.nn.block import RESIDUAL, Block, post_norm
+from jaxtrain.nn.execution import HIDDEN
 from jaxtrain.nn.layers import add_bias, embed, map_of_vectors
 from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm

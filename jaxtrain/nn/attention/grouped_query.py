@@ -146,9 +146,12 @@ class GroupedQuery:
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attention among the normed tokens; arguments and results as in `block.Attends`."""
-        q_BTNH = execution.contract("BTD,DNH->BTNH", h_BTD, own["query"])
-        k_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["key"])
-        v_BTKH = execution.contract("BTD,DKH->BTKH", h_BTD, own["value"])
+        q_BTNH, k_BTKH, v_BTKH = execution.project(
+            h_BTD,
+            ("BTD,DNH->BTNH", own["query"]),
+            ("BTD,DKH->BTKH", own["key"]),
+            ("BTD,DKH->BTKH", own["value"]),
+        )
         if self.biases:
             q_BTNH = add_bias(q_BTNH, own["query_bias"])
             k_BTKH = add_bias(k_BTKH, own["key_bias"])

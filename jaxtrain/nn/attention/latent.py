@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.context import QUERIES
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import rotate
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, prefixed, under
@@ -25,7 +25,7 @@ from jaxtrain.nn.remat import named
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
-from jaxtrain.parallel.sharding import activation_spec
+from jaxtrain.parallel.sharding import activation_spec, shard
 
 # Of the norms of the latents, in the authors' code whatever the epsilon of the others is.
 _EPSILON = 1e-6
@@ -122,6 +122,7 @@ class Latent:
         The cache holds latents [B, S, C] and turned keys [B, S, rotary_dim]; keys and values of the
         heads are made of them anew, or queries taken to them, whichever has fewer products.
         """
+        h_BTD = shard(h_BTD, HIDDEN)
         radians = self.rotary.frequencies(self.rotary_dim)
         plain, C = self.plain_dim, self.key_value_rank
         q_BTNH = named(self._queries(own, h_BTD, execution), "query")

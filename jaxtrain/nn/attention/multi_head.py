@@ -81,7 +81,7 @@ class MultiHead:
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attention among the normed tokens; arguments and results as in `block.Attends`."""
         del positions_BT
-        qkv = execution.contract("BTD,PDNH->PBTNH", h_BTD, own["qkv"])
+        (qkv,) = execution.project(h_BTD, ("BTD,PDNH->PBTNH", own["qkv"]))
         qkv = qkv + gather(own["qkv_bias"])[:, None, None].astype(h_BTD.dtype)
         # Split rather than indexed: the gradients are then put together in one pass.
         parts = zip(jnp.split(qkv, 3), ("query", "key", "value"), strict=True)

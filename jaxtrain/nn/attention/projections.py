@@ -71,13 +71,19 @@ class Projections:
         """12 S N H: every key of a sequence of S is scored."""
         return 12 * sequence_length * self.num_heads * self.head_dim
 
-    def of(self, name: str, own: Weights, x_BTD: jax.Array, execution: Execution) -> jax.Array:
-        """The queries, keys or values [B, T, N, H] of a sequence; `name` is the weight's."""
-        x_BTNH = execution.contract("BTD,DNH->BTNH", x_BTD, own[name])
-        if self.biases:
-            x_BTNH = add_bias(x_BTNH, own[f"{name}_bias"])
-        x_BTNH = named(x_BTNH, name)
-        return x_BTNH * self.query_scale if name == "query" else x_BTNH
+    def of(
+        self, names: tuple[str, ...], own: Weights, x_BTD: jax.Array, execution: Execution
+    ) -> list[jax.Array]:
+        """The queries, keys or values [B, T, N, H] of a sequence; `names` are the weights'."""
+        products = [("BTD,DNH->BTNH", own[name]) for name in names]
+
+        def finished(name: str, x_BTNH: jax.Array) -> jax.Array:
+            if self.biases:
+                x_BTNH = add_bias(x_BTNH, own[f"{name}_bias"])
+            x_BTNH = named(x_BTNH, name)
+            return x_BTNH * self.query_scale if name == "query" else x_BTNH
+
+        return [*map(finished, names, execution.project(x_BTD, *products))]
 
     def back(
         self, own: Weights, a_BTNH: jax.Array, execution: Execution, out: tuple[str, ...]
@@ -105,7 +111,7 @@ class SelfAttention(Projections):
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attention among the tokens; arguments and results as in `block.Attends`."""
         del positions_BT
-        q, k, v = (self.of(name, own, h_BTD, execution) for name in ("query", "key", "value"))
+        q, k, v = self.of(("query", "key", "value"), own, h_BTD, execution)
         if cache is not None:
             k, v = cache = extend_cache(k, v, cache, start)
         return self.back(own, execution.attention(q, k, v, mask), execution, out), cache
@@ -119,8 +125,8 @@ class CrossAttention(Projections):
         self, own: Weights, memory_BSD: jax.Array, execution: Execution
     ) -> LayerCache:
         """The memory's keys and values, both [B, S, N, H]: the same for every query."""
-        key = self.of("key", own, memory_BSD, execution)
-        return key, self.of("value", own, memory_BSD, execution)
+        key, value = self.of(("key", "value"), own, memory_BSD, execution)
+        return key, value
 
     def __call__(
         self,
@@ -136,11 +142,11 @@ class CrossAttention(Projections):
 
         Args:
           own: the parameters.
-          h_BTD: what asks, whole along length.
+          h_BTD: what asks, laid out as the stream.
           keys_and_values: the memory's.
           mask: which of them a query sees.
           execution: the kernel, and the precision of the products.
           out: logical axes of the result.
         """
-        q_BTNH, (keys, values) = self.of("query", own, h_BTD, execution), keys_and_values
+        (q_BTNH,), (keys, values) = self.of(("query",), own, h_BTD, execution), keys_and_values
         return self.back(own, execution.attention(q_BTNH, keys, values, mask), execution, out)

@@ -5,13 +5,15 @@ Letters: B batch, T length, D embed, N query and K kv heads, H head_dim, F mlp, 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.products.dot import Einsum, einsum
+from jaxtrain.nn.products import rings
+from jaxtrain.nn.products.dot import Einsum, einsum, sides, spec_of
 from jaxtrain.nn.products.forms import as_matrix, product
 from jaxtrain.parallel.gathering import GradientSlice, Groups, gather
 from jaxtrain.parallel.sharding import (
@@ -43,10 +45,65 @@ def contract(
       by: what multiplies: in x's dtype, or with operands of 8 bits.
     """
     layout, value = current_layout(), weight.get_value()
+    if out is not None and by is einsum and _in_parts(equation, weight, out, layout):
+        x, value, spec = operands(equation, x, weight, out)
+        assert spec is not None, "a layout gives one"
+        return rings.scattered(equation, x, value, spec)
     shape = (value.weight if isinstance(value, GradientSlice) else value).shape
     groups = _as_matrix(equation, logical_axes(weight)[-len(shape) :], layout)
     x, value, spec = operands(equation, x, weight, out, groups)
     return product(equation, x, value, groups, shape, spec, by=by)
+
+
+def project(
+    x: jax.Array, products: Sequence[tuple[str, nnx.Param]], *, by: Einsum = einsum
+) -> list[jax.Array] | None:
+    """Products of one activation in parts, while the others are on their way.
+
+    Args:
+      x: the activation.
+      products: of each its equation and its weight, as in `contract`.
+      by: as in `contract`.
+
+    Returns:
+      None where the sequence is not split over `tensor`, or is not to be sent around, or where a
+      device would make the whole of a product.
+    """
+    layout, equations = current_layout(), [equation for equation, _ in products]
+    spec, left = spec_of(x), sides(equations[0])[0]
+    if layout is None or spec is None or by is not einsum or not layout.collective_matmul:
+        return None
+    split = all(
+        _split_letters(equation, weight, layout) & set(sides(equation)[2])
+        for equation, weight in products
+    )
+    if not split or "tensor" not in parts_of(spec[left.index("T")]):
+        return None
+    weights = [operands(equation, x, weight)[1] for equation, weight in products]
+    specs = [layout.activation(meaning(sides(equation)[2])) for equation in equations]
+    return rings.gathered(equations, x, weights, specs)
+
+
+def _in_parts(
+    equation: str, weight: nnx.Param, out: tuple[str, ...], layout: Layout | None
+) -> bool:
+    """Whether a product is summed over `tensor` and scattered along the sequence, part by part."""
+    if layout is None or not layout.collective_matmul or "residual_length" not in out:
+        return False
+    scattered = "tensor" in parts_of(layout.activation(("residual_length",))[0])
+    summed = _split_letters(equation, weight, layout) - set(sides(equation)[2])
+    return scattered and bool(summed)
+
+
+def _split_letters(equation: str, weight: nnx.Param, layout: Layout) -> set[str]:
+    """The letters of a weight's dimensions that are split over `tensor` in its product."""
+    letters = sides(equation)[1]
+    # Kv heads that do not divide are repeated until they do.
+    split = dataclasses.replace(layout, whole=layout.whole - {"kv_heads"})
+    spec = split.weight(logical_axes(weight)[-len(letters) :])
+    return {
+        letter for letter, part in zip(letters, spec, strict=True) if "tensor" in parts_of(part)
+    }
 
 
 def _as_matrix(equation: str, axes: tuple[str, ...], layout: Layout | None) -> Groups | None:

@@ -127,9 +127,11 @@ class Engine:
 
     @property
     def _has_ring(self) -> bool:
-        """Whether attention sends keys and values around `context`."""
+        """Whether a stage has permutes of its own: attention sends keys and values around
+        `context`, products parts of the sequence around `tensor`."""
         split = self.layout.mesh.shape["context"] > 1
-        return split and self.parts.execution.context_parallel == "ring"
+        by_attention = split and self.parts.execution.context_parallel == "ring"
+        return by_attention or self.layout.collective_matmul
 
     def _parts(self) -> Parts:
         """Without a loop over layers where a stage's backward pass is taken apart by operations."""

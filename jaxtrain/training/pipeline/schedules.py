@@ -77,6 +77,7 @@ def refuse(
     passes: int = 1,
     scan: Scan,
     context_parallel: str | None,
+    collective_matmul: bool,
 ) -> Iterator[str]:
     """A sentence for each reason why a model's layers cannot be stages that take turns so.
 
@@ -87,6 +88,7 @@ def refuse(
       passes: as of `make_schedule`.
       scan: the loop over a stage's layers.
       context_parallel: how sequences that are split are put together; None: they are whole.
+      collective_matmul: as in `Sharding`.
     """
     if ranks == 1:
         for field in dataclasses.fields(settings):
@@ -97,13 +99,19 @@ def refuse(
                     f"above 1 or leave it at {default!r}"
                 )
         return
-    if context_parallel == "ring" and settings.schedule in _SPLIT:
-        yield (
-            f"Pipeline.schedule={settings.schedule!r} with Attention.context_parallel='ring': "
-            "ranks that make weights' gradients in another's tick would have to go around its ring "
-            "too, which costs what this schedule saves; use Pipeline.schedule='1f1b', or "
-            "Attention.context_parallel='ulysses'"
-        )
+    rings = {
+        "Attention.context_parallel='ring'": (
+            context_parallel == "ring", "Attention.context_parallel='ulysses'"
+        ),
+        "Sharding.collective_matmul=True": (collective_matmul, "Sharding.collective_matmul=False"),
+    }  # fmt: skip
+    for written, (has_ring, way_out) in rings.items():
+        if has_ring and settings.schedule in SPLIT:
+            yield (
+                f"Pipeline.schedule={settings.schedule!r} with {written}: ranks that make weights' "
+                "gradients in another's tick would have to go around its ring too, which costs "
+                f"what this schedule saves; use Pipeline.schedule='1f1b', or {way_out}"
+            )
     try:
         settings.table(ranks, passes=passes)
     except UserError as error:
@@ -169,7 +177,7 @@ def make_schedule(
             f"Pipeline.microbatches={microbatches} with Pipeline.schedule='interleaved': it must "
             f"be a multiple of Mesh.pipe={ranks}; the nearest is {nearest}{instead}"
         )
-    if passes > 1 and name in _SPLIT:
+    if passes > 1 and name in SPLIT:
         raise UserError(
             f"Pipeline.schedule={name!r}: microbatches go around its ranks once, and those of "
             "an encoder-decoder twice; use Pipeline.schedule='1f1b'"
@@ -233,7 +241,7 @@ def _refuse_no_ranks(ranks: int) -> None:
 
 
 # Their weight gradients wait until a rank has nothing better to do.
-_SPLIT = ("zero_bubble", "dualpipe_v")
+SPLIT = ("zero_bubble", "dualpipe_v")
 
 
 def _turns(
@@ -284,7 +292,7 @@ def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> li
     turns = chunks * m + p - 1
     ahead = turns if name == "gpipe" else chunks * p
     kinds = [Work.FORWARD] * ahead
-    split = name in _SPLIT
+    split = name in SPLIT
     for turn in range(turns):
         kinds.append(Work.BACKWARD_INPUT if split else Work.BACKWARD)
         if split and (p - 1 <= turn < m - p or turn >= turns - min(m, p)):

@@ -32,7 +32,7 @@ from jaxtrain.training.settings import Config
 # Who reads them: a sequence of tokens, a loop over equal layers.
 _OF_SEQUENCES = (
     "Attention.kernel", "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
-    "Sharding.sequence_parallel", "Sharding.tensor_layout",
+    "Sharding.sequence_parallel", "Sharding.collective_matmul", "Sharding.tensor_layout",
 )  # fmt: skip
 _OF_LAYERS = (
     "Remat.policy", "Remat.save", "Remat.offload", "Scan.layers_per_iteration", "Offload.gradients",

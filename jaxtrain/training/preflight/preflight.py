@@ -15,7 +15,7 @@ from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import passes_of, reads_pairs
 from jaxtrain.nn import execution, experts
 from jaxtrain.nn.attention import context, kernels, patterns
-from jaxtrain.nn.products import eight_bit
+from jaxtrain.nn.products import eight_bit, rings
 from jaxtrain.parallel import dividing, mesh, sharding
 from jaxtrain.training import balancing, corruption, curvature, guard, noise, settings, sharpness
 from jaxtrain.training.exchange import exchange
@@ -118,6 +118,11 @@ def _matmul(seen: Outlook, config: Config) -> Iterable[str]:
     )
 
 
+def _rings(seen: Outlook, config: Config) -> Iterable[str]:
+    del seen
+    return rings.refuse(config.sharding.collective_matmul, matmul=config.precision.matmul)
+
+
 def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
     is_split = seen.size("context") > 1
     return schedules.refuse(
@@ -127,6 +132,7 @@ def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
         passes=passes_of(seen.model),
         scan=config.scan,
         context_parallel=config.attention.context_parallel if is_split else None,
+        collective_matmul=config.sharding.collective_matmul,
     )
 
 
@@ -232,6 +238,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
     _pipeline,
     lambda seen, c: corruption.refuse(c.corruption, seen.layout),
     _matmul,
+    _rings,
     lambda seen, c: c.train.task.refuse_model(c.train.model),
     lambda seen, c: c.train.task.refuse_run(
         c.train.model, length=seen.length, pipe=seen.size("pipe"), exchange=c.exchange.method

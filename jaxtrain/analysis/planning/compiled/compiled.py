@@ -44,6 +44,8 @@ _WITHOUT_TILES = (
     "XLA finds no tiles for a product without a GPU to try them on: compiled with cuBLAS for all "
     "(xla_gpu_enable_triton_gemm=false)"
 )
+# An instruction such as "%fusion.178.remat2 = ".
+_REPEATED = re.compile(r"^ *(?:ROOT )?%?[\w.-]+\.remat[\w.]* = ", re.MULTILINE)
 _FORMAT = 1
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -78,6 +80,12 @@ class Compiled:
     warnings: tuple[str, ...]
     seconds: float
     cached: bool = False
+
+    @property
+    def repeated(self) -> int:
+        """Operations that the compiler does again by itself, for want of memory: as XLA names what
+        its own rematerialization makes."""
+        return len(_REPEATED.findall(self.text))
 
 
 def cache_folder() -> Path:

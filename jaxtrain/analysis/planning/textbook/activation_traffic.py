@@ -104,10 +104,49 @@ class _Activations:
         and the recomputation stops before the last of a layer: nothing reads it."""
         return self.facts.repeats(f"{part}_out") and part != self.parts[-1]
 
+    def in_parts(self, name: str) -> tuple[bool, bool]:
+        """Whether what goes into a part of a layer is sent around `tensor`, and its last sum.
+
+        Latents are no heads, that each device could make its own of; what shared experts read is
+        gathered for the router too.
+        """
+        if not self.facts.layout.collective_matmul or name == "experts":
+            return False, False
+        latent = any(axis == "latent" for weight in self.facts.weights for axis in weight.axes)
+        return not (latent if name == "attention" else self.model.experts), True
+
+    def rings(self, name: str) -> Iterator[Expected]:
+        """The traffic of a part of a layer where its sequence is sent around in parts, t - 1 times:
+        what goes in, forward and for the gradient of the weights, and its gradient; the sum, and
+        the gradient of it. What goes in again for the backward pass is what remat would gather."""
+        facts, k = self.facts, self.facts.size("tensor")
+        part, cause = facts.stream_bytes // k, f"{name} output: parts of the sequence"
+        into, out = self.in_parts(name)
+        again = self.sums_again(name)
+        rings = into * (self.forwards + 2) + out * (self.forwards + again + 1)
+        formula = "10 (t-1) L B T D / t"
+        yield Expected(
+            "collective-permute", "tensor", rings * (k - 1) * self.runs, part, cause, formula
+        )
+        starts = facts.gathers_weights or not facts.config.remat.kept.keeps_all
+        gathers = (not into) * (self.forwards + starts) + (not out)
+        scatters = (not into) + (not out) * (self.forwards + again)
+        for kind, count, size in (
+            ("all-gather", gathers, part), ("reduce-scatter", scatters, facts.stream_bytes),
+        ):  # fmt: skip
+            if count:
+                yield Expected(
+                    kind, "tensor", count * self.runs, size, f"{name} output", "4 L B T D"
+                )
+
     def blocks(self) -> Iterator[Expected]:
         """Megatron's f and g (arXiv 1909.08053, section 3)."""
         facts, experts = self.facts, self.model.experts
+        in_parts = facts.layout.collective_matmul
         for name in self.parts:
+            if in_parts:
+                yield from self.rings(name)
+                continue
             again = self.sums_again(name)
             forward = (self.forwards + again) * self.runs
             yield from self.sums(f"{name} output", forward, self.runs, "4 L B T D")
@@ -120,7 +159,11 @@ class _Activations:
                 )  # fmt: skip
             gates = 4 * facts.B * facts.T * experts.per_token
             yield Expected("all-reduce", "tensor", self.runs, gates, "router: gates", "B T k")
-        if self.splits_stream and (facts.gathers_weights or not facts.config.remat.kept.keeps_all):
+        if (
+            self.splits_stream
+            and not in_parts
+            and (facts.gathers_weights or not facts.config.remat.kept.keeps_all)
+        ):
             # No other policy keeps what a gather gives. The backward pass starts from the part of
             # the stream that a device keeps (arXiv 2205.05198, section 4.2.2): in each part of the
             # layer, but where the sum before it runs again and gathers it.

@@ -1,0 +1,206 @@
+"""Products around a ring along `tensor`: what they give, what they send, what they hide."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_parity_matrix
+import test_pipeline
+from conftest import make_layout, make_program, needs_libtpu
+from jax.sharding import PartitionSpec as P
+from parity import assert_equal, evaluate
+
+from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, planned_layout
+from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.scheduled import scheduled
+from jaxtrain.analysis.planning.space import meshes_and_schedules
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.products import rings
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.settings import load_config
+
+B, T, D, F, N, H = 2, 16, 8, 24, 8, 2
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def ringed(**sizes: int):
+    return make_layout(sequence_parallel=True, collective_matmul=True, **sizes)
+
+
+def grads(function, *arrays):
+    """A sum that weighs every number of the results differently, and its gradients."""
+
+    def weighed(*arrays):
+        found = jax.tree.leaves(function(*arrays))
+        return sum(jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))) for y in found)
+
+    return jax.jit(jax.value_and_grad(weighed, range(len(arrays))))(*arrays)
+
+
+MESHES = [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"context": 2, "tensor": 4}, {"tensor": 2}]
+IDS = ["eight", "beside a batch", "beside context", "two"]
+
+
+def along_mesh(layout, function, specs, arrays, spec_of_all):
+    """The function of arrays that lie so, and its gradients, as whole arrays."""
+
+    def run(*arrays):
+        placed = [jax.sharding.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        found = function(*placed)
+        return jax.tree.map(lambda y: jax.sharding.reshard(y, spec_of_all), found)
+
+    with layout.active():
+        return grads(run, *(jax.sharding.reshard(x, P()) for x in arrays))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=IDS)
+def test_products_of_what_is_gathered_equal_einsum(sizes):
+    layout, equations = ringed(**sizes), ("BTD,DF->BTF", "BTD,PDNH->PBTNH")
+    x, up, qkv = draw(0, B, T, D), draw(1, D, F), draw(2, 3, D, N, H)
+
+    def plain(x, up, qkv):
+        pairs = zip(equations, (up, qkv), strict=True)
+        return [jnp.einsum(equation, x, weight) for equation, weight in pairs]
+
+    rows, length = layout.activation(("batch", "length"))
+    wanted = [P(rows, length, "tensor"), P(None, rows, length, "tensor", None)]
+    specs = [
+        layout.activation(("batch", "residual_length", "embed")),
+        P(None, "tensor"), P(None, None, "tensor", None),
+    ]  # fmt: skip
+
+    def around(x, up, qkv):
+        return rings.gathered(equations, x, [up, qkv], wanted)
+
+    found = along_mesh(layout, around, specs, (x, up, qkv), P())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found,
+                 grads(plain, x, up, qkv))  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=IDS)
+def test_a_product_that_is_scattered_equals_einsum(sizes):
+    layout, equation = ringed(**sizes), "BTNH,NHD->BTD"
+    x, out = draw(0, B, T, N, H), draw(1, N, H, D)
+    rows, length = layout.activation(("batch", "length"))
+    wanted = layout.activation(("batch", "residual_length", "embed"))
+    specs = [P(rows, length, "tensor", None), P("tensor", None, None)]
+    found = along_mesh(
+        layout, lambda x, out: rings.scattered(equation, x, out, wanted), specs, (x, out), P()
+    )
+    plain = grads(lambda x, out: jnp.einsum(equation, x, out), x, out)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, plain)
+
+
+FULL = Execution(kernel="reference", remat=POLICIES["full"])
+DOTS = Execution(kernel="reference", remat=POLICIES["dots"])
+CASES = {
+    "gpt": ("gpt", {"tensor": 8}, {}),
+    "kv heads on several devices, full": (
+        "llama", {"fsdp": 2, "tensor": 4, "zero": 2}, {"execution": FULL},
+    ),
+    "context, microbatches, dots": (
+        "llama", {"context": 2, "fsdp": 2, "tensor": 2}, {"execution": DOTS, "accumulation": 2},
+    ),
+    "experts": ("mixtral", {"expert": 2, "fsdp": 2, "tensor": 2}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_one_device(case):
+    model, sizes, changes = CASES[case]
+    layout = ringed(**sizes)
+    if sizes["tensor"] == 4:
+        layout = dataclasses.replace(layout, whole=frozenset({"kv_heads"}))
+    program = make_program(test_parity_matrix.MODELS[model], layout, **changes)
+    assert_equal(evaluate(program, test_parity_matrix.BATCH), test_parity_matrix.one_device(model))
+
+
+STAGES = {
+    "1f1b": (
+        test_pipeline.gpt, 4, {"pipe": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4},
+    ),
+    "interleaved, uneven": (
+        test_pipeline.llama, 6, {"pipe": 2, "fsdp": 2, "tensor": 2},
+        {
+            "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
+            "backward": "residuals",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_rings_inside_stages_equal_one_device(case):
+    make, num_layers, sizes, pipeline = STAGES[case]
+    program = make_program(make(num_layers), ringed(**sizes), pipeline=Pipeline(**pipeline))
+    assert_equal(evaluate(program, test_pipeline.BATCH), test_pipeline.one_device(make, num_layers))
+
+
+def products(program) -> int:
+    """How many products a step's program has."""
+    batch = test_parity_matrix.BATCH
+    state = jax.eval_shape(lambda: program.create(0))
+    with program.layout.active():
+        return str(jax.make_jaxpr(program.train_step)(state, batch)).count(" dot_general[")
+
+
+def test_dots_keeps_what_a_ring_made():
+    """What runs again is attention's scores, as without rings."""
+    model, none = test_parity_matrix.MODELS["gpt"], Execution(kernel="reference")
+    again = [
+        products(make_program(model, layout, execution=DOTS))
+        - products(make_program(model, layout, execution=none))
+        for layout in (ringed(tensor=2), make_layout(tensor=2, sequence_parallel=True))
+    ]
+    assert again[0] == again[1] > 0
+
+
+SMALL = (
+    "GPT.num_layers = 2", "GPT.embed_dim = 2048", "GPT.num_heads = 16", "GPT.vocab_size = 8192",
+    "GPT.context_length = 2048", "TextData.sequence_length = 2048", "Train.accumulation = 1",
+    "TextData.source = 'synthetic'", "TextData.tokenizer = 'byte'",
+    "TextData.separate_documents = False", "Train.global_batch_size = 4", "Mesh.data = 1",
+    "Mesh.tensor = 4", "Sharding.sequence_parallel = True", "Attention.kernel = 'reference'",
+)  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_tpu_s_schedule_puts_products_beside_what_is_sent():
+    """Of what layers send along tensor a step waits for less than half; without rings for most."""
+    target, waited = parse_target("v5p:2x2x1"), {}
+    for asked in (False, True):
+        config = load_config("gpt2_124m", [*SMALL, f"Sharding.collective_matmul = {asked}"])
+        layout = planned_layout(config, target)
+        options = options_of(config, layout)
+        text = lower(config, layout, options).compile().as_text() or ""
+        found = scheduled(config, layout, target, text, attention=0.0, thorough=True)
+        of_layers = [
+            found.waits.get((kind, "tensor"), (0.0, 0.0))
+            for kind in (("collective-permute",) if asked else ("all-gather", "reduce-scatter"))
+        ]
+        waited[asked] = [math.fsum(part) for part in zip(*of_layers, strict=True)]
+    assert waited[True][0] < 0.5 * waited[True][1]
+    assert waited[False][0] > waited[True][0]
+
+
+def test_a_search_sends_around_rings_wherever_it_can():
+    config, target = load_config("gpt_quickstart"), parse_target("v5p:2x2x2")
+    tried = [*meshes_and_schedules(config, target, 8)]
+    schedules = {
+        (one["Mesh.tensor"] > 1, one.get("Pipeline.schedule")): one.get(
+            "Sharding.collective_matmul", False
+        )
+        for one in tried
+    }
+    for (split, schedule), around in schedules.items():
+        assert around == (split and schedule not in ("zero_bubble", "dualpipe_v"))
+    assert {schedule for _, schedule in schedules} >= {None, "1f1b", "zero_bubble"}
