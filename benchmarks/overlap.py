@@ -40,7 +40,8 @@ _IN_TURN = (
     "Pipeline.schedule = 'interleaved'", "Pipeline.backward = 'residuals'",
     "Sharding.accumulate = 'local'", "Train.accumulation = 1",
 )  # fmt: skip
-_TENSOR = ("Mesh.tensor = 8", "Sharding.sequence_parallel = True")
+_AROUND = ("Sharding.sequence_parallel = True", "Sharding.collective_matmul = True")
+_TENSOR = ("Mesh.tensor = 8", *_AROUND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ ROWS = {
     )),
     "gpt3_175b v5p": Row("gpt2_124m", "v5p:8x8x8", (
         *_GPT_175B, *_IN_TURN, "Mesh.pipe = 16", "Mesh.data = 4", "Mesh.fsdp = 4",
-        "Mesh.tensor = 2", "Sharding.sequence_parallel = True", "Pipeline.virtual_stages = 6",
+        "Mesh.tensor = 2", *_AROUND, "Pipeline.virtual_stages = 6",
         "Remat.policy = 'dots'", "Pipeline.microbatches = 96",
     )),
     # As Llama 70B's, with 4 of 96 layers.

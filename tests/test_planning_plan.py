@@ -274,6 +274,35 @@ def test_a_search_whose_first_layouts_do_not_compile_shows_one_that_may_run(
         assert (found.compiled is None) == (fits_from == 99)
 
 
+AGAIN = """ENTRY main {
+  %fusion.7 = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jvp/remat.1"}
+  %fusion.7.remat = f32[8]{0} fusion(%a), kind=kLoop
+  ROOT %add_fusion.3.remat2.1 = f32[8]{0} fusion(%fusion.7.remat), kind=kLoop
+}"""
+
+
+def test_a_search_goes_on_where_a_compiler_does_work_again(llama_file, monkeypatch):
+    """Of made results: in the first four programs two operations are there twice."""
+    tried, real = [], plans._plan
+
+    def compiled(config, machine, effort, **more):
+        found = real(config, machine, "none", **more)
+        tried.append(config)
+        text = AGAIN if len(tried) <= 4 else ""
+        made = Compiled(0, 2**30, None, 0, 0, None, text, (), 0.0)
+        return dataclasses.replace(found, compiled=made)
+
+    monkeypatch.setattr(plans, "_plan", compiled)
+    found = plan(load_config(llama_file), "v5e:2x2", search=True)
+    assert len(tried) == 2 * COMPILED
+    compiled_ones = found.found.candidates[: 2 * COMPILED]
+    assert all(one.compiled_bytes is not None for one in compiled_ones)
+    for text, count in ((AGAIN, 2), ("", 0)):
+        made = dataclasses.replace(found, compiled=Compiled(0, 0, None, 0, 0, None, text, (), 0.0))
+        assert made.repeated == count
+        assert sum("2 operations again by itself" in words for words in made.advice) == count / 2
+
+
 def test_slices_are_joined_by_the_network():
     bindings = ["Mesh.data = 2", "Mesh.dcn = {'data': 2}", "Train.global_batch_size = 1024"]
     config = load_config("llama_8b", ["Attention.kernel = 'tpu'", *bindings])

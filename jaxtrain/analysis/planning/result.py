@@ -165,8 +165,8 @@ class Plan:
         why = [] if self.no_compiler is None else [f"nothing was compiled: {self.no_compiler}"]
         if self.repeated:
             why.append(
-                f"the compiler does {self.repeated} operations again by itself, for want of memory: "
-                "a layout that needs a little less (Remat, more devices) may be faster"
+                f"the compiler does {self.repeated} operations again by itself, for want of "
+                "memory: a layout that needs a little less (Remat, more devices) may be faster"
             )
         return [
             *why,

@@ -11,19 +11,17 @@ Letters: B batch, T length, D embed, F mlp; t the devices along `tensor`.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.products.dot import sides, spec_of
 from jaxtrain.nn.remat import PRODUCT
-from jaxtrain.parallel.sharding import along, current_layout, parts_of
+from jaxtrain.parallel.sharding import on_each_device, without
 
 _AXIS = "tensor"
 
@@ -53,38 +51,39 @@ def gathered(
       weights: of x's dtype, split over `tensor` along what the products make.
       specs: of the products, `tensor` along what the weights have there and not along T.
     """
-    spec = spec_of(x)
-    assert spec is not None, "no mesh"
-    over = parts_of(spec[sides(equations[0])[0].index("T")])
+    letters = sides(equations[0])[0]
+    here = spec_of(x), [spec_of(weight) for weight in weights]
+    whole = _whole_spec(here[0], letters)
 
     @jax.custom_vjp
     def run(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
-        def products(rank: jax.Array, x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
+        def products(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
             found = [_Whole(sides(equation)[2]) for equation in equations]
-            for number, part in _in_turn(rank, x):
+            for number, part in _in_turn(x):
                 for one, equation, weight in zip(found, equations, weights, strict=True):
                     one.put(jnp.einsum(equation, part, weight), number)
             return [one.array for one in found]
 
-        return _along(over, products, x, weights, out_specs=list(specs))
+        return on_each_device(products, here, list(specs))(x, weights)
 
     def forward(x: jax.Array, weights: list[jax.Array]) -> tuple[list[jax.Array], tuple]:
         return run(x, weights), (x, weights)
 
     def backward(kept: tuple, gradients: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        def of_both(
-            rank: jax.Array, x: jax.Array, weights: list[jax.Array], gradients: list[jax.Array]
-        ) -> tuple[jax.Array, list[jax.Array]]:
-            of_x = _sums(rank, [_of_x(one) for one in equations], gradients, weights)
-            # One product for all places: a part's would add to the whole weight's gradient.
-            whole = _Whole(sides(equations[0])[0])
-            for number, part in _in_turn(rank, x):
-                whole.put(part, number)
-            pairs = zip(equations, gradients, weights, strict=True)
-            return of_x, [_of_weight(one, whole.array, g, w, over) for one, g, w in pairs]
+        def of_x(
+            x: jax.Array, weights: list[jax.Array], gradients: list[jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            found = _Whole(letters)
+            for number, part in _in_turn(x):
+                found.put(part, number)
+            own = _sums([_of_x(one) for one in equations], gradients, weights)
+            return own, found.array
 
-        specs = spec_of(kept[0]), [spec_of(weight) for weight in kept[1]]
-        return _along(over, of_both, *kept, gradients, out_specs=specs)
+        x, weights = kept
+        sent = on_each_device(of_x, (*here, list(specs)), (here[0], whole))
+        own, x = sent(x, weights, gradients)
+        pairs = zip(equations, gradients, weights, strict=True)
+        return own, [_of_weight(equation, x, g, w) for equation, g, w in pairs]
 
     run.defvjp(forward, backward)
     return [checkpoint_name(one, PRODUCT) for one in run(x, list(weights))]
@@ -99,53 +98,50 @@ def scattered(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Ar
       weight: of x's dtype, split as x is.
       spec: of the product, `tensor` the last axis along T.
     """
-    over = parts_of(spec[sides(equation)[2].index("T")])
+    here, letters = (spec_of(x), spec_of(weight)), sides(equation)[2]
 
     @jax.custom_vjp
     def run(x: jax.Array, weight: jax.Array) -> jax.Array:
-        def product(rank: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-            return _sums(rank, [equation], [x], [weight])
+        def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return _sums([equation], [x], [weight])
 
-        return _along(over, product, x, weight, out_specs=spec)
+        return on_each_device(product, here, spec)(x, weight)
 
     def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple]:
         return run(x, weight), (x, weight)
 
     def backward(kept: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def of_both(
-            rank: jax.Array, x: jax.Array, weight: jax.Array, gradient: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
+        def of_x(weight: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
             by_x = _of_x(equation)
-            of_x, whole = _Whole(sides(by_x)[2]), _Whole(sides(by_x)[0])
-            for number, part in _in_turn(rank, gradient):
+            found, whole = _Whole(sides(by_x)[2]), _Whole(letters)
+            for number, part in _in_turn(gradient):
                 whole.put(part, number)
-                of_x.put(jnp.einsum(by_x, part, weight), number)
-            return of_x.array, _of_weight(equation, x, whole.array, weight, over)
+                found.put(jnp.einsum(by_x, part, weight), number)
+            return found.array, whole.array
 
-        specs = tuple(spec_of(one) for one in kept)
-        return _along(over, of_both, *kept, gradient, out_specs=specs)
+        x, weight = kept
+        sent = on_each_device(of_x, (here[1], spec), (here[0], _whole_spec(spec, letters)))
+        own, gradient = sent(weight, gradient)
+        return own, _of_weight(equation, x, gradient, weight)
 
     run.defvjp(forward, backward)
     return checkpoint_name(run(x, weight), PRODUCT)
 
 
-def _along(
-    over: tuple[str, ...], function: Callable[..., Any], *arguments: Any, out_specs: Any
-) -> Any:
-    """`function` of the place in the ring and of the arguments' parts along these axes."""
-    layout = current_layout()
-    assert layout is not None, "no layout is active"
-    ranks = jax.sharding.reshard(np.arange(layout.mesh.shape[_AXIS], dtype=np.int32), P(_AXIS))
-
-    def run(ranks: jax.Array, *arguments: Any) -> Any:
-        return function(ranks[0], *arguments)
-
-    return along(over, run, ranks, *arguments, out_specs=out_specs)
+def _whole_spec(spec: P | None, letters: str) -> P:
+    """The spec of an array with these letters once its places are gathered over `tensor`."""
+    assert spec is not None, "no mesh"
+    return P(
+        *(
+            without(part, (_AXIS,)) if letter == "T" else part
+            for letter, part in zip(letters, spec, strict=True)
+        )
+    )
 
 
-def _in_turn(rank: jax.Array, part: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
+def _in_turn(part: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
     """(number, part) of every device's part of the sequence, from this one's on."""
-    size = lax.axis_size(_AXIS)
+    size, rank = lax.axis_size(_AXIS), lax.axis_index(_AXIS)
     for step in range(size):
         # Sent before it is multiplied: a schedule may put the product beside it.
         following = _sent(part, -1) if step < size - 1 else part
@@ -154,10 +150,10 @@ def _in_turn(rank: jax.Array, part: jax.Array) -> Iterator[tuple[jax.Array, jax.
 
 
 def _sums(
-    rank: jax.Array, equations: Sequence[str], xs: Sequence[jax.Array], weights: Sequence[jax.Array]
+    equations: Sequence[str], xs: Sequence[jax.Array], weights: Sequence[jax.Array]
 ) -> jax.Array:
     """This device's places of the products' sum over all of them and over the devices."""
-    size, total = lax.axis_size(_AXIS), None
+    size, rank, total = lax.axis_size(_AXIS), lax.axis_index(_AXIS), None
     for step in range(size):
         number = _of_ring(rank + (size - 1 - step))
         own = functools.reduce(
@@ -172,14 +168,11 @@ def _sums(
     return total
 
 
-def _of_weight(
-    equation: str, x: jax.Array, gradient: jax.Array, weight: jax.Array, over: tuple[str, ...]
-) -> jax.Array:
-    """A weight's gradient, from all places of this device's row."""
+def _of_weight(equation: str, x: jax.Array, gradient: jax.Array, weight: jax.Array) -> jax.Array:
+    """A weight's gradient, from all places: one product, for a part's would read and write all of
+    the gradient too."""
     left, right, result = sides(equation)
-    found = jnp.einsum(f"{left},{result}->{right}", x, gradient, out_sharding=spec_of(weight))
-    others = tuple(axis for axis in over if axis != _AXIS)
-    return lax.psum(found, others) if others else found
+    return jnp.einsum(f"{left},{result}->{right}", x, gradient, out_sharding=spec_of(weight))
 
 
 def _of_x(equation: str) -> str:
@@ -195,8 +188,7 @@ def _sent(x: jax.Array, step: int) -> jax.Array:
 
 
 def _of_ring(number: jax.Array) -> jax.Array:
-    # No `%`: its own trace would keep the ring's size of the forward pass for the backward one.
-    return lax.rem(number, np.int32(lax.axis_size(_AXIS)))
+    return number % lax.axis_size(_AXIS)
 
 
 def _taken(whole: jax.Array, letters: str, number: jax.Array) -> jax.Array:
@@ -219,7 +211,7 @@ class _Whole:
         if array is None:
             shape = list(part.shape)
             shape[self._dim] = length * lax.axis_size(_AXIS)
-            array = lax.empty(tuple(shape), part.dtype, out_sharding=spec_of(part))
+            array = lax.empty(tuple(shape), part.dtype)  # zeros would be written first
         start = number * length
         self._array = lax.dynamic_update_slice_in_dim(array, part, start, self._dim)
 
