@@ -115,7 +115,8 @@ def train_row(name: str, options: argparse.Namespace, deadline: float) -> dict[s
                 merge(sides, f"{side} {setting}".strip(), result)
                 if (side, setting) == ("jaxtrain", "") and "error" in result:
                     return {**found, "sides": sides}  # there are no weights to compare with
-    done = {side: result["losses"] for side, result in sides.items() if "losses" in result}
+    count = row.narrow_losses if compute == "bfloat16" else None
+    done = {side: result["losses"][:count] for side, result in sides.items() if "losses" in result}
     units = (row.made_tiny() if options.tiny else row).units
     for result in sides.values():
         if "seconds" in result:

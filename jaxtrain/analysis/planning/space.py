@@ -49,6 +49,8 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
             mesh["Attention.context_parallel"] = "ulysses"
         has_rings = mesh.get("Sharding.sequence_parallel", False)
         has_rings = has_rings and config.precision.matmul == "compute"
+        # One way around a torus of more has half of the links that a gather has.
+        has_rings = has_rings and (target.chip.kind != "tpu" or sizes["tensor"] == 2)
         if sizes["pipe"] == 1:
             yield {**mesh, **_rings(config, has_rings)}
             continue
@@ -58,8 +60,8 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
 
 
 def _rings(config: Config, has_rings: bool) -> dict[str, Any]:
-    """The bindings with which products along `tensor` go around rings, wherever they can: the same
-    bytes, beside the products."""
+    """The bindings with which products along `tensor` go around rings: the same bytes, beside the
+    products."""
     if not has_rings and not config.sharding.collective_matmul:
         return {}
     return {"Sharding.collective_matmul": has_rings}
