@@ -204,6 +204,25 @@ def test_shards_that_lie_further_move_back_in_as_many_pieces_more():
     assert not all(row.explained for row in audit(found, expected, {"fsdp": 9}))
 
 
+def test_rows_move_back_to_the_smallest_shards_that_they_are_parts_of():
+    expected = [
+        meant("reduce-scatter", "fsdp", 1, 632, "gradients: token_embedding"),
+        meant("reduce-scatter", "fsdp", 1, 316, "gradients: out"),
+    ]
+    found = [
+        scattered(1, 640, rows=320), scattered(1, 320, rows=160),
+        moved("collective-permute", "fsdp", 1, 70), moved("collective-permute", "fsdp", 1, 150),
+    ]  # fmt: skip
+    rows = audit(found, expected, SIZES)
+    assert all(row.explained for row in rows)
+    back = {row.cause: row.bytes for row in rows if row.kind == "collective-permute"}
+    words = "(padded to whole tiles: rows moved back)"
+    assert back == {
+        f"gradients: token_embedding {words}": 150 * KIB,
+        f"gradients: out {words}": 70 * KIB,
+    }
+
+
 def test_a_gather_written_as_a_sum_is_a_gather():
     expected = [meant("all-gather", "fsdp", 1, 25, "replicas: scales")]
     row = one(audit([moved("all-reduce", "fsdp", 1, 100)], expected, SIZES))

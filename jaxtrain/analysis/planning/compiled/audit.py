@@ -214,7 +214,7 @@ class _Matching:
     def shifted(self, left: _Left) -> list[_Left]:
         """Rows of a padded shard that lie on another device without padding."""
         one, count = left.found, left.count
-        for other in self.shifts:
+        for other in sorted(self.shifts, key=lambda other: other.expected.bytes):
             fits = (other.expected.kind, other.expected.axis) == (one.kind, one.axis)
             if count and other.count and fits and one.bytes < other.expected.bytes:
                 taken = min(count, other.count)
