@@ -148,24 +148,42 @@ def test_another_form_of_a_reduce_scatter_is_said():
     assert row.textbook_bytes == 3 * 125 * KIB
 
 
-def test_shards_padded_to_whole_tiles_are_the_textbook_s_up_to_a_thirty_second():
-    expected = [meant("reduce-scatter", "fsdp", 2, 320, "gradients: token_embedding")]
-    row = one(audit([moved("reduce-scatter", "fsdp", 2, 330)], expected, SIZES))
+def scattered(count: int, kib: int, rows: int) -> Collective:
+    """Of so many rows on 4 devices."""
+    return moved("reduce-scatter", "fsdp", count, kib, shape=(rows, kib * KIB // 2 // rows))
+
+
+def test_shards_padded_to_whole_tiles_are_the_textbook_s_up_to_a_third():
+    expected = [meant("reduce-scatter", "fsdp", 2, 192, "gradients: out")]  # 12 rows each
+    row = one(audit([scattered(2, 256, rows=64)], expected, SIZES))
     assert row.explained
-    assert row.cause == "gradients: token_embedding (padded to whole tiles)"
-    assert (row.bytes, row.textbook_bytes) == (660 * KIB, 640 * KIB)
-    rows = audit([moved("reduce-scatter", "fsdp", 2, 331)], expected, SIZES)
-    assert [row.explained for row in rows] == [False, True]
+    assert row.cause == "gradients: out (padded to whole tiles)"
+    assert (row.bytes, row.textbook_bytes) == (512 * KIB, 384 * KIB)
+    for kib, rows in ((260, 64), (256, 48)):  # more; 12 rows each are no tiles
+        found = audit([scattered(2, kib, rows)], expected, SIZES)
+        assert [row.explained for row in found] == [False, True]
+
+
+def test_the_least_padded_is_taken_for_padding():
+    expected = [
+        meant("reduce-scatter", "fsdp", 2, 200, "gradients: key"),
+        meant("reduce-scatter", "fsdp", 2, 240, "gradients: out"),
+    ]
+    rows = audit([scattered(2, 256, rows=64)], expected, SIZES)
+    assert {row.cause: row.count for row in rows} == {
+        "gradients: out (padded to whole tiles)": 2,
+        "gradients: key (not moved)": 0,
+    }
 
 
 def test_after_a_padded_scatter_less_than_a_shard_moves_back_once():
-    expected = [meant("reduce-scatter", "fsdp", 2, 320, "gradients: token_embedding")]
-    scatter = moved("reduce-scatter", "fsdp", 2, 324)
+    expected = [meant("reduce-scatter", "fsdp", 2, 316, "gradients: token_embedding")]
+    scatter = scattered(2, 320, rows=160)
     for found, explained in (
-        (moved("collective-permute", "fsdp", 2, 80), True),
-        (moved("collective-permute", "fsdp", 3, 80), False),
-        (moved("collective-permute", "fsdp", 2, 81), False),  # a whole shard
-        (moved("collective-permute", "data", 2, 80), False),
+        (moved("collective-permute", "fsdp", 2, 79), True),
+        (moved("collective-permute", "fsdp", 3, 79), False),
+        (moved("collective-permute", "fsdp", 2, 80), False),  # a whole shard
+        (moved("collective-permute", "data", 2, 79), False),
     ):
         rows = [row for row in audit([scatter, found], expected, SIZES) if row.kind == found.kind]
         assert all(row.explained for row in rows) is explained
@@ -173,6 +191,36 @@ def test_after_a_padded_scatter_less_than_a_shard_moves_back_once():
     assert all(row.explained for row in audit([scatter], expected, SIZES))
     (row,) = audit([moved("collective-permute", "fsdp", 2, 80)], [], SIZES)
     assert not row.explained  # nothing was padded
+
+
+def test_shards_that_lie_further_move_back_in_as_many_pieces_more():
+    """12 rows padded to 16 on 9 devices: the last one's begin two shards later."""
+    expected = [meant("reduce-scatter", "fsdp", 1, 1080, "gradients: out")]
+    scatter = scattered(1, 1440, rows=144)
+    for count, explained in ((3, True), (4, False)):
+        found = [scatter, moved("collective-permute", "fsdp", count, 160)]
+        assert all(row.explained for row in audit(found, expected, {"fsdp": 9})) is explained
+    found = [scatter, moved("collective-permute", "fsdp", 1, 161)]
+    assert not all(row.explained for row in audit(found, expected, {"fsdp": 9}))
+
+
+def test_rows_move_back_to_the_smallest_shards_that_they_are_parts_of():
+    expected = [
+        meant("reduce-scatter", "fsdp", 1, 632, "gradients: token_embedding"),
+        meant("reduce-scatter", "fsdp", 1, 316, "gradients: out"),
+    ]
+    found = [
+        scattered(1, 640, rows=320), scattered(1, 320, rows=160),
+        moved("collective-permute", "fsdp", 1, 70), moved("collective-permute", "fsdp", 1, 150),
+    ]  # fmt: skip
+    rows = audit(found, expected, SIZES)
+    assert all(row.explained for row in rows)
+    back = {row.cause: row.bytes for row in rows if row.kind == "collective-permute"}
+    words = "(padded to whole tiles: rows moved back)"
+    assert back == {
+        f"gradients: token_embedding {words}": 150 * KIB,
+        f"gradients: out {words}": 70 * KIB,
+    }
 
 
 def test_a_gather_written_as_a_sum_is_a_gather():

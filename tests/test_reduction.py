@@ -21,7 +21,7 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import Layout, mean_over_batch, on_each_device, size_of_batch
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.reduction import summed_once
+from jaxtrain.training.reduction import _sum, summed_once
 
 P = jax.P
 LLAMA = MODELS["llama"]
@@ -172,3 +172,20 @@ def test_which_axes_gradients_cross_once(layout, passes, axes):
 def test_replicas_that_agree_in_another_way_sum_as_they_did():
     layout: Layout = dataclasses.replace(make_layout(1, data=2, fsdp=4), manual=frozenset({"data"}))
     assert summed_once(layout, 2) == ()
+
+
+def test_rows_of_less_than_a_tile_are_cut_and_stay_in_place():
+    """A device's row of each layer's [H, D N] is eight rows, a tile of float32, of an eighth."""
+    layout = make_layout(1, fsdp=8)
+    x = (
+        np.random.default_rng(0).normal(size=(8, 2, 64, 16, 8)).astype(np.float32)
+    )  # [k, L, D, N, H]
+    with layout.active():
+        x = jax.device_put(x, layout.named(P("fsdp")))
+        run = jax.jit(
+            on_each_device(
+                lambda x: _sum(x[0], ("fsdp",), 3, 1), P("fsdp"), P(None, None, None, "fsdp")
+            )
+        )
+        assert "f32[2,64,128]" in str(jax.make_jaxpr(run)(x))
+        np.testing.assert_allclose(run(x), np.asarray(x).sum(0), rtol=0, atol=1e-5)

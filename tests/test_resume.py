@@ -26,12 +26,18 @@ from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Checkpoint, Config, load_config
 from jaxtrain.training.step import Program, TrainState
 
-BY_ROWS = frozenset({("vocab", "vocab_embed"), ("embed", "mlp"), ("mlp", "embed")})
+BY_ROWS = frozenset(
+    {
+        ("vocab", "vocab_embed"), ("embed", "mlp"), ("mlp", "embed"),
+        ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"),
+        ("heads", "head_dim", "embed"),
+    }
+)  # fmt: skip
 # Name -> mesh and ZeRO stage, and bindings.
 LAYOUTS = {
     "one": ({}, []),
     "data": ({"data": 8}, []),
-    # Tables and mlps split by rows, as a TPU may have them.
+    # Tables, mlps and attention split by rows, as a TPU may have them.
     "zero3": ({"fsdp": 8, "by_rows": BY_ROWS}, []),
     "zero1": ({"fsdp": 4, "data": 2, "zero": 1, "by_rows": BY_ROWS}, []),
     "tensor": ({"fsdp": 4, "tensor": 2, "sequence_parallel": True}, []),

@@ -31,8 +31,20 @@ MODELS = {
 }
 BATCH = text_batch(rows=16, length=16, vocab_size=48)  # rows 48..63 of the vocabulary are unseen
 
+# Half as many heads, of 8: parts of a head on each of 8 devices.
+MODELS |= {
+    "gpt_heads": dataclasses.replace(MODELS["gpt"], num_heads=4),
+    "llama_heads": dataclasses.replace(MODELS["llama"], num_heads=4),
+}
 # Every table and every matrix of an mlp, as a TPU may have them: see `dividing.in_tiles`.
 BY_ROWS = frozenset({("vocab", "vocab_embed"), ("embed", "mlp"), ("mlp", "embed")})
+# And attention's.
+BY_HEADS = BY_ROWS | {
+    ("qkv", "embed", "heads", "head_dim"),
+    ("embed", "heads", "head_dim"),
+    ("embed", "kv_heads", "head_dim"),
+    ("heads", "head_dim", "embed"),
+}
 LAYOUTS = {
     "data8": {"data": 8},
     "zero0": {"fsdp": 8, "zero": 0},
@@ -48,6 +60,10 @@ LAYOUTS = {
     "rows_zero2": {"zero": 2, "data": 2, "fsdp": 4, "by_rows": BY_ROWS},
     "rows_zero3": {"fsdp": 8, "by_rows": BY_ROWS},
     "rows_hsdp": {"data": 2, "fsdp": 4, "by_rows": BY_ROWS},
+    "heads_zero1": {"zero": 1, "fsdp": 8, "by_rows": BY_HEADS},
+    "heads_zero2": {"zero": 2, "fsdp": 8, "by_rows": BY_HEADS},
+    "heads_zero3": {"fsdp": 8, "by_rows": BY_HEADS},
+    "heads_hsdp": {"data": 2, "fsdp": 4, "by_rows": BY_HEADS},
 }
 
 
@@ -57,7 +73,12 @@ def one_device(name):
     return evaluate(make_program(MODELS[name], make_layout()), BATCH)
 
 
-CASES = [("gpt", layout) for layout in LAYOUTS] + [("llama", "zero3"), ("llama", "all_sequence")]
+HEADS = [layout for layout in LAYOUTS if layout.startswith("heads")]
+CASES = [
+    *(("gpt", layout) for layout in LAYOUTS if layout not in HEADS),
+    *(("llama", layout) for layout in ("zero3", "all_sequence")),
+    *((f"{name}_heads", layout) for name in ("gpt", "llama") for layout in HEADS),
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -1,4 +1,4 @@
-"""On TPUs fsdp splits tables and mlps by rows where its shards of embed are a part of a tile."""
+"""On TPUs fsdp splits tables, mlps and heads where its shards of embed are a part of a tile."""
 
 import dataclasses
 import math
@@ -12,13 +12,20 @@ from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, plan
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.parallel.dividing import in_tiles
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.program.layouts import shapes_of
 from jaxtrain.training.settings import Config, load_config
 
 TABLE, UP, DOWN = ("vocab", "vocab_embed"), ("layers", "embed", "mlp"), ("layers", "mlp", "embed")
 BY_EMBED = {TABLE: P(None, "fsdp"), UP: P(None, "fsdp", None), DOWN: P(None, None, "fsdp")}
 BY_ROWS = {TABLE: P("fsdp", None), UP: P(None, None, "fsdp"), DOWN: P(None, "fsdp", None)}
+# Attention's, split along each head.
+QKV = ("layers", "qkv", "embed", "heads", "head_dim")
+QUERY = ("layers", "embed", "heads", "head_dim")
+KEY, OUT = ("layers", "embed", "kv_heads", "head_dim"), ("layers", "heads", "head_dim", "embed")
+HEADS = {QKV, QUERY, KEY, OUT}
+BY_EMBED |= {axes: P(*("fsdp" if axis == "embed" else None for axis in axes)) for axes in HEADS}
+BY_ROWS |= {axes: P(*("fsdp" if axis == "head_dim" else None for axis in axes)) for axes in HEADS}
 SYNTHETIC = ["TextData.source = 'synthetic'", "TextData.tokenizer = 'byte'"]
 
 
@@ -29,6 +36,7 @@ def laid_out(name: str, zero: int = 3, *bindings: str, **sizes: int) -> Layout:
     return in_tiles(Layout(mesh, zero), shapes_of(config.train.model))
 
 
+LLAMA = {QUERY, KEY, OUT}
 # 70B of arXiv 2307.09288: columns of 8192.
 WIDE = ("Llama.embed_dim=8192", "Llama.num_heads=64", "Llama.mlp_dim=28672")
 
@@ -37,19 +45,25 @@ WIDE = ("Llama.embed_dim=8192", "Llama.num_heads=64", "Llama.mlp_dim=28672")
     ("name", "bindings", "fsdp", "by_rows"),
     [
         ("gpt2_124m", (), 4, set()),  # 192 columns of embed
-        ("gpt2_124m", (), 8, {TABLE}),  # 96; 6288 rows of the table
-        ("gpt2_124m", ("GPT.vocab_size=50257",), 8, set()),  # odd
+        ("gpt2_124m", (), 8, {TABLE, QKV, OUT}),  # 96; 6288 rows of the table, 8 x 12 of heads
+        ("gpt2_124m", ("GPT.vocab_size=50257",), 8, {QKV, OUT}),  # odd
+        ("gpt2_124m", (), 64, {TABLE, UP, DOWN, QKV, OUT}),  # 12 of 128; 12 rows are 16
+        ("gpt2_124m", (), 256, {UP, DOWN}),  # 3; 12 rows of the mlp are 16, a fourth of a head
         ("llama_8b", (), 16, set()),  # 256
-        ("llama_8b", (), 32, {TABLE}),  # 128; 4008 rows, padded to 4016
-        ("llama_8b", (), 64, {TABLE}),  # 64; 2004 rows, padded to 2016
+        ("llama_8b", (), 32, {TABLE, *LLAMA}),  # 128; 4008 rows
+        ("llama_8b", (), 64, {TABLE, *LLAMA}),  # 64; 2004 rows, padded to 2008
+        ("llama_8b", (), 256, {TABLE, UP, DOWN}),  # 16; 501 rows, padded to 504, and 56
         ("llama_8b", (), 512, set()),  # 8; 250.5 rows and 28, which would be padded to 32
-        ("llama_1b", (), 64, {TABLE, UP, DOWN}),  # 32; 128 rows of the mlp
+        ("llama_1b", (), 64, {TABLE, UP, DOWN, *LLAMA}),  # 32; 128 rows of the mlp, 8 of keys
         ("llama_8b", WIDE, 256, {TABLE, UP, DOWN}),  # 32; 112 rows of the mlp
     ],
 )  # fmt: skip
 def test_which_weights_are_split_by_rows(name, bindings, fsdp, by_rows):
     layout = laid_out(name, 3, *bindings, fsdp=fsdp)
-    for axes in (TABLE, UP, DOWN):
+    shapes = by_name(shapes_of(load_config(name, [*SYNTHETIC, *bindings]).train.model)).values()
+    there = {logical_axes(variable) for variable in shapes}
+    assert by_rows <= there
+    for axes in there & set(BY_ROWS):
         wanted = BY_ROWS if axes in by_rows else BY_EMBED
         assert (
             layout.parameter(axes) == layout.moment(axes) == layout.gradient(axes) == wanted[axes]
@@ -95,11 +109,11 @@ def test_what_has_other_sizes_keeps_embed_split(bindings):
     assert not layout.by_rows
 
 
-def moved(config, layout) -> list[Collective]:
-    """What a step moves of 4 MiB and more."""
+def moved(config, layout, least: int = 2**22) -> list[Collective]:
+    """What a step moves of so many bytes and more."""
     options = options_of(config, layout) | {"exec_time_optimization_effort": -1.0}
     compiled = lower(config, layout, options).compile()
-    return [one for one in collectives(compiled.as_text(), layout.mesh) if one.bytes >= 2**22]
+    return [one for one in collectives(compiled.as_text(), layout.mesh) if one.bytes >= least]
 
 
 def table_on(devices: int) -> tuple[Config, Layout]:
@@ -137,3 +151,38 @@ def test_replicas_of_shards_sum_rows():
     assert [(one.kind, one.axis) for one in whole] == [("reduce-scatter", "fsdp")]
     shards = [one.shape for one in found if one.axis == "data" and 50304 // 32 in one.shape]
     assert shards == [(50304 // 32, 2048)]
+
+
+def attention_of(name: str, target: str, *bindings: str) -> tuple[Config, Layout]:
+    """One layer of a shipped model on all devices of a target."""
+    devices = parse_target(target).devices
+    bindings = (
+        *SYNTHETIC, *bindings, "TextData.sequence_length=128", "Train.accumulation=1",
+        f"Train.global_batch_size={devices}", "Attention.kernel='reference'", "Mesh.data=1",
+        f"Mesh.fsdp={devices}",
+    )  # fmt: skip
+    config = load_config(name, bindings)
+    return config, planned_layout(config, parse_target(target))
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target", "bindings", "sizes"),
+    [
+        # 12 heads are no whole tile, and a shard of embed is 96 columns.
+        ("gpt2_124m", "v5e:2x4", ("GPT.num_layers=1",), {3 * 768 * 768, 768 * 768}),
+        # A square matrix, of which the compiler may put either dimension first.
+        ("llama_8b", "v5p:2x4x4", ("Llama.num_layers=1",), {4096 * 4096, 4096 * 1024}),
+    ],
+)  # fmt: skip
+def test_attentions_gradients_are_scattered(name, target, bindings, sizes):
+    config, layout = attention_of(name, target, *bindings)
+    of_heads = [one for one in moved(config, layout, 2**20) if math.prod(one.shape) in sizes]
+    kinds = {one.kind for one in of_heads if one.kind != "all-gather"}
+    assert kinds == {"reduce-scatter"}
+    plain = dataclasses.replace(
+        layout, by_rows=frozenset(axes for axes in layout.by_rows if "head_dim" not in axes)
+    )
+    of_heads = [one for one in moved(config, plain, 2**20) if math.prod(one.shape) in sizes]
+    assert "all-reduce" in {one.kind for one in of_heads}

@@ -25,13 +25,16 @@ from jaxtrain.parallel.sharding import (
 )
 from jaxtrain.parallel.tables import ROWS, MeshAxes
 
-# Columns of a TPU's tile, and rows of one of bfloat16; and below how many columns of a shard of
-# embed its gradient is better scattered along the other dimension: of tables, which are summed
-# whole at one tile of columns too, and of an mlp's matrices.
-_COLUMNS, _TILE_ROWS = 128, 16
-_FEW_COLUMNS = {"vocab": _COLUMNS + 1, "mlp": _COLUMNS // 2}
-# Padding of rows to whole tiles moves at most this part of a shard more.
+# Columns and rows of a TPU's tile; and below how many columns of a shard of embed its gradient is
+# better scattered along the other dimension: of tables, which are summed whole at one tile of
+# columns too, of an mlp's matrices, and of attention's, whose heads are columns of less than a tile
+# where embed is rows.
+_COLUMNS, _TILE_ROWS = 128, 8
+_FEW_COLUMNS = {"vocab": _COLUMNS + 1, "mlp": _COLUMNS // 2, "head_dim": _COLUMNS + 1}
+# Padding of rows to whole tiles moves at most this part of a shard more, where embed is whole.
 _PADDING = 1 / 32
+# What may stand beside embed and the rows of a matrix that fsdp splits: each row is so many.
+_BESIDE = {"heads", "kv_heads", "qkv"}
 
 
 class Sized(Protocol):
@@ -116,9 +119,14 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
 
     A TPU lays arrays out in tiles of 128 columns, and of shards of one or less its compiler may sum
     the gradient whole and cut it: twice the wire of a scatter (tests/test_tiles.py). So where a
-    device has few columns of embed, fsdp splits a table's vocabulary or a matrix's mlp, if that
-    divides into whole tiles of rows but for 1/32. What has neither stays as it is. Replicas along
-    data sum the shards, whatever they are of.
+    device has few columns of embed, fsdp splits a table's vocabulary, a matrix's mlp, or of heads
+    their head_dim, if that divides into whole tiles of rows but for 1/32, or for less than embed
+    would be padded. What has none of them stays as it is. Replicas along data sum the shards,
+    whatever they are of.
+
+    Part of each head is as many rows as there are heads, with embed as the columns: [2048, 32, 64]
+    on 64 devices is 32 rows of 2048 on each, and nothing is padded, where embed split is 32 rows
+    of as many heads, of 64 columns each in a tile of 128.
 
     Args:
       layout: as the mesh has it.
@@ -129,7 +137,8 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     able: dict[tuple[str, ...], bool] = {}
     for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
         axes = own_axes(logical_axes(variable))
-        if len(axes) == 2 and set(axes) & set(ROWS) and set(axes) & {"embed", "vocab_embed"}:
+        named = set(axes) - _BESIDE
+        if len(named) == 2 and named & set(ROWS) and named & {"embed", "vocab_embed"}:
             one = _better_by_rows(layout, axes, variable.get_value().shape[-len(axes) :])
             able[axes] = able.get(axes, True) and one
     return dataclasses.replace(layout, by_rows=frozenset(axes for axes in able if able[axes]))
@@ -139,8 +148,17 @@ def _better_by_rows(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...
     fsdp, sizes = layout.mesh.shape["fsdp"], dict(zip(axes, shape, strict=True))
     (row,) = set(axes) & set(ROWS)
     columns = sizes.get("embed", sizes.get("vocab_embed", 0)) // fsdp
-    rows, rest = divmod(sizes[row], fsdp)
-    return columns < _FEW_COLUMNS[row] and rest == 0 and -rows % _TILE_ROWS <= rows * _PADDING
+    each, rest = divmod(sizes[row], fsdp)
+    rows = each * math.prod(size for axis, size in sizes.items() if axis in _BESIDE)
+    # Embed is rows too where it is few: of as many columns as the other dimension has.
+    of_embed = max(_padding(columns, _TILE_ROWS), _padding(sizes[row], _COLUMNS))
+    fits = rest == 0 and _padding(rows, _TILE_ROWS) <= max(_PADDING, of_embed)
+    return columns < _FEW_COLUMNS[row] and fits
+
+
+def _padding(size: int, tile: int) -> float:
+    """What whole tiles add to this size, as a part of it."""
+    return -size % tile / size if size else 0.0
 
 
 def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import layout as in_memory
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import Layout, current_layout, is_variable, logical_axes, reshape
@@ -81,10 +82,11 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
         whole = _attached(
             weight, _joined(value.slice, groups), lambda g: jax.sharding.reshard(g, spec)
         )
-        return _with_padded_vocabulary(whole, axes, layout)
+        return _with_padded_vocabulary(_rows_first(whole, spec, groups), axes, layout)
     # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
     axes = axes[-value.ndim :]
     gathered = jax.sharding.reshard(_joined(value, groups), _join(layout.weight(axes), groups))
+    gathered = _rows_first(gathered, _join(layout.parameter(axes), groups), groups)
     if layout.parameter(axes) != layout.weight(axes):
         gathered = checkpoint_name(gathered, GATHERED)
     return _with_padded_vocabulary(gathered, axes, layout)
@@ -110,6 +112,28 @@ def dtype_of(parameter: nnx.Param) -> jax.numpy.dtype:
 def _join(spec: P, groups: Groups | None) -> P:
     """The spec of an array whose dimensions were joined."""
     return spec if groups is None else P(*(spec[group[0]] for group in groups))
+
+
+def _rows_first(weight: jax.Array, spec: P, groups: Groups | None) -> jax.Array:
+    """The weight, whose gradient has the split dimension as its rows, where that is a group's last.
+
+    A TPU's compiler scatters rows of heads' parts. Of a square product it may put the other
+    dimension first, and then sums the whole (tests/test_tiles.py).
+    """
+    if groups is None or not any(group[1:] and group[0] == max(group) for group in groups):
+        return weight
+    order = sorted(range(len(spec)), key=lambda dim: spec[dim] is None)
+
+    @jax.custom_vjp
+    def identity(weight: jax.Array) -> jax.Array:
+        return weight
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        lies = in_memory.Layout(tuple(order))
+        return (in_memory.with_layout_constraint(gradient, lies),)
+
+    identity.defvjp(lambda weight: (weight, None), backward)
+    return identity(weight)
 
 
 def _joined(x: jax.Array, groups: Groups | None) -> jax.Array:

@@ -70,8 +70,9 @@ RULES: dict[str, AxisRule] = {
     "state": _WHOLE,  # of a channel of a state space
 }
 
-# What fsdp may split in place of embed: see `jaxtrain.parallel.dividing.in_tiles`.
-ROWS = ("vocab", "mlp")
+# What fsdp may split in place of embed, of heads a part of each: see
+# `jaxtrain.parallel.dividing.in_tiles`.
+ROWS = ("vocab", "mlp", "head_dim")
 
 # The other layouts of tensor parallelism: what differs from RULES. Axes of the mesh are gathered or
 # reduced where a product needs it: see `jaxtrain.nn.products.contract.contract`.

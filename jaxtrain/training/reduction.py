@@ -174,16 +174,18 @@ def _sum(x: jax.Array, axes: tuple[str, ...], dim: int | None, lead: int) -> jax
 
     Of `lead` dimensions of layers, the scattered one and all others, rows lie after rows in memory:
     XLA's TPU compiler scatters rows of whole tiles (8 of float32, 16 of bfloat16), and sums the
-    whole of an array that it may lay out as it likes.
+    whole of an array that it may lay out as it likes. So where a device's rows are fewer (one of
+    64 of each head), each is cut into several: they lie in memory as before.
     """
     if dim is None:
         return jax.lax.psum(x, axes) if axes else x
     moved = jnp.moveaxis(x, dim, lead)
-    rows = moved.reshape(*moved.shape[: lead + 1], -1)
+    tile, own = 32 // x.dtype.itemsize, moved.shape[lead] // jax.lax.axis_size("fsdp")
+    cuts, columns = tile // math.gcd(tile, own), math.prod(moved.shape[lead + 1 :])
+    cuts = 1 if columns % (128 * cuts) else cuts
+    rows = moved.reshape(*moved.shape[:lead], moved.shape[lead] * cuts, columns // cuts)
     rows = in_memory.with_layout_constraint(rows, in_memory.Layout(tuple(range(rows.ndim))))
     shard = jax.lax.psum_scatter(rows, "fsdp", scatter_dimension=lead, tiled=True)
     rest = tuple(axis for axis in axes if axis != "fsdp")
     shard = jax.lax.psum(shard, rest) if rest else shard
-    return jnp.moveaxis(
-        shard.reshape(*shard.shape[: lead + 1], *moved.shape[lead + 1 :]), lead, dim
-    )
+    return jnp.moveaxis(shard.reshape(*shard.shape[:lead], -1, *moved.shape[lead + 1 :]), lead, dim)

@@ -22,7 +22,8 @@ def as_matrix(equation: str, *specs: P) -> Groups | None:
     Heads and head_dim as dimensions of their own come out in an order of the compiler's choice, on
     CPUs and GPUs with the rows last: then activations are copied transposed before and after, and
     what is kept of all layers once more. A TPU's compiler chooses well, and copies a little more
-    where it has no choice.
+    where it has no choice: but where head_dim is split (see `dividing.in_tiles`), heads that fill
+    no tile would keep it from scattering the gradient, and steps of matrices are shorter too.
 
     Args:
       equation: of the product, over (activation, weight).
@@ -31,16 +32,17 @@ def as_matrix(equation: str, *specs: P) -> Groups | None:
     Returns:
       None where it is better, or cannot be but, multiplied as it is.
     """
-    if _platform() == "tpu":
-        return None
     left, right, result = sides(equation)
     if len(right) == 2:
         return None
     split = {i for spec in specs for i, part in enumerate(spec) if part is not None}
     summed = [right.index(letter) for letter in left if letter in right]
     made = [right.index(letter) for letter in result if letter in right]
-    # Heads may be split over devices, if they come first in what they are joined with.
-    made.sort(key=lambda i: i not in split)
+    if _platform() == "tpu" and not split & {group[-1] for group in (summed, made) if group[1:]}:
+        return None
+    # What is split over devices comes first in what it is joined with.
+    for group in (summed, made):
+        group.sort(key=lambda i: i not in split)
     if split & {*summed[1:], *made[1:]}:
         return None
     return tuple(summed), tuple(made)
@@ -87,6 +89,7 @@ def product(
         sizes |= {letter: shape[i] for i, letter in enumerate(right)}
         sizes["k"] = math.prod(sizes[letter] for letter in summed)
         parts["k"], wanted["m"] = parts[summed[0]], wanted.get(made[0])
+        x = x.transpose([left.index(letter) for letter in kept + summed])
     if rows:
         of_x, of_result = of_x.replace(rows, "r"), of_result.replace(rows, "r")
         sizes["r"], parts["r"] = sizes[rows[0]] * sizes[rows[1]], _joined(parts, rows)

@@ -15,6 +15,7 @@ from jaxtrain.analysis.planning.textbook.facts import Expected
 SMALL = 64 * 1024
 SMALL_THINGS = "scalars and norms"
 NOT_MOVED = "not moved"
+_TILE_ROWS = 8  # of a TPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,9 @@ def audit(
     - the arrays of several layers as one;
     - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
       see it), which sends twice as much; a gather as an all-reduce likewise;
-    - a reduce-scatter of shards that were padded to whole tiles, by up to 1/32, and one permute of
-      less than a shard after it, since shards without padding begin elsewhere;
+    - a reduce-scatter of shards that were padded to whole tiles, by up to a third (12 rows to 16),
+      and permutes after it, since shards without padding begin elsewhere: one of less than a shard,
+      and one of a shard for each that the last of them lies further;
     - a reduce-scatter along some axes and the all-reduce of its parts along others as one
       all-reduce along all of them;
     - on a CPU, bfloat16 as float32, in any of these forms; the greatest of bfloat16 numbers so
@@ -152,7 +154,7 @@ class _Matching:
     def __init__(self, open_: list[_Open], sizes: Mapping[str, int]) -> None:
         self.open, self.sizes = open_, sizes
         self.rows: list[Row] = []
-        self.shifts: list[_Open] = []  # of at most so many bytes
+        self.shifts: list[_Open] = []  # of less than so many bytes
 
     def devices(self, axis: str) -> int:
         """Devices along an axis, or along several joined by "+"."""
@@ -190,28 +192,29 @@ class _Matching:
         one, count = left.found, left.count
         if one.kind != "reduce-scatter":
             return [left]
-        for other in self._nearest(one, one.kind):
-            payload = other.expected.bytes
-            fits = other.expected.axis == one.axis and payload < one.bytes <= payload * 33 / 32
-            if count and fits:
+        nearest = sorted(self._nearest(one, one.kind), key=lambda other: -other.expected.bytes)
+        for other in nearest:  # the least padding first
+            payload, devices = other.expected.bytes, self.devices(one.axis)
+            fits = other.expected.axis == one.axis and payload < one.bytes <= payload * 4 / 3
+            if count and fits and any(size % (_TILE_ROWS * devices) == 0 for size in one.shape):
                 taken = min(count, other.count)
                 cause = f"{other.expected.cause} (padded to whole tiles)"
                 self._take(left, other, taken, taken, cause)
-                shard = one.bytes // self.devices(one.axis)
+                further = int((devices - 1) * (1 - payload / one.bytes))  # shards, the last one
                 moved = dataclasses.replace(
                     other.expected,
                     kind="collective-permute",
-                    bytes=shard,
+                    bytes=one.bytes // devices + (further > 0),
                     cause=f"{cause[:-1]}: rows moved back)",
                 )
-                self.shifts.append(_Open(moved, taken))
+                self.shifts.append(_Open(moved, taken * (1 + further)))
                 count -= taken
         return _rest(left, count)
 
     def shifted(self, left: _Left) -> list[_Left]:
         """Rows of a padded shard that lie on another device without padding."""
         one, count = left.found, left.count
-        for other in self.shifts:
+        for other in sorted(self.shifts, key=lambda other: other.expected.bytes):
             fits = (other.expected.kind, other.expected.axis) == (one.kind, one.axis)
             if count and other.count and fits and one.bytes < other.expected.bytes:
                 taken = min(count, other.count)
