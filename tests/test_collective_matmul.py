@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import test_parity_matrix
 import test_pipeline
+import test_planning_traffic as traffic
 from conftest import make_layout, make_program, needs_libtpu
 from jax.sharding import PartitionSpec as P
 from parity import assert_equal, evaluate
@@ -21,6 +22,7 @@ from jaxtrain.analysis.planning.space import meshes_and_schedules
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products import rings
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import load_config
 
@@ -142,6 +144,29 @@ def test_rings_inside_stages_equal_one_device(case):
     make, num_layers, sizes, pipeline = STAGES[case]
     program = make_program(make(num_layers), ringed(**sizes), pipeline=Pipeline(**pipeline))
     assert_equal(evaluate(program, test_pipeline.BATCH), test_pipeline.one_device(make, num_layers))
+
+
+ASKED = Sharding(sequence_parallel=True, collective_matmul=True)
+SENT = {
+    "fsdp, full": traffic.config_of(
+        traffic.LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=ASKED, remat=traffic.FULL
+    ),
+    "in stages": traffic.config_of(
+        traffic.deep(traffic.LLAMA), {"pipe": 2, "data": 2, "tensor": 2}, rows=16, sharding=ASKED,
+        pipeline=Pipeline(microbatches=4),
+    ),
+}  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.parametrize("case", SENT)
+def test_what_goes_around_is_the_closed_form(case):
+    """Read from a TPU's program; fsdp's scatters of so small a model are sums."""
+    rows = traffic.audited(SENT[case], *traffic.compiled_step(SENT[case]))
+    assert traffic.faults(rows, {traffic.WHOLE} if "fsdp" in case else set()) == []
+    sent = sum(row.count for row in rows if row.axis == "tensor" and "permute" in row.kind)
+    # Layers times microbatches, steps around the ring, rings.
+    assert sent == (3 * 3 * 11 if "fsdp" in case else 2 * 4 * 1 * (10 + 4))
 
 
 def products(program) -> int:

@@ -104,7 +104,6 @@ def deep(model):
 LLAMA, LLAMA8 = MODELS["llama"], MODELS["llama8"]
 FULL = Remat(policy="full")
 INT8 = Precision(compute="bfloat16", matmul="int8")
-RINGS = Sharding(sequence_parallel=True, collective_matmul=True)
 ULYSSES = Attention(kernel="reference", context_parallel="ulysses")
 
 # The configuration, and the forms that the compiler chooses.
@@ -135,19 +134,6 @@ OWN = {
         config_of(
             dataclasses.replace(MODELS["gpt"], num_layers=3), {"data": 4, "tensor": 2},
             sharding=Sharding(sequence_parallel=True), remat=Remat(policy="elementwise"),
-        ),
-        set(),
-    ),
-    "rings, fsdp, full": (
-        config_of(
-            LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=RINGS, remat=FULL,
-        ),
-        {WHOLE},
-    ),
-    "rings in stages": (
-        config_of(
-            deep(LLAMA), {"pipe": 2, "data": 2, "tensor": 2}, rows=16, sharding=RINGS,
-            pipeline=Pipeline(microbatches=4),
         ),
         set(),
     ),
