@@ -27,6 +27,7 @@ from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.settings import load_config
 
 V5E, CPU = parse_target("v5e:2x4"), parse_target("cpu:8")
 ROWS = 8
@@ -70,6 +71,13 @@ def test_recomputation_and_masks_that_kernels_skip():
     skipping = executed_flops(config({"fsdp": 8}, attention=Attention(kernel="tpu")), layout)
     assert plain == closed_form_row() * ROWS / 8
     assert plain - skipping == 6 * layers * T * width * T * ROWS / 8
+
+
+def test_nothing_is_assumed_of_the_scores_of_a_model_without_attention():
+    for name, has_scores in (("gpt_quickstart", True), ("resnet_cifar10", False)):
+        one = load_config(name, ["Mesh.data=1", "Mesh.fsdp=8"])
+        took = step_time(one, abstract_layout(one, 8), parse_target("h100:1x8"), [], update_bytes=0)
+        assert any("attention scores" in words for words in took.assumptions) == has_scores
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import jax
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Dropout
+from jaxtrain.nn.execution import HIDDEN as HIDDEN  # beside RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, together, under

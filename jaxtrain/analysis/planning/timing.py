@@ -423,6 +423,9 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
     known = chip.name in FITTED
     attention = scores_share(shares, portable=config.attention.kernel == PORTABLE)
+    scores = f", {attention:.0%} in attention scores, which count {skipped}"
+    if config.train.model.attention is None:
+        scores = ""
     hides, within = "", "prediction"
     if compiled:
         hides = "what the schedule puts beside a collective hides it; by closed forms "
@@ -443,8 +446,8 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         )
     return (
         *untimed,
-        f"{shares.products:.0%} of {peaks} in products, {attention:.0%} in attention scores, "
-        f"which count {skipped}; {shares.memory:.0%} of the memory's bandwidth",
+        f"{shares.products:.0%} of {peaks} in products{scores}; {shares.memory:.0%} of the "
+        "memory's bandwidth",
         f"{rate}, {chip.links} torus direction(s) laid under the mesh axes as JAX does; {network}",
         f"{hides}{1 - shares.shown:.0%} of what moves weights and gradients hides behind "
         f"computation, {1 - shares.activations:.0%} of what tensor moves; the rest waits",
