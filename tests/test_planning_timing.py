@@ -75,7 +75,7 @@ def test_recomputation_and_masks_that_kernels_skip():
 
 def test_nothing_is_assumed_of_the_scores_of_a_model_without_attention():
     for name, has_scores in (("gpt_quickstart", True), ("resnet_cifar10", False)):
-        one = load_config(name, ["Mesh.data=1", "Mesh.fsdp=8"])
+        one = load_config(name, ["Mesh.data=1", "Mesh.fsdp=8", "Mesh.tensor=1"])
         took = step_time(one, abstract_layout(one, 8), parse_target("h100:1x8"), [], update_bytes=0)
         assert any("attention scores" in words for words in took.assumptions) == has_scores
 
