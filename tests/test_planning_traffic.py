@@ -552,6 +552,10 @@ def test_the_list_holds_the_closed_forms():
     split = make({"tensor": 4}, B, sharding=Sharding(sequence_parallel=True))
     blocks = [*of(split, "attention output", 4), *of(split, "mlp output", 4)]
     same(blocks, formulas.sequence_layer(B, T, D, devices=4, element_bytes=w), 6)
+    asked = Sharding(sequence_parallel=True, collective_matmul=True)
+    split = make({"tensor": 4}, B, sharding=asked)
+    blocks = [*of(split, "attention output", 4), *of(split, "mlp output", 4)]
+    same(blocks, [formulas.sequence_ring_layer(B, T, D, devices=4, element_bytes=w)], 6)
 
     ring = make({"context": 4}, B)
     around = formulas.ring_attention(B, T // 4, K, H, devices=4, element_bytes=w)

@@ -135,6 +135,14 @@ def sequence_layer(B: int, T: int, D: int, *, devices: int, element_bytes: int) 
     ]
 
 
+def sequence_ring_layer(B: int, T: int, D: int, *, devices: int, element_bytes: int) -> Traffic:
+    """`sequence_layer` around a ring, in t - 1 permutes of a part for each gather or scatter (doi
+    10.1145/3567955.3567959): 4 forward; backward the gradients of what goes in and of the sums, and
+    what went in again, of which a device keeps its own part."""
+    part = B * T * D * element_bytes // devices
+    return Traffic("collective-permute", 10 * (devices - 1), part)
+
+
 def pipeline_boundary(B: int, T: int, D: int, *, element_bytes: int) -> Traffic:
     """A microbatch [B, T, D] crosses a boundary of stages forward, its gradient backward
     (arXiv 1811.06965)."""
