@@ -343,7 +343,8 @@ def test_weights_hide_in_part_behind_computation_as_far_as_it_lasts():
         ("tensor", "all-reduce", "activations"),
         ("fsdp+tensor", "all-reduce", "activations"),
         ("context", "all-to-all", None),
-        ("tensor", "collective-permute", "shown"),
+        ("tensor", "collective-permute", "activations"),  # around a ring as without one
+        ("data", "collective-permute", "shown"),
     ],
 )
 def test_what_waits_for_what_is_sent(axis, kind, share):
