@@ -76,7 +76,7 @@ def parts(axes: tuple[str, ...], name: str) -> int:
     return {0: 1, 1: Q, 2: per_matrix}[len(split)]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("name", ["2d", "2.5d", "3d"])
 def test_parameters_and_moments_take_what_the_papers_say(model, name):
     state = make_program(MODELS[model], grid(name, model)).abstract_state()
