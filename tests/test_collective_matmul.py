@@ -24,6 +24,7 @@ from jaxtrain.nn.products import rings
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.preflight.preflight import also_wrong
 from jaxtrain.training.settings import load_config
 
 B, T, D, F, N, H = 2, 16, 8, 24, 8, 2
@@ -215,6 +216,18 @@ def test_a_tpu_s_schedule_puts_products_beside_what_is_sent():
         waited[asked] = [math.fsum(part) for part in zip(*of_layers, strict=True)]
     assert waited[True][0] < 0.5 * waited[True][1]
     assert waited[False][0] > waited[True][0]
+
+
+def test_stages_of_an_encoder_and_a_decoder_are_refused_and_not_tried():
+    pipe = ["Mesh.pipe=2", "Mesh.fsdp=1", "Mesh.tensor=2", "Mesh.data=2", "Pipeline.microbatches=4"]
+    asked = ["Sharding.sequence_parallel=True", "Sharding.collective_matmul=True"]
+    said = "\n".join(also_wrong(load_config("t5_tiny", [*pipe, *asked])))
+    assert "Sharding.collective_matmul=True with Mesh.pipe=2" in said
+    assert "Sharding.collective_matmul" not in "\n".join(
+        also_wrong(load_config("t5_tiny", [*pipe, asked[0]]))
+    )
+    for one in meshes_and_schedules(load_config("t5_tiny"), parse_target("h100:1x8"), 8):
+        assert one["Mesh.pipe"] == 1 or not one.get("Sharding.collective_matmul", False)
 
 
 @pytest.mark.parametrize(("machine", "most"), [("v5p:2x2x2", 2), ("h100:1x8", 8)])

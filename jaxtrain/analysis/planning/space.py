@@ -7,6 +7,7 @@ from typing import Any
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.variants import changed
 from jaxtrain.data.batch import kind_of
+from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.pipeline.schedules import SPLIT
@@ -56,7 +57,8 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
             continue
         for name, chunks in _schedules(config, sizes["pipe"]):
             taken = {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
-            yield {**mesh, **taken, **_rings(config, has_rings and name not in SPLIT)}
+            alike = name not in SPLIT and passes_of(config.train.model) == 1
+            yield {**mesh, **taken, **_rings(config, has_rings and alike)}
 
 
 def _rings(config: Config, has_rings: bool) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Runs any valid schedule table as one program: a scan over ticks inside `shard_map` over `pipe`.
 
 In each tick a rank does what its column of the table says, then activations and gradients move one
-stage on, along the edges that this tick uses. A ring of attention inside a stage has permutes, of
-which a device can leave out none that its others do: there all ranks do what a tick has for any of
-them, which takes no longer, since they exchange at the end of a tick together.
+stage on, along the edges that this tick uses. A ring inside a stage, of attention or of products
+along `tensor`, has permutes, of which a device can leave out none that its others do: there all
+ranks do what a tick has for any of them, which takes no longer, since they exchange at the end of a
+tick together.
 """
 
 import dataclasses

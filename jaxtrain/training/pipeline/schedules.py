@@ -112,6 +112,12 @@ def refuse(
                 "gradients in another's tick would have to go around its ring too, which costs "
                 f"what this schedule saves; use Pipeline.schedule='1f1b', or {way_out}"
             )
+    if collective_matmul and passes > 1:
+        yield (
+            f"Sharding.collective_matmul=True with Mesh.pipe={ranks}: ranks in an encoder's layers "
+            "and in a decoder's have rings of their own at one time, and all must take part in "
+            "each; use Sharding.collective_matmul=False or Mesh.pipe=1"
+        )
     try:
         settings.table(ranks, passes=passes)
     except UserError as error:
