@@ -41,6 +41,12 @@ def _kernel(name: str) -> Setting:
     return Setting(gpu=(f"Attention.kernel = {name!r}",))
 
 
+_EXPERTS = (
+    "Train.model = @Mixtral()", "Mixtral.vocab_size = 256", "Mixtral.num_layers = 2",
+    "Mixtral.embed_dim = 128", "Mixtral.num_heads = 2", "Mixtral.num_kv_heads = 1",
+    "Mixtral.mlp_dim = 192", "Mixtral.num_experts = 4", "Mixtral.capacity_factor = None",
+    "Mixtral.context_length = 128",
+)  # fmt: skip
 SETTINGS = {
     "float32": Setting(
         ("Precision.compute = 'float32'", "Precision.float32_products = 'float32'"), 1e-4
@@ -60,6 +66,8 @@ SETTINGS = {
     "remat in host memory": Setting(gpu=("Remat.policy = 'offload'",)),
     "optimizer state in host memory": Setting(gpu=("Offload.optimizer_state = 'host'",)),
     "loss in chunks": Setting(("Loss.chunk_size = 32",)),
+    "experts that take all": Setting(_EXPERTS),
+    "experts in float8": Setting((*_EXPERTS, "Precision.matmul = 'float8'"), 3e-2),
 }
 _BASE = (
     "GPT.vocab_size = 256", "GPT.num_layers = 2", "GPT.embed_dim = 128", "GPT.num_heads = 2",

@@ -27,7 +27,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.products.eight_bit import EINSUMS
 from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, over_batch, quantize
-from jaxtrain.nn.products.grouped import float8_grouped, grouped
+from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.compiled_step import CompiledStep
@@ -156,7 +156,7 @@ def test_products_of_experts_are_within_the_error_of_their_operands(slots):
     x = rng.normal(size=(3, 4, 16) if slots else (8, 16))
     w = rng.normal(size=(3, 16, 12)) * [[[0.1]], [[1.0]], [[3.0]]]
     x, w = (jnp.asarray(a, jnp.float32) for a in (x, w))
-    y, transpose = jax.vjp(lambda x, w: float8_grouped(x, w, sizes), x, w)
+    y, transpose = jax.vjp(lambda x, w: Grouped(float8=True)(x, w, sizes), x, w)
     g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
     dx, dw = transpose(g)
 
@@ -208,11 +208,11 @@ def test_experts_on_a_mesh_are_those_of_one_device(capacity_factor):
             for a, b in pairs
         )
 
-    expected = run(float8_grouped)
+    expected = run(Grouped(float8=True))
     with make_layout(expert=2, fsdp=2, tensor=2).active():
-        found = run(float8_grouped)
+        found = run(Grouped(float8=True))
     assert apart(found, expected) < 2e-3
-    assert apart(expected, run(grouped)) > 1e-2
+    assert apart(expected, run(Grouped())) > 1e-2
 
 
 def test_rows_that_are_elsewhere_count_in_a_scale():

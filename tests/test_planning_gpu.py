@@ -27,6 +27,23 @@ def test_what_a_gpus_program_moves_has_its_reasons(name, target, bindings):
 
 
 @pytest.mark.cuda_compile
+def test_experts_that_take_all_who_come_cost_each_token_its_own():
+    """XLA's own products of theirs cost eight times as much: a copy of all rows for each expert."""
+    sizes = {"num_layers": 2, "embed_dim": 1024, "mlp_dim": 3584, "num_heads": 8}
+    words = [f"Mixtral.{name}={size}" for name, size in sizes.items()]
+    words += ["Mixtral.capacity_factor=None", "Mesh.expert=1", "Train.global_batch_size=8"]
+    words += ["Train.accumulation=1", "SOURCE='x'", "TOKENIZER='x'"]
+    found = plan(load_config("mixtral_8x7b", words), "h100:1x8")
+    assert found.compiled is not None
+    text = found.compiled.text
+    assert text.count("grouped_rows/pallas_call") >= 9  # forward, done again, and for their inputs
+    assert text.count("grouped_weights/pallas_call") >= 3
+    assert "[8,16384,1024]" not in text
+    assert "[8,16384,3584]" not in text
+    assert 0.8 < found.time.compute / found.time.estimate.compute < 1.25
+
+
+@pytest.mark.cuda_compile
 def test_a_product_without_tiles_is_left_to_cublas_and_said():
     found = plan(load_config("t5_tiny", ["Mesh.fsdp=8"]), "h100:1x8")
     assert found.compiled is not None

@@ -16,7 +16,7 @@ from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products import quantised
 from jaxtrain.nn.products.contract import contract, project
 from jaxtrain.nn.products.dot import Einsum, einsum
-from jaxtrain.nn.products.grouped import Grouped, grouped
+from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.nn.products.low_rank import LowRank, adapted
 from jaxtrain.nn.products.quantised import Quantised
 from jaxtrain.nn.products.watched import Watched, watched
@@ -79,7 +79,7 @@ class Execution:
     remat: Policy = POLICIES["none"]
     layers_per_iteration: int = 1
     einsum: Einsum = einsum
-    grouped: Grouped = grouped
+    grouped: Grouped = Grouped()
     draws: Draws | None = None
     layer: jax.Array | int | None = None
 

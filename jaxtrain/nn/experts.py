@@ -22,7 +22,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.mlp import Gated, swiglu
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.products.contract import contract
-from jaxtrain.nn.products.grouped import Grouped, grouped
+from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.nn.remat import elementwise, named
 from jaxtrain.nn.routing import Router, Routes, Softmax
 from jaxtrain.nn.transformer import EXPERT_LOAD, Auxiliary
@@ -367,7 +367,7 @@ def _with_capacity(
             y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
         return jnp.moveaxis(y_ESD.reshape(E, B, -1, D), 0, 1)
 
-    parts = parts_of_exchange(ranks, ranks * B * C, one_scale=by is not grouped)
+    parts = parts_of_exchange(ranks, ranks * B * C, one_scale=by.float8)
     cut = jnp.array_split(token_BEC, parts, axis=2)
     y_BECD = jnp.concatenate([there_and_back(one_BEC) for one_BEC in cut], axis=2)
     y_BTkD = y_BECD.at[row, experts_BTk, slots_BTk].get(mode="fill", fill_value=0)
@@ -403,7 +403,7 @@ def _dropless(
             y_ND = _grouped_over_ranks(gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks)
         return y_ND[jnp.argsort(order_N)].reshape(-1, k, D)
 
-    parts = parts_of_exchange(ranks, ranks * N // E, one_scale=by is not grouped)
+    parts = parts_of_exchange(ranks, ranks * N // E, one_scale=by.float8)
     of_tokens = (x_BTD.reshape(B * T, D), experts_BTk.reshape(B * T, k))
     cut = zip(*(jnp.array_split(array, parts) for array in of_tokens), strict=True)
     y_BTkD = jnp.concatenate([there_and_back(*part) for part in cut]).reshape(B, T, k, D)

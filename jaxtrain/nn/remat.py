@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
+from jaxtrain.nn.products.grouped_kernel import is_grouped
 from jaxtrain.parallel.gathering import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
@@ -106,13 +107,17 @@ class Policy:
 
         def saves(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
             name = parameters["name"] if primitive is naming else None
-            if name == KEPT or primitive.name in _KERNELS:
+            if name == KEPT or _is_attention(primitive, parameters):
                 name = "attention"
             if name not in (*save, *offload):
                 return self.saves(primitive, *arguments, **parameters)
             return by_name(naming, *arguments, name=name)
 
         return dataclasses.replace(self, saves=saves, names=self.names | {*save, *offload})
+
+
+def _is_attention(primitive: Any, parameters: dict[str, Any]) -> bool:
+    return primitive.name in _KERNELS and not is_grouped(parameters)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Module
 from jaxtrain.analysis.planning.textbook.flops import meeting_places
+from jaxtrain.nn.products.grouped_kernel import OF_ROWS, OF_WEIGHTS
 
 # What runs other operations, which are costed and timed themselves.
 _ASYNCHRONOUS = {
@@ -143,8 +144,20 @@ def _library_call(module: Module, inside: Computation, one: Instruction) -> int 
         return _dot(module, inside, one)
     if name == "__cudnn$convForward":
         return _convolution(module, inside, one)
+    if name == "__gpu$xla.gpu.triton":
+        return _of_experts(module, inside, one)
     # Sorting, random numbers and the like hold no products; an attention kernel does.
     return 0 if name.startswith(("TopK", "Sharding", "annotate_device_placement")) else None
+
+
+def _of_experts(module: Module, inside: Computation, one: Instruction) -> int | None:
+    """2 x rows x the numbers of one expert's matrix; None for a kernel of another kind."""
+    operands = [tensor.shape for tensor in module.operand_tensors(inside, one)]
+    if OF_ROWS in one.op_name:
+        return 2 * operands[1][0] * math.prod(operands[2][1:])
+    if OF_WEIGHTS in one.op_name:
+        return 2 * operands[1][0] * math.prod(one.tensors[0].shape[1:])
+    return None
 
 
 def _convolution(module: Module, inside: Computation, one: Instruction) -> int | None:

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.products.float8 import float8_einsum
-from jaxtrain.nn.products.grouped import Grouped, float8_grouped, grouped
 from jaxtrain.nn.products.int8 import int8_einsum
 
 # What each value of Precision.matmul multiplies with.
 EINSUMS: dict[str, Einsum] = {"compute": einsum, "float8": float8_einsum, "int8": int8_einsum}
-# The same of experts; what has none is refused.
-GROUPED: dict[str, Grouped] = {"compute": grouped, "float8": float8_grouped}
+# Those that products with experts' weights have a form for; the others are refused.
+_OF_EXPERTS = ("compute", "float8")
 
 # Words in the `jax.Device.device_kind` of what multiplies a format faster than bfloat16: NVIDIA's
 # data sheets (float8 from compute capability 8.9 on; int8 from Ampere on, but for Blackwell Ultra,
@@ -54,7 +53,7 @@ def refuse(
     if matmul == "compute":
         return
     setting, way_out = f"Precision.matmul={matmul!r}", "use Precision.matmul='compute'"
-    if experts and matmul not in GROUPED:
+    if experts and matmul not in _OF_EXPERTS:
         yield (f"{setting} for {model}: experts' grouped products have no {matmul} form; {way_out}")
     if recurrent:
         yield (

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxtrain.config.partial import NotRead
 from jaxtrain.models.model import Model
+from jaxtrain.nn.products import grouped
 from jaxtrain.parallel import dividing
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
@@ -72,11 +73,15 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
 
 
 def notes(config: Config, layout: Layout) -> list[str]:
-    """A sentence for everything that lies on more devices than the configuration says, and where
-    rows of the batch weigh nothing."""
-    sizes = config.mesh.sizes(layout.mesh.size)
-    of_sizes = dividing.notes(layout, sizes, config.train.model)
-    return [*of_sizes, *uneven.notes(config, layout)]
+    """A sentence for everything that lies on more devices than the configuration says, where rows
+    of the batch weigh nothing, and where experts multiply more rows than their own."""
+    sizes, model = config.mesh.sizes(layout.mesh.size), config.train.model
+    found = [*dividing.notes(layout, sizes, model), *uneven.notes(config, layout)]
+    experts = model.experts
+    if experts is not None and experts.capacity_factor is None:
+        platform, name = platform_of(layout.mesh), type(model).__name__
+        found += grouped.notes(platform, experts=experts.count, model=name)
+    return found
 
 
 @functools.lru_cache(maxsize=16)

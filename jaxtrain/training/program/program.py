@@ -14,8 +14,8 @@ from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.nn.products.eight_bit import EINSUMS, GROUPED
-from jaxtrain.nn.products.grouped import grouped
+from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.products.grouped import Grouped, kernel_on
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.balancing import biases, speed_of
@@ -137,7 +137,7 @@ def make_program(
             remat=config.remat.kept,
             layers_per_iteration=config.scan.layers_per_iteration,
             einsum=EINSUMS[config.precision.matmul],
-            grouped=GROUPED.get(config.precision.matmul, grouped),
+            grouped=_grouped(config, layout),
         ),
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
@@ -153,6 +153,14 @@ def make_program(
     exchanged = with_exchange(config.exchange, program)
     measured = with_noise(config.train.noise_scale_every, exchanged)
     return with_sharpness(config.optimizer.sharpness_radius, measured)
+
+
+def _grouped(config: Config, layout: Layout) -> Grouped:
+    """What experts' products are multiplied by on a layout's devices."""
+    if config.train.model.experts is None:
+        return Grouped()
+    kernel = kernel_on(platform_of(layout.mesh))
+    return Grouped(float8=config.precision.matmul == "float8", kernel=kernel)
 
 
 def flops_per_step(config: Config) -> float:

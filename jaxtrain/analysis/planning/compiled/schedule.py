@@ -243,10 +243,10 @@ class _Walk:
 
     def _takes(self, one: Instruction, times: int) -> float | None:
         """The price of an operation, which it counts; None: it takes no time of its own."""
-        if _KERNEL.search(one.attributes):
+        cost = self.of_one.get(one.name)
+        if _KERNEL.search(one.attributes) and (cost is None or cost.flops is None):
             self.found.kernels += times
             return self.kernel
-        cost = self.of_one.get(one.name)
         price = self.price(one, cost)
         if price is None:
             return None

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from jaxtrain.nn.products.grouped_kernel import is_grouped
+
 # Primitives that hold no products but only move, name or compare: they cost no arithmetic.
 _MOVES = frozenset(
     {
@@ -92,7 +94,8 @@ def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = Non
       are not counted, so that both gradients cost exactly what the forward pass does.
     - `ragged_dot_general`: 2 x rows x contraction x columns, as if the groups covered all rows.
     - A `scan` counts its body as often as it runs, a `pallas_call` once for each place of its grid
-      (a kernel that skips blocks shows it in `matmul_least`), a `shard_map`, whose shapes are one
+      (a kernel that skips blocks shows it in `matmul_least`), that of experts' products by what it
+      says of itself (as `ragged_dot_general`), a `shard_map`, whose shapes are one
       device's, once for each device along its manual axes.
     - What recomputes (`jax.checkpoint`) is in the jaxpr twice and so counted twice; what XLA may
       merge again later, or drop because nobody reads it, is not looked at.
@@ -141,6 +144,10 @@ def _equation(equation: JaxprEqn, outer: str, choose: Callable[[str], bool]) -> 
     if name == "scan":
         return inside.times(parameters["length"])
     if name == "pallas_call":
+        if is_grouped(parameters):
+            # Its 8-bit operands are multiplied as bfloat16.
+            flops = parameters["cost_estimate"].flops
+            return Flops(flops, flops, flops if choose(scope) else 0)
         return inside.times(math.prod(parameters["grid_mapping"].grid))
     if name == "shard_map":
         sizes = parameters["mesh"].shape
