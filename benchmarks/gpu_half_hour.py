@@ -111,13 +111,16 @@ ROWS: dict[str, Row] = {
     "ceilings": Row(1.5, _versus("ceilings")),
     "gpt2_124m": Row(8, _versus("gpt2_124m")),
     "llama_1b": Row(6, _versus("llama_1b")),
+    "llama_3b": Row(4, _versus("llama_3b")),
     "llama_8b": Row(5, _versus("llama_8b")),
+    "eight_bits": Row(3, _versus("eight_bits")),
     "resnet50": Row(5, _versus("resnet50")),
     "profile": Row(2, _profile),
     "attention": Row(4, _versus("attention")),
     "remat": Row(4, _versus("remat")),
     "loss_head": Row(2, _versus("loss_head")),
     "real_run": Row(10, _real_run),
+    "mixtral": Row(4, _versus("mixtral")),
     "gpt2_1558m": Row(6, _versus("gpt2_1558m")),
     "loader": Row(3, _versus("loader")),
 }
@@ -226,6 +229,12 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
         if planned.get("seconds") and side.get("seconds"):
             measured = float(np.median(side["seconds"]))
             found[f"{name}, planned / measured seconds"] = planned["seconds"] / measured
+        before = planned.get("before") or {}
+        if before and side.get("seconds"):
+            measured = float(np.median(side["seconds"]))
+            found[f"{name}, scheduled / measured seconds"] = before["seconds"] / measured
+        if before and side.get("peak_bytes"):
+            found[f"{name}, scheduled / measured bytes"] = before["bytes"] / side["peak_bytes"]
         if planned.get("bytes") and side.get("peak_bytes"):
             found[f"{name}, planned / measured bytes"] = planned["bytes"] / side["peak_bytes"]
         for cell in side.get("cells", []):

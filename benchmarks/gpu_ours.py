@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_vs_torch import parameter_name
+from benchmarks.gpu_predictions import predicted
 from benchmarks.gpu_rows import (
     BATCHES,
     LOSSES,
@@ -24,6 +25,7 @@ from benchmarks.gpu_rows import (
     attention_sizes,
     loss_head_sizes,
     normal,
+    product_sizes,
     timed,
 )
 from jaxtrain.analysis.planning.plan import plan
@@ -40,12 +42,15 @@ from jaxtrain.training.settings import load_config
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
-def run(task: Task) -> dict[str, Any]:
-    """The result of a task, for JSON."""
+def run(task: Task) -> Iterator[dict[str, Any]]:
+    """The result of a task, for JSON; of single operations with each that is done."""
     if task.row in TRAIN:
-        return train(task)
-    seconds = task.seconds / 10
-    return {"cells": [dataclasses.asdict(cell) for cell in CELLS[task.row](task.tiny, seconds)]}
+        yield train(task)
+        return
+    cells = []
+    for one in CELLS[task.row](task.tiny, task.seconds / 10):
+        cells.append(dataclasses.asdict(one))
+        yield {"cells": cells}
 
 
 # -- train steps -----------------------------------------------------------------------------------
@@ -80,7 +85,7 @@ def train(task: Task) -> dict[str, Any]:
         "kernel": getattr(trainer.program.plain.execution, "kernel", None),
         "mfu": None if peak is None else flops / float(np.median(seconds)) / peak,
         "device": jax.devices()[0].device_kind,
-        "planned": planned(trainer),
+        "planned": planned(trainer, task),
     }
 
 
@@ -118,14 +123,16 @@ def model_flops(trainer: Trainer, row: TrainRow) -> float:
     return model.flops((size, size, 3)) * row.units
 
 
-def planned(trainer: Trainer) -> dict[str, Any] | None:
-    """What the closed forms of `plan` say of this step on this device; None for one unknown."""
+def planned(trainer: Trainer, task: Task) -> dict[str, Any] | None:
+    """What the closed forms of `plan` say of this step on this device, and what its schedule was
+    said to take before (`gpu_predictions`); None for a device unknown."""
     kind = jax.devices()[0].device_kind
     chip = next((chip for chip in CHIPS.values() if kind in chip.device_kinds), None)
     if chip is None or chip.kind != "gpu":
         return None
     made = plan(trainer.config, f"{chip.name}:1x1", compile=False)
-    return {"seconds": made.time.seconds, "bytes": made.total}
+    before = None if task.tiny else predicted(task.row, task.setting or "", chip.name)
+    return {"seconds": made.time.seconds, "bytes": made.total, "before": before}
 
 
 def peak_bytes() -> int | None:
@@ -159,10 +166,16 @@ def cell(
 
 def ceilings(tiny: bool, seconds: float) -> Iterator[Cell]:
     """What the chip gives to one product and to one copy."""
-    n = 64 if tiny else 8192
-    a, b = (jnp.asarray(normal(i, n, n), jnp.bfloat16) for i in range(2))
-    yield cell(f"bfloat16 product {n}^3", "", seconds, jnp.matmul, a, b,
-               work=2 * n**3, unit="FLOP/s")  # fmt: skip
+
+    def product(a: Any, b: Any) -> Any:
+        return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16)
+
+    for n in product_sizes(tiny):
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+            a, b = (jnp.asarray(normal(i, n, n), dtype) for i in range(2))
+            yield cell(f"{jnp.dtype(dtype).name} product {n}^3", "", seconds, product, a, b,
+                       work=2 * n**3, unit="FLOP/s",
+                       check=lambda found: [float(x) / n**0.5 for x in found[0, :4]])  # fmt: skip # noqa: B023
     x = jnp.zeros((2**12 if tiny else 2**30,), jnp.float32)
     yield cell("copy", "", seconds, lambda x: x + 1, x, work=2 * x.nbytes, unit="B/s")
 
@@ -255,6 +268,20 @@ def remat(tiny: bool, seconds: float) -> Iterator[Cell]:
     return step_cells(row, {**ladder, **loops}, seconds)
 
 
+def eight_bits(tiny: bool, seconds: float) -> Iterator[Cell]:
+    """Products of 8 bits in a step: Llama 8B's widths with as many layers as an H100 has room for,
+    in float32 masters."""
+    row = TRAIN["llama_8b"].made_tiny() if tiny else TRAIN["llama_8b"]
+    layers = 2 if tiny else 8
+    row = dataclasses.replace(
+        row, says=f"{row.says}, {layers} layers", sizes={**row.sizes, "num_layers": layers},
+        params="float32",
+    )  # fmt: skip
+    kinds = {"bfloat16": "compute", "float8": "float8", "int8": "int8"}
+    return step_cells(row, {name: [f"Precision.matmul = {k!r}"] for name, k in kinds.items()},
+                      seconds)  # fmt: skip
+
+
 def loader(tiny: bool, seconds: float) -> Iterator[Cell]:
     """`Trainer.train` on text from a file against steps on batches that lie on the device."""
     row = TRAIN["gpt2_124m"].made_tiny() if tiny else TRAIN["gpt2_124m"]
@@ -289,6 +316,7 @@ CELLS: dict[str, Callable[[bool, float], Iterator[Cell]]] = {
     "ceilings": ceilings,
     "attention": attention_table,
     "loss_head": loss_head,
+    "eight_bits": eight_bits,
     "remat": remat,
     "loader": loader,
 }

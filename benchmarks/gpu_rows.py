@@ -11,7 +11,7 @@ BATCHES = 10
 LOSSES = 10
 ROUNDS = 5
 COMMON = (
-    "Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1", "Sharding.zero = 0",
+    "Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1", "Mesh.expert = 1", "Sharding.zero = 0",
     "Schedule.warmup_steps = 0", "Schedule.name = 'constant'", "Train.steps = 1000000000",
     "Train.accumulation = 1", "Train.eval_every = 0", "Train.save_every = 0",
 )  # fmt: skip
@@ -49,7 +49,7 @@ class TrainRow:
 
     says: str
     config: str
-    family: Literal["GPT", "Llama", "ResNet"]
+    family: Literal["GPT", "Llama", "Mixtral", "ResNet"]
     sizes: Mapping[str, Any]
     batch: int
     length: int | None
@@ -137,6 +137,7 @@ _TINY_GPT = {
     "vocab_size": 96, "num_layers": 2, "embed_dim": 32, "num_heads": 2, "batch": 4, "length": 32,
 }  # fmt: skip
 _TINY_LLAMA = {**_TINY_GPT, "num_kv_heads": 1, "mlp_dim": 48}
+_TINY_MIXTRAL = {**_TINY_LLAMA, "num_experts": 4}
 _CHUNKED = "Loss.chunk_size = {quarter}"
 _OURS = {
     "": (_CHUNKED,),
@@ -166,12 +167,37 @@ TRAIN = {
         anchor="10,471 tokens/s (H200, KempnerForge, float32 masters)",
     ),
     "llama_1b": TrainRow(
-        says="Llama 1B, 8 x 4096", config="llama_1b", family="Llama", batch=8, length=4096,
+        says="Llama 1B, 2 x 8192", config="llama_1b", family="Llama", batch=2, length=8192,
         sizes={
             "vocab_size": 128256, "num_layers": 16, "embed_dim": 2048, "num_heads": 32,
             "num_kv_heads": 8, "mlp_dim": 8192, "tie_embeddings": True, **_LLAMA,
         },
         tiny=_TINY_LLAMA, ours=_OURS, anchor="45.5k tokens/s (H100, MPT-1B at 2048)",
+    ),
+    "llama_3b": TrainRow(
+        says="Llama 3B, 4 x 4096, every layer recomputed", config="llama_1b", family="Llama",
+        batch=4, length=4096,
+        sizes={
+            "vocab_size": 128256, "num_layers": 28, "embed_dim": 3072, "num_heads": 24,
+            "num_kv_heads": 8, "mlp_dim": 8192, "tie_embeddings": True, **_LLAMA,
+        },
+        tiny=_TINY_LLAMA, bindings=(_CHUNKED,), remat=True, equal_layers=2, learning_rate=1e-4,
+        anchor="27.0k tokens/s (one of 8 H100, MPT-3B at 1024)",
+    ),
+    # What a token's layers multiply is 0.2 billion of 0.8 billion weights.
+    "mixtral": TrainRow(
+        says="Mixtral, 8 experts that take all who come, 8 x 2048", config="mixtral_8x7b",
+        family="Mixtral", batch=8, length=2048,
+        sizes={
+            "vocab_size": 32000, "num_layers": 8, "embed_dim": 1024, "num_heads": 16,
+            "num_kv_heads": 4, "mlp_dim": 3584, "num_experts": 8, "experts_per_token": 2,
+            "tie_embeddings": False, "rope_theta": 1000000.0, "norm_eps": 1e-5,
+        },
+        tiny=_TINY_MIXTRAL, equal_layers=2,
+        bindings=(
+            _CHUNKED, "Mixtral.capacity_factor = None", "Mixtral.balance_weight = 0.0",
+            "Mixtral.router_z_weight = 0.0",
+        ),
     ),
     "gpt2_1558m": TrainRow(
         says="GPT-2 1.5B, 16 x 1024", config="gpt2_124m", family="GPT", batch=16, length=1024,
@@ -188,10 +214,10 @@ TRAIN = {
     ),
 }  # fmt: skip
 # Rows of single operations and of variants of our own step: see gpu_ours and gpu_torch.
-CELLS = ("ceilings", "attention", "loss_head", "remat", "loader")
+CELLS = ("ceilings", "attention", "loss_head", "eight_bits", "remat", "loader")
 # The headline first: a run that is cut short has it.
-ROWS = ("ceilings", "gpt2_124m", "llama_8b", "attention", "loss_head", "llama_1b", "resnet50",
-        "gpt2_1558m", "remat", "loader")  # fmt: skip
+ROWS = ("ceilings", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b", "eight_bits", "resnet50",
+        "attention", "loss_head", "remat", "mixtral", "gpt2_1558m", "loader")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,13 +298,18 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def attention_cases(tiny: bool) -> list[tuple[int, int, bool]]:
     """(head_dim, length, packed)."""
-    lengths = (64,) if tiny else (1024, 4096, 16384)
+    lengths = (64,) if tiny else (512, 2048, 8192, 32768)
     return [(H, T, packed) for H in (64, 128) for T in lengths for packed in (False, True)]
 
 
 def attention_sizes(head_dim: int, length: int, tiny: bool) -> tuple[int, int]:
-    """Rows and heads: 16k tokens of a model 2048 wide."""
-    return (1, 2) if tiny else (16384 // length, 2048 // head_dim)
+    """Rows and heads: 16k tokens of a model 2048 wide, or one row."""
+    return (1, 2) if tiny else (max(1, 16384 // length), 2048 // head_dim)
+
+
+def product_sizes(tiny: bool) -> tuple[int, ...]:
+    """Sides of square matrices."""
+    return (64,) if tiny else (4096, 8192, 16384)
 
 
 def loss_head_sizes(tiny: bool) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks.gpu_rows import (
     attention_sizes,
     loss_head_sizes,
     normal,
+    product_sizes,
     timed,
 )
 from benchmarks.torch_large import Llama, ResNet50
@@ -56,12 +58,15 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def run(task: Task) -> dict[str, Any]:
-    """The result of a task, for JSON."""
+def run(task: Task) -> Iterator[dict[str, Any]]:
+    """The result of a task, for JSON; of single operations with each that is done."""
     if task.row in TRAIN:
-        return train(task)
-    seconds = task.seconds / 10
-    return {"cells": [dataclasses.asdict(cell) for cell in CELLS[task.row](task.tiny, seconds)]}
+        yield train(task)
+        return
+    cells = []
+    for one in CELLS[task.row](task.tiny, task.seconds / 10):
+        cells.append(dataclasses.asdict(one))
+        yield {"cells": cells}
 
 
 def synchronize(_: Any = None) -> None:
@@ -207,10 +212,21 @@ def cell(
 
 def ceilings(tiny: bool, seconds: float) -> Iterator[Cell]:
     """What the chip gives to one product and to one copy."""
-    n = 64 if tiny else 8192
-    a, b = (torch.from_numpy(normal(i, n, n)).to(DEVICE, torch.bfloat16) for i in range(2))
-    yield cell(f"bfloat16 product {n}^3", "", seconds, lambda: a @ b,
-               work=2 * n**3, unit="FLOP/s")  # fmt: skip
+    one = torch.ones((), device=DEVICE)
+
+    def in_float8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found: Any = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return found
+
+    for n in product_sizes(tiny):
+        for dtype, product in ((torch.bfloat16, torch.matmul), (torch.float8_e4m3fn, in_float8)):
+            a, b = (torch.from_numpy(normal(i, n, n)).to(DEVICE, dtype) for i in range(2))
+            # The library's own float8 product has its second matrix by columns.
+            b = b.T.contiguous().T
+            name = str(dtype).removeprefix("torch.")
+            yield cell(f"{name} product {n}^3", "", seconds, functools.partial(product, a, b),
+                       work=2 * n**3, unit="FLOP/s",
+                       check=lambda found: [float(x) / n**0.5 for x in found[0, :4]])  # fmt: skip # noqa: B023
     x = torch.zeros(2**12 if tiny else 2**30, device=DEVICE)
     yield cell("copy", "", seconds, lambda: x + 1, work=2 * x.nbytes, unit="B/s")
 

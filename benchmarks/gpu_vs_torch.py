@@ -41,7 +41,7 @@ NO_KERNEL = "No available kernel"
 PEERS = (
     "compile, cuDNN", "compile, flash", "compile, cuDNN, cast", "max-autotune, cuDNN, cast",
 )  # fmt: skip
-ALONE = ("remat", "loader")
+ALONE = ("eight_bits", "remat", "loader")
 
 
 def one_side(task: Task, *, deadline: float) -> dict[str, Any]:
@@ -49,8 +49,9 @@ def one_side(task: Task, *, deadline: float) -> dict[str, Any]:
     left = deadline - time.monotonic()
     if left < 1:
         return {"error": "out of time"}
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        words = [sys.executable, "-m", "benchmarks.gpu_vs_torch", "--answer", answer.name]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        words = [sys.executable, "-m", "benchmarks.gpu_vs_torch", "--answer", str(answer)]
         words += ["--task", json.dumps(dataclasses.asdict(task))]
         try:
             done = subprocess.run(
@@ -58,14 +59,20 @@ def one_side(task: Task, *, deadline: float) -> dict[str, Any]:
                 env={**os.environ, **environment(task)}, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {"error": "out of time"}
-        if done.returncode == 0:
-            return json.load(answer)
+            return {**_answered(answer), "error": "out of time"}
+        found = _answered(answer)
+    if done.returncode == 0:
+        return found
     said = done.stdout + done.stderr
     error = why_it_failed(said, done.returncode)
     if error.startswith("ended"):
         sys.stderr.write(said)
-    return {"error": error}
+    return {**found, "error": error}
+
+
+def _answered(file: Path) -> dict[str, Any]:
+    """What a side has written so far."""
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def why_it_failed(said: str, status: int) -> str:
@@ -86,13 +93,17 @@ def environment(task: Task) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu"} if task.tiny else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 
 
-def answer_task(task: Task) -> dict[str, Any]:
-    """What a side's process does: it imports its own library alone."""
+def answer_task(task: Task, file: Path) -> None:
+    """What a side's process does: it imports its own library alone, and writes what it has so far
+    whenever there is more of it."""
     if task.side == "jaxtrain":
         from benchmarks import gpu_ours as side  # noqa: PLC0415
     else:
         from benchmarks import gpu_torch as side  # noqa: PLC0415
-    return side.run(task)
+    for found in side.run(task):
+        begun = file.with_suffix(".begun")
+        begun.write_text(json.dumps(found))
+        begun.replace(file)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -263,7 +274,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
-        options.answer.write_text(json.dumps(answer_task(Task(**json.loads(options.task)))))
+        answer_task(Task(**json.loads(options.task)), options.answer)
         return 0
     deadline = time.monotonic() + 60 * options.minutes
     written = side_by_side.circumstances(["jax", "jaxlib", "flax", "torch", "numpy"])

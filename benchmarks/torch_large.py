@@ -1,6 +1,7 @@
-"""Llama and ResNet-50 in plain PyTorch, as transformers and torchvision write them.
+"""Llama, Mixtral and ResNet-50 in plain PyTorch, as transformers and torchvision write them.
 
-They take our weights as `torch_models` does. Llama can also be built from its sizes alone.
+They take our weights as `torch_models` does. Llama can also be built from its sizes alone. A
+mixture's experts are multiplied by PyTorch's own product for them (`grouped_mm`), rows sorted.
 """
 
 from collections.abc import Mapping
@@ -16,12 +17,69 @@ from benchmarks.torch_models import Normed, Weights, fill
 Sizes = Mapping[str, Any]
 
 
-class LlamaBlock(nn.Module):
-    """Grouped-query attention with rotary positions and SwiGLU, each behind an RMS norm."""
+class SwiGLU(nn.Module):
+    """silu(gate x) * up x, and down."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         dim, mlp = sizes["embed_dim"], sizes["mlp_dim"]
+        self.gate, self.up = nn.Linear(dim, mlp, bias=False), nn.Linear(dim, mlp, bias=False)
+        self.down = nn.Linear(mlp, dim, bias=False)
+
+    def load(self, own: Weights) -> None:
+        """Takes our weights."""
+        for name in ("gate", "up", "down"):
+            fill(getattr(self, name).weight, own[name].T)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class Mixture(nn.Module):
+    """SwiGLU experts, of which each token goes through those that its router scores highest."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        E, D, F = sizes["num_experts"], sizes["embed_dim"], sizes["mlp_dim"]
+        self.count, self.per_token = E, sizes["experts_per_token"]
+        self.router = nn.Linear(D, E, bias=False)
+        self.gate, self.up = (nn.Parameter(torch.zeros(E, D, F)) for _ in range(2))
+        self.down = nn.Parameter(torch.zeros(E, F, D))
+
+    def load(self, own: Weights) -> None:
+        """Takes our weights."""
+        fill(self.router.weight, own["experts.router"].T)
+        for name in ("gate", "up", "down"):
+            fill(getattr(self, name), own[f"experts.{name}"])
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        rows = h.flatten(0, 1)
+        with torch.autocast(h.device.type, enabled=False):
+            logits = rows.float() @ self.router.weight.float().T
+        top, experts = logits.topk(self.per_token)
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = (chosen[:, None] == torch.arange(self.count, device=h.device)).sum(0)
+        ends = counts.cumsum(0).to(torch.int32)
+        autocasts = torch.is_autocast_enabled(h.device.type)
+        dtype = torch.get_autocast_dtype(h.device.type) if autocasts else self.gate.dtype
+
+        def through(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            # Autocast does not know this product.
+            return functional.grouped_mm(x.to(dtype), weights.to(dtype), offs=ends)
+
+        x = rows[order // self.per_token]
+        y = through(functional.silu(through(x, self.gate)) * through(x, self.up), self.down)
+        y = y[order.argsort()].view(-1, self.per_token, h.shape[-1]).float()
+        return (y * top.softmax(-1)[..., None]).sum(1).to(dtype).view_as(h)
+
+
+class LlamaBlock(nn.Module):
+    """Grouped-query attention with rotary positions, and SwiGLU or experts, each behind a norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        dim = sizes["embed_dim"]
         self.heads, self.kv_heads = sizes["num_heads"], sizes["num_kv_heads"]
         kv_dim = dim // self.heads * self.kv_heads
         eps = sizes["norm_eps"]
@@ -29,8 +87,7 @@ class LlamaBlock(nn.Module):
         self.query, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.key = nn.Linear(dim, kv_dim, bias=False)
         self.value = nn.Linear(dim, kv_dim, bias=False)
-        self.gate, self.up = nn.Linear(dim, mlp, bias=False), nn.Linear(dim, mlp, bias=False)
-        self.down = nn.Linear(mlp, dim, bias=False)
+        self.mlp = Mixture(sizes) if "num_experts" in sizes else SwiGLU(sizes)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         B, T, D = x.shape
@@ -41,8 +98,7 @@ class LlamaBlock(nn.Module):
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
-        h = self.norm_2(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        return x + self.mlp(self.norm_2(x))
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -84,8 +140,7 @@ class Llama(nn.Module):
             for name in ("query", "key", "value"):
                 fill(getattr(block, name).weight, own[name].reshape(dim, -1).T)
             fill(block.out.weight, own["out"].reshape(dim, dim).T)
-            for name in ("gate", "up", "down"):
-                fill(getattr(block, name).weight, own[name].T)
+            block.mlp.load(own)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)

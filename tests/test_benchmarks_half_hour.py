@@ -66,7 +66,9 @@ def test_a_table_has_both_half_hours_and_what_went_wrong():
     def half_hour(seconds: float):
         side = {
             "seconds": [seconds], "per_second": 100 / seconds, "peak_bytes": 3,
-            "planned": {"seconds": 0.9, "bytes": 6},
+            "planned": {
+                "seconds": 0.9, "bytes": 6, "before": {"seconds": 0.25, "bytes": 3.75}
+            },
         }  # fmt: skip
         sides = {"jaxtrain": side, "torch compile": {"seconds": [1.0], "error": "x"}}
         return {"gpt2_124m": {"row": "gpt2_124m", "unit": "tokens", "sides": sides}}
@@ -74,6 +76,8 @@ def test_a_table_has_both_half_hours_and_what_went_wrong():
     now, before = half_hour(0.5), half_hour(1.0)
     assert figures(now["gpt2_124m"])["jaxtrain, planned / measured seconds"] == 1.8
     assert figures(now["gpt2_124m"])["jaxtrain, planned / measured bytes"] == 2
+    assert figures(now["gpt2_124m"])["jaxtrain, scheduled / measured seconds"] == 0.5
+    assert figures(now["gpt2_124m"])["jaxtrain, scheduled / measured bytes"] == 1.25
     text = markdown(now, before)
     assert "| gpt2_124m | jaxtrain, tokens a second | 200 | 100 | 2.00 |" in text
     assert "| gpt2_124m | best of torch / best of ours | 2 | 1 | 2.00 |" in text
