@@ -275,7 +275,7 @@ def eight_bits(tiny: bool, seconds: float) -> Iterator[Cell]:
     layers = 2 if tiny else 8
     row = dataclasses.replace(
         row, says=f"{row.says}, {layers} layers", sizes={**row.sizes, "num_layers": layers},
-        params="float32",
+        params="float32", ours={"": ()},
     )  # fmt: skip
     kinds = {"bfloat16": "compute", "float8": "float8", "int8": "int8"}
     return step_cells(row, {name: [f"Precision.matmul = {k!r}"] for name, k in kinds.items()},

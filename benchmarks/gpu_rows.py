@@ -164,6 +164,8 @@ TRAIN = {
         },
         tiny=_TINY_LLAMA, params="bfloat16", remat=True, equal_layers=2, learning_rate=1e-4,
         bindings=("Loss.chunk_size = {eighth}",),
+        # PyTorch's moments have the parameters' dtype.
+        ours={"": ("Optimizer.moments = 'bfloat16'",), "float32 moments": ()},
         anchor="10,471 tokens/s (H200, KempnerForge, float32 masters)",
     ),
     "llama_1b": TrainRow(

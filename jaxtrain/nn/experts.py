@@ -446,14 +446,35 @@ def _grouped(
 ) -> jax.Array:
     """The networks' outputs for rows that stand expert after expert, sizes_E of them each."""
 
+    # The expert of each row; E for a row that is nobody's.
+    expert_N = (jnp.arange(x_ND.shape[0])[:, None] >= jnp.cumsum(sizes_E)).sum(1)
+
     def projected(x_ND: jax.Array, name: str) -> jax.Array:
         h_NF, bias = by(x_ND, networks[name], sizes_E), f"{name}_bias"
-        if bias not in networks:
-            return h_NF
-        ones_N1 = jnp.ones((x_ND.shape[0], 1), x_ND.dtype)
-        return h_NF + jax.lax.ragged_dot(ones_N1, networks[bias][:, None], sizes_E)
+        return h_NF + _own(networks[bias], expert_N) if bias in networks else h_NF
 
     return _through(gated, x_ND, projected)
+
+
+@jax.custom_vjp
+def _own(bias_EF: jax.Array, expert_N: jax.Array) -> jax.Array:
+    """[N, F]: of each row its expert's bias, zeros where there is no such expert."""
+    return bias_EF.at[expert_N].get(mode="fill", fill_value=0)
+
+
+def _own_forward(bias_EF: jax.Array, expert_N: jax.Array) -> tuple[jax.Array, Any]:
+    return _own(bias_EF, expert_N), (bias_EF, expert_N)
+
+
+def _own_backward(kept: Any, gradient_NF: jax.Array) -> tuple[jax.Array, None]:
+    # As a product: sums of rows into few places wait for each other.
+    bias_EF, expert_N = kept
+    own_NE = (expert_N[:, None] == jnp.arange(len(bias_EF))).astype(gradient_NF.dtype)
+    of_bias = jnp.einsum("NE,NF->EF", own_NE, gradient_NF, preferred_element_type=jnp.float32)
+    return of_bias.astype(bias_EF.dtype), None
+
+
+_own.defvjp(_own_forward, _own_backward)
 
 
 def _through(
