@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxtrain.analysis.planning.executed import activation_bytes, executed_flops
 from jaxtrain.analysis.planning.fitted import FITTED, error_bar
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
+from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
@@ -27,6 +29,7 @@ from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import load_config
 
 V5E, CPU = parse_target("v5e:2x4"), parse_target("cpu:8")
@@ -249,6 +252,30 @@ def test_what_products_read_and_write():
     # A stage that is recomputed makes them again, both products of its forward pass.
     more = activation_bytes(plain, pipelined=True) - bytes_of(16, passes=4)
     assert more == 8 * scores
+
+
+def test_what_products_of_unlike_layers_read_and_write():
+    """Three products a layer, each of an input and an output; the first has no gradient of its
+    input, and weights and biases are read for all rows at once."""
+    widths, rows = (64, 128, 64, 10), 24
+    of_layers = [i + o for i, o in itertools.pairwise(widths)]
+    numbers = 3 * sum(of_layers) - of_layers[0]
+    mlp = load_config("mlp_digits", [f"Train.global_batch_size={rows}"])
+    mlp = resolved(mlp, "tpu")
+    assert activation_bytes(mlp, pipelined=False) == 2 * rows * numbers
+
+
+@pytest.mark.parametrize(
+    ("target", "published"),
+    [("a100:1x1", (2470, 3660)), ("h100:1x1", (7000, 7000))],
+    ids=["DeepLearningExamples, MXNet on NGC", "MLPerf v3.0, 8 GPUs"],
+)
+def test_resnet_50_is_as_fast_as_it_was_published(target, published):
+    """Within twice a GPU's error bar: what it reads and writes takes longer than its products."""
+    one = ("Mesh.fsdp=1", "Mesh.data=1", "Train.global_batch_size=256")
+    found = plan(load_config("resnet50_imagenet", one), target, compile=False)
+    speed = 256 / found.time.seconds
+    assert published[0] / 1.3 < speed < published[1] * 1.3
 
 
 def test_computation_is_products_scores_memory_and_the_update():

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jaxtrain.analysis.planning.textbook.facts import weights_of
-from jaxtrain.analysis.planning.textbook.flops import count_flops
+from jaxtrain.analysis.planning.textbook.flops import count_flops, products_of, shape_of
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import has_stacks
 from jaxtrain.nn.attention.kernels import KERNELS
@@ -79,12 +79,12 @@ def _row_flops(config: Config) -> RowFlops:
 
 @functools.lru_cache(maxsize=4)
 def traced(config: Config) -> ClosedJaxpr:
-    """The gradients of a configuration `of_one_row`."""
+    """The gradients of a configuration `of_one_row`, or of as many as it says."""
     layout = abstract_layout(config, 1)
     program: Any = make_program(config, layout).plain
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        batch = config.train.data.abstract_batch(1)
+        batch = config.train.data.abstract_batch(config.train.global_batch_size)
         batch = with_shardings(batch, program.batch_shardings(batch))
         return jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
 
@@ -152,18 +152,34 @@ def _again(config: Config) -> float:
     return 1 / 4 if config.remat.kept.repeats_products else 1 / 3
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers_of_a_row(config: Config) -> int:
+    """What products read and write more for a row more: weights are read for all rows together."""
+
+    def numbers(rows: int) -> int:
+        train = dataclasses.replace(config.train, global_batch_size=rows)
+        program = traced(dataclasses.replace(config, train=train))
+        return sum(
+            math.prod(shape_of(array))
+            for _, product in products_of(program)
+            for array in (*product.invars[:2], *product.outvars)
+        )
+
+    return numbers(2) - numbers(1)
+
+
 def activation_bytes(config: Config, *, pipelined: bool) -> float:
-    """Bytes of activations that the products of a step read and write, over all devices; 0 for
-    images and vectors: convolutions read each pixel an unknown number of times.
+    """Bytes of activations that the products of a step read and write, over all devices.
 
     Each weight has an input and an output, of two bytes an element: a forward pass, two for the
-    gradients, and what is recomputed; logits in float32. With tensor parallelism what is as wide as
+    gradients, and what is recomputed; logits in float32. Of images and vectors, whose layers are
+    not one like the other, they are those of the traced step's products. With tensor parallelism what is as wide as
     the stream is read by every device of the axis, unless the sequence is split too. A kernel that
     keeps the scores reads or writes them in each of attention's products: two bytes for the 2 H
     FLOPs of one.
     """
     if config.train.model.inputs != "tokens":
-        return 0.0
+        return 2.0 * config.train.global_batch_size * _numbers_of_a_row(of_one_row(config))
     shape = config.train.data.abstract_batch(1).inputs.shape
     stream = split = vocabulary = 0
     layers = config.train.model.layers or 1
