@@ -173,10 +173,10 @@ def activation_bytes(config: Config, *, pipelined: bool) -> float:
 
     Each weight has an input and an output, of two bytes an element: a forward pass, two for the
     gradients, and what is recomputed; logits in float32. Of images and vectors, whose layers are
-    not one like the other, they are those of the traced step's products. With tensor parallelism what is as wide as
-    the stream is read by every device of the axis, unless the sequence is split too. A kernel that
-    keeps the scores reads or writes them in each of attention's products: two bytes for the 2 H
-    FLOPs of one.
+    not one like the other, they are those of the traced step's products. With tensor parallelism
+    what is as wide as the stream is read by every device of the axis, unless the sequence is split
+    too. A kernel that keeps the scores reads or writes them in each of attention's products: two
+    bytes for the 2 H FLOPs of one.
     """
     if config.train.model.inputs != "tokens":
         return 2.0 * config.train.global_batch_size * _numbers_of_a_row(of_one_row(config))
