@@ -287,6 +287,10 @@ class _Bindings:
         if binding is None:
             return self.build(type(field.default))
         self.used_fields.add((section, mark.binding))
+        named = isinstance(binding.value, str) and binding.value in mark.choices()
+        if self.lacks_modules and not named:
+            self.lacks_bindings = True
+            raise NotRead  # a module that was not imported may have it
         try:
             name = self._value(f"{section}.{mark.binding}", binding, literal(mark.choices()))
             return self.build(mark.choices()[name])
