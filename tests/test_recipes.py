@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import needs_libtpu
 
@@ -219,6 +220,10 @@ def test_the_recipes_of_a_dataset_and_of_a_mesh_axis(copy):
         assert ("replica=2 x fsdp=2 x tensor=2" in out) == bool(sizes)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0] - 0.5
+    shown = run(copy, "data", str(config), "--examples", "1")
+    assert "256 tokens occur" in shown
+    row = re.search(r"^(\d+) (\d+) (\d+) ", shown, re.M).groups()
+    assert np.diff(np.array(row, int)).tolist() == [1, 1]
 
 
 def test_the_recipe_of_a_model_outside_the_package(tmp_path):
