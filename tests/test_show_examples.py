@@ -13,6 +13,7 @@ from jaxtrain.cli import main
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.source import Dataset
+from jaxtrain.run.show.data_picture import data_picture
 from jaxtrain.run.show.examples import drawn, show_examples, show_tokens
 from jaxtrain.run.show.report import show_facts
 from jaxtrain.training.settings import load_config
@@ -144,6 +145,8 @@ def test_what_data_of_ones_own_do_not_tell_is_left_out(capsys):
     told, nothing = [], Dataset((), (), "ab" * 32, {}, None, "images")
     show_examples(Batch(image, labels, ones), nothing, 2, told.append)
     assert [line.split(",")[0] for line in told] == ["Example 1: label 0", "Example 2: label 1"]
+    sheet = data_picture(Batch(image, labels, ones), nothing)
+    assert [axes.get_title() for axes in sheet.axes] == ["0", "1"]
     tokens = np.array([[5, 6, 6]], np.int32)
     text = Batch(tokens, tokens, np.ones((1, 3), np.float32))
     told.clear()
