@@ -115,3 +115,22 @@ def test_a_plans_gradients_are_those_of_the_page(rows, accumulation, bytes_each)
     planned = plan(load_config("gpt2_124m", bindings), "v5e:2x4", compile=False)
     P = gpt_parameters(V=50304, L=12, D=768, C=1024)
     assert planned.to_json()["memory"]["gradients"] == bytes_each * P
+
+
+@pytest.mark.parametrize(
+    ("bindings", "arrays", "words"),
+    [
+        (["Exchange.method = 'diloco'", "Exchange.period = 50"], 1, ", every 50 steps"),
+        (["Exchange.method = 'local_sgd'", "Exchange.period = 10"], 3, ", every 10 steps"),
+        (["Exchange.method = 'local_sgd'", "Exchange.period = 1"], 3, " and moments"),
+    ],
+)
+def test_a_plan_says_what_is_not_sent_at_every_step(bindings, arrays, words):
+    """4 P of parameters (arXiv 2311.08105), of local SGD two moments too, once in H steps."""
+    sizes = ["Mesh.data = 8", "Train.global_batch_size = 8", "Train.accumulation = 1"]
+    planned = plan(load_config("gpt2_124m", sizes + bindings), "v5e:2x4", compile=False)
+    rows = [row for row in planned.rows if row.axis == "data"]
+    assert sum(row.bytes for row in rows) == 4 * arrays * gpt_parameters(
+        V=50304, L=12, D=768, C=1024
+    )
+    assert {row.cause.endswith(words) for row in rows} == {True}
