@@ -1,5 +1,6 @@
 """A configuration from text, from objects, and from another configuration."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -162,8 +163,18 @@ def test_an_optimizer_of_ones_own_is_known_as_soon_as_its_module_is_imported(tmp
     assert done.returncode == 0, done.stderr
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unnamed(GPT):
+    """Sizes of one's own whose class nobody registered."""
+
+
 def test_what_cannot_be_a_configuration_is_refused():
+    unnamed = Train(model=Unnamed(), data=TextData(), steps=1, global_batch_size=8)
     for source, words in (
+        (
+            [unnamed],
+            ("Unnamed has no name in a configuration: put @configurable", "its @dataclass"),
+        ),
         ([GPT()], ("GPT(", "is no section", "stand in Train")),
         ([3], ("3 is no section",)),
         ([TRAIN, Mesh(), Mesh()], ("two Mesh",)),

@@ -54,6 +54,11 @@ def is_configurable(cls: type) -> bool:
     return _CONFIGURABLES.get(cls.__name__) is cls
 
 
+def is_known(name: str) -> bool:
+    """Whether gin bindings can set fields of a class of this name, were it defined again since."""
+    return name in _CONFIGURABLES
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """`@Name()` in a gin file: an instance of the registered dataclass Name."""
