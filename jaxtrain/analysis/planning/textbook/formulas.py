@@ -203,6 +203,11 @@ def gpt_layer_selective(B: int, T: int, D: int, N: int, *, tensor: int = 1) -> f
     return gpt_layer(B, T, D, N, tensor=tensor) - scores(B, T, N, tensor=tensor)
 
 
+def gpt_layer_selective_sequence(B: int, T: int, D: int, *, tensor: int) -> float:
+    """Both: 34 B T D / t, whatever the heads and the length (table 2)."""
+    return 34 * B * T * D / tensor
+
+
 def layer_full_remat(B: int, T: int, D: int) -> float:
     """Everything recomputed from the layer's input: 2 B T D (table 2), of any layer."""
     return 2 * B * T * D
