@@ -1,5 +1,9 @@
 """A configuration from text, from objects, and from another configuration."""
 
+import dataclasses
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -96,8 +100,81 @@ def test_a_class_of_ones_own_is_imported_where_the_config_is_read(tmp_path, monk
     assert load_config(found) == found
 
 
+# What a notebook does: other names are asked for first, a module is imported, a cell is run again.
+OWN_RULE = r"""
+import importlib
+
+from jaxtrain import Optimizer, TextData, Train, load_config
+from jaxtrain.config.errors import UserError
+from jaxtrain.models import GPT
+from jaxtrain.training.optimizers.sgd import SGD
+
+
+def refused(*source, **allowed):
+    try:
+        load_config(*source, **allowed)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it was taken")
+
+
+chosen = ["Optimizer.name = 'own_rule'", "OwnRule.b1 = 0.5"]
+said = refused("gpt_quickstart", chosen[:1])
+assert "Optimizer.name = 'own_rule' is a str; it takes one of 'ad" in said
+assert said.count("adafactor") == 1, said
+imported = ["import own_rule", *chosen]
+said = refused("gpt_quickstart", imported)
+assert "--allow-imports" in said and "Optimizer.name" not in said, said
+found = load_config("gpt_quickstart", imported, allow_imports=True)
+import own_rule
+
+assert found.optimizer.rule == own_rule.OwnRule(b1=0.5)
+importlib.reload(own_rule)
+train = Train(model=GPT(), data=TextData(), steps=1, global_batch_size=8)
+found = load_config([train, Optimizer(rule=own_rule.OwnRule(b1=0.5))])
+assert found.to_gin().startswith("import own_rule\n")
+assert load_config(found.to_gin(), allow_imports=True).optimizer.rule == own_rule.OwnRule(b1=0.5)
+
+
+class Nameless(SGD):
+    pass
+
+
+said = refused([train, Optimizer(rule=Nameless())])
+assert said.startswith("Nameless cannot be named: no 'name' of its own"), said
+"""
+
+
+def test_an_optimizer_of_ones_own_is_known_as_soon_as_its_module_is_imported(tmp_path):
+    """In a process of its own: a rule is known until the process ends."""
+    (tmp_path / "own_rule.py").write_text(
+        "import dataclasses\n"
+        "from typing import ClassVar\n"
+        "from jaxtrain.config import configurable\n"
+        "from jaxtrain.training.optimizers.direction import AdamRule\n\n\n"
+        "@configurable\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        "class OwnRule(AdamRule):\n"
+        "    name: ClassVar[str] = 'own_rule'\n"
+    )
+    (tmp_path / "script.py").write_text(OWN_RULE)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unnamed(GPT):
+    """Sizes of one's own whose class nobody registered."""
+
+
 def test_what_cannot_be_a_configuration_is_refused():
+    unnamed = Train(model=Unnamed(), data=TextData(), steps=1, global_batch_size=8)
     for source, words in (
+        (
+            [unnamed],
+            ("Unnamed has no name in a configuration: put @configurable", "its @dataclass"),
+        ),
         ([GPT()], ("GPT(", "is no section", "stand in Train")),
         ([3], ("3 is no section",)),
         ([TRAIN, Mesh(), Mesh()], ("two Mesh",)),

@@ -162,6 +162,10 @@ def test_gpt3s_scores_are_most_of_its_activations():
         assert formulas.scores(1, 2048, N) / (2048 * D) == ratio
         assert 1 - selective / whole == pytest.approx(saved, abs=0.01)
         assert formulas.layer_full_remat(1, 2048, D) == selective / 17
+        # With sequence parallelism every part of it is split (table 2).
+        both = formulas.gpt_layer_selective_sequence(1, 2048, D, tensor=8)
+        rest = formulas.gpt_layer_sequence(1, 2048, D, N, tensor=8)
+        assert both == rest - formulas.scores(1, 2048, N, tensor=8) == selective / 8
 
 
 def test_logits():

@@ -10,6 +10,7 @@ from jaxtrain.analysis.planning.textbook import sizes
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import parameter_shapes
 
@@ -104,3 +105,15 @@ def test_flops_a_token_are_the_models_own(name):
         L=model.num_layers, D=model.embed_dim, T=1024, causal=True
     )
     assert count(causal=False) - count(causal=True) == scores
+
+
+def test_adapters_have_as_many_as_are_drawn():
+    model = Llama(
+        vocab_size=64, num_layers=3, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=48
+    )
+    D, q, kv, F = 32, 32, 8, 48
+    layer = [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
+    adapters = tuning_of(Finetune(lora_rank=4), model.build)
+    drawn = jax.eval_shape(adapters.draw, parameter_shapes(model.build), jax.random.key(0))
+    held = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(drawn))
+    assert sizes.lora_parameters(4, 3 * layer) == held

@@ -1,8 +1,13 @@
 """What cannot run is refused before any compile, everything wrong in one message."""
 
+import dataclasses
+
+import jax
+import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.batch import Batch
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.settings import load_config
 
@@ -297,6 +302,54 @@ def test_a_model_refuses_the_other_kind_of_data(tmp_path):
     assert (
         "Train.model=@GPT() learns from text, but Train.data=@ImageData() gives images" in message
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizeless:
+    """Data of one's own, of tokens or of images, that does not say how many there are of what."""
+
+    shape: tuple[int, ...]
+
+    def open(self, *, seed):
+        raise AssertionError("nothing is read")
+
+    def abstract_batch(self, global_batch_size):
+        def of(shape, dtype):
+            return jax.ShapeDtypeStruct((global_batch_size, *shape), dtype)
+
+        if len(self.shape) == 1:
+            tokens = of(self.shape, np.int32)
+            return Batch(tokens, tokens, of(self.shape, np.float32), tokens, tokens)
+        return Batch(of(self.shape, np.float32), of((), np.int32), of((), np.float32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sized(Sizeless):
+    """It says it; no tokenizer made its tokens."""
+
+    vocab_size: int = 256
+    num_classes: int = 10
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("gpt_quickstart", Sizeless(shape=(64,)), "Train.data=@Sizeless() has no vocab_size, "),
+        ("resnet_digits", Sizeless(shape=(8, 8, 1)), "Train.data=@Sizeless() has no num_classes, "),
+        ("gpt_quickstart", Sized(shape=(64,), vocab_size=300),
+         "GPT.vocab_size=256 is smaller than Sized's 300 tokens; use at least 300"),
+        ("gpt_quickstart", Sized(shape=(4096,)),
+         "Sized.sequence_length=4096 is longer than GPT.context_length=256; use at most 256"),
+        ("resnet_digits", Sized(shape=(8, 8, 1), num_classes=11),
+         "ResNet.num_classes=10 is smaller than the data's 11 classes"),
+    ],
+)  # fmt: skip
+def test_data_of_ones_own_say_what_they_are_or_are_told_what_they_lack(name, data, sentence):
+    config = load_config(name)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, data=data))
+    with pytest.raises(UserError) as caught:
+        check(config, device_count=8, platform="cpu")
+    assert str(caught.value).startswith(sentence)
 
 
 def test_images_that_do_not_fit_the_model_are_refused():

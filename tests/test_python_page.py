@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import numpy as np
+
 import jaxtrain
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,12 @@ def test_the_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     for picture in ("loss.png", "up.png", "plan.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert len([line for line in names["trainer"].history if "eval_loss" in line]) == 2
+    whole = jaxtrain.Trainer(names["written"])
+    whole.train(steps=3)
+    pieces = names["watched"].weights()
+    assert len(names["means"]) == len(set(names["means"])) == 3
+    for name, array in whole.weights().items():
+        np.testing.assert_array_equal(pieces[name], array)
 
 
 def test_the_page_names_everything_that_is_public():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import needs_libtpu
 
@@ -219,10 +220,15 @@ def test_the_recipes_of_a_dataset_and_of_a_mesh_axis(copy):
         assert ("replica=2 x fsdp=2 x tensor=2" in out) == bool(sizes)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0] - 0.5
+    shown = run(copy, "data", str(config), "--examples", "1")
+    assert "256 tokens occur" in shown
+    row = re.search(r"^(\d+) (\d+) (\d+) ", shown, re.M).groups()
+    assert np.diff(np.array(row, int)).tolist() == [1, 1]
 
 
 def test_the_recipe_of_a_model_outside_the_package(tmp_path):
-    """The page's model and config in a folder that is neither the package's nor the current one."""
+    """The page's model and config in a folder that is neither the package's nor the current one;
+    its dataset and its optimizer beside them."""
     mine = tmp_path / "mine"
     mine.mkdir()
     model = FILES["jaxtrain/models/transformers/attention_only.py"]
@@ -230,6 +236,11 @@ def test_the_recipe_of_a_model_outside_the_package(tmp_path):
     (mine / "my_model.py").write_text(model)
     (name, text) = re.search(r"```gin file=(\S+)\n(.*?)```", PAGE, re.S).groups()
     (tmp_path / name).write_text(text)
+    for file in ("jaxtrain/data/counting.py", "jaxtrain/training/optimizers/yogi.py"):
+        (mine / Path(file).name).write_text(FILES[file])
+    beside = bindings(
+        "import counting", "Train.data = @CountingData()", "import yogi", "Optimizer.name = 'yogi'"
+    )
     # As the console script does: `python -m` would look in the current folder by itself.
     script = tmp_path / "jaxtrain_script.py"
     script.write_text("import sys\nfrom jaxtrain.cli import main\nsys.exit(main())\n")
@@ -242,9 +253,12 @@ def test_the_recipe_of_a_model_outside_the_package(tmp_path):
     refused = run("train", name, "--simulate-devices", "8", "--workdir", "run")
     assert refused.returncode == 2
     assert "pass --allow-imports" in refused.stderr
-    trained = run("train", name, "--allow-imports", "--simulate-devices", "8", "--workdir", "run")
+    words = ("--allow-imports", "--simulate-devices", "8", "--workdir", "run")
+    trained = run("train", name, *words, *beside)
     assert trained.returncode == 0, trained.stderr
     assert "layers/qkv" in trained.stdout
+    assert "Train.data = @CountingData()" in trained.stdout
+    assert "Yogi.epsilon = 0.001" in trained.stdout
     lost = run("eval", "--workdir", "run", "--allow-imports")
     assert lost.returncode == 2
     assert "PYTHONPATH adds folders" in lost.stderr

@@ -1,4 +1,4 @@
-"""YaRN's frequencies are transformers', and so is a Llama with them."""
+"""Rotary frequencies are the paper's, YaRN's transformers', and so is a Llama with these."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,35 @@ from conftest import text_batch
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.rotary import Yarn
+from jaxtrain.nn.attention.grouped_query import GroupedQuery
+from jaxtrain.nn.rotary import Rotary, Yarn
 
 SIZES = Llama(
     vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, num_kv_heads=2, mlp_dim=40,
     context_length=32, rope_theta=1000.0, rope_type="yarn", rope_scaling=4.0,
     rope_low_frequency_factor=0.2, rope_high_frequency_factor=1.0, rope_original_context_length=8,
 )  # fmt: skip
+
+
+def test_rotary_alone_is_the_paper_s():
+    # arXiv 2104.09864, equation 15: theta_i = 10000^(-2 (i - 1) / d), i from 1 to d / 2.
+    d = 64
+    expected = [10000.0 ** (-2 * (i - 1) / d) for i in range(1, d // 2 + 1)]
+    np.testing.assert_allclose(Rotary().frequencies(d), expected, rtol=2e-6)
+    expected = [500.0 ** (-2 * (i - 1) / d) for i in range(1, d // 2 + 1)]
+    np.testing.assert_allclose(Rotary(theta=500.0).frequencies(d), expected, rtol=2e-6)
+
+
+def test_a_part_of_one_s_own_names_nothing_that_it_has_not():
+    """Attention without a window, a longer context or YaRN's factors is what it is by default."""
+    own = GroupedQuery(
+        embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, residual_stddev=0.0025,
+        rotary=Rotary(theta=500000.0),
+    )  # fmt: skip
+    assert own == Llama().grouped_query
+    slowed = Yarn(theta=1e4, scaling=4.0, original_context_length=4096)
+    # arXiv 2309.00071, section 3.2: alpha = 1 and beta = 32 for the Llama family.
+    assert (slowed.low_frequency_factor, slowed.high_frequency_factor) == (1.0, 32.0)
 
 
 def their_config(sizes: Llama):

@@ -7,11 +7,15 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from jaxtrain.cli import main
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
-from jaxtrain.run.show.examples import drawn
+from jaxtrain.data.source import Dataset
+from jaxtrain.run.show.data_picture import data_picture
+from jaxtrain.run.show.examples import drawn, show_examples, show_tokens
+from jaxtrain.run.show.report import show_facts
 from jaxtrain.training.settings import load_config
 
 
@@ -132,6 +136,24 @@ def test_images_are_described_with_their_label(capsys, tmp_path):
     found = re.findall(r"^Example \d: label (\d) \((\d)\), 8 x 8 x 1 pixels from", out, re.M)
     assert len(found) == 2
     assert all(label == name for label, name in found)
+
+
+def test_what_data_of_ones_own_do_not_tell_is_left_out(capsys):
+    """Facts are what a source tells of itself; one may tell nothing."""
+    image = np.zeros((2, 4, 4, 1), np.float32)
+    labels, ones = np.array([0, 1], np.int32), np.ones(2, np.float32)
+    told, nothing = [], Dataset((), (), "ab" * 32, {}, None, "images")
+    show_examples(Batch(image, labels, ones), nothing, 2, told.append)
+    assert [line.split(",")[0] for line in told] == ["Example 1: label 0", "Example 2: label 1"]
+    sheet = data_picture(Batch(image, labels, ones), nothing)
+    assert [axes.get_title() for axes in sheet.axes] == ["0", "1"]
+    tokens = np.array([[5, 6, 6]], np.int32)
+    text = Batch(tokens, tokens, np.ones((1, 3), np.float32))
+    told.clear()
+    show_tokens(text, dataclasses.replace(nothing, unit="tokens"), told.append)
+    assert told[0].endswith("100.0% of the targets count, 2 tokens occur")
+    show_facts(Console(), {}, nothing.digest)
+    assert capsys.readouterr().out == f"Data: sha256 {'ab' * 8}\n"
 
 
 def test_no_examples_and_no_more_than_a_step_takes(tiny_config, capsys):

@@ -54,6 +54,11 @@ def is_configurable(cls: type) -> bool:
     return _CONFIGURABLES.get(cls.__name__) is cls
 
 
+def is_known(name: str) -> bool:
+    """Whether gin bindings can set fields of a class of this name, were it defined again since."""
+    return name in _CONFIGURABLES
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """`@Name()` in a gin file: an instance of the registered dataclass Name."""
@@ -287,6 +292,10 @@ class _Bindings:
         if binding is None:
             return self.build(type(field.default))
         self.used_fields.add((section, mark.binding))
+        named = isinstance(binding.value, str) and binding.value in mark.choices()
+        if self.lacks_modules and not named:
+            self.lacks_bindings = True
+            raise NotRead  # a module that was not imported may have it
         try:
             name = self._value(f"{section}.{mark.binding}", binding, literal(mark.choices()))
             return self.build(mark.choices()[name])

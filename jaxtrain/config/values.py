@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.errors import UserError, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,18 @@ class ByName:
     choices: Callable[[], Mapping[str, type]]
 
     def name_of(self, cls: type) -> str:
-        """What a class is called."""
-        return next(name for name, choice in self.choices().items() if choice is cls)
+        """What a class is called.
+
+        Raises:
+          UserError: it is none of those that are called so.
+        """
+        for name, choice in self.choices().items():
+            if choice is cls:
+                return name
+        raise UserError(
+            f"{cls.__name__} cannot be named: no {self.binding!r} of its own is the last that was "
+            f"given; give it one that is none of {', '.join(self.choices())}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +131,8 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     words = [choice for choice in choices(annotation) if isinstance(choice, str)]
     hint = ""
     if words and isinstance(value, str):
-        hint = did_you_mean(value, words)
+        close = nearest(value, words)  # all of them stand in what it takes
+        hint = f"; did you mean {close!r}?" if close else ""
     elif isinstance(value, str):
         try:
             literal = ast.literal_eval(value)

@@ -5,7 +5,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config.reader import sections
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import is_known, sections
 from jaxtrain.config.values import by_name, hints, located, settings_of
 
 
@@ -28,6 +29,9 @@ def written(instances: Sequence[Any], *, absolute: bool = False) -> str:
     Args:
       instances: one of each class.
       absolute: as of `to_gin`.
+
+    Raises:
+      UserError: one is of a class that is not registered.
     """
     blocks: dict[str, list[str]] = {}
     for instance in instances:
@@ -37,6 +41,11 @@ def written(instances: Sequence[Any], *, absolute: bool = False) -> str:
 
 def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
     name = type(section).__name__
+    if not is_known(name):
+        raise UserError(
+            f"{name} has no name in a configuration: put @configurable (of jaxtrain.config) over "
+            f"`class {name}`, above its @dataclass"
+        )
     lines = blocks.setdefault(name, [])
     takes = hints(type(section))
     for bound, field in settings_of(type(section)).items():

@@ -31,19 +31,19 @@ class Rotary:
     """Rotary positions (arXiv 2104.09864), with Llama 3.1's slowing of long wavelengths.
 
     Attributes:
-      theta: base of the frequencies.
+      theta: base of the frequencies, by default the paper's.
       scaling: by how much frequencies whose wavelength is longer than original_context_length are
-        slowed; 1 leaves all as they are.
+        slowed; 1 leaves all as they are, whatever the three below say.
       low_frequency_factor, high_frequency_factor: wavelengths longer than original_context_length /
         low are slowed in full, shorter than / high not at all.
       original_context_length: the context that scaling extends, in tokens.
     """
 
-    theta: float
-    scaling: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_context_length: int
+    theta: float = 10000.0
+    scaling: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context_length: int = 8192
 
     @property
     def scale(self) -> float:
@@ -104,9 +104,9 @@ class Yarn:
 
     theta: float
     scaling: float
-    low_frequency_factor: float
-    high_frequency_factor: float
     original_context_length: int
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 32.0
     whole_pairs: bool = True
 
     @property

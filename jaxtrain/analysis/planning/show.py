@@ -68,7 +68,9 @@ def memory_parts(plan: "Plan") -> dict[str, int]:
 
 
 def _memory(console: Console, plan: "Plan") -> None:
-    table = Table(title="Memory of one device (closed forms)", title_justify="left")
+    table = Table(
+        title="Memory of one device at its fullest moment (closed forms)", title_justify="left"
+    )
     table.add_column("what")
     table.add_column("bytes", justify="right")
     table.add_column("")

@@ -47,8 +47,8 @@ class GroupedQuery:
       num_heads, num_kv_heads: heads of queries, and of keys and values.
       head_dim: width of each.
       rotary: how positions turn queries and keys.
-      window: tokens a query sees back, itself included; None is all of them.
       residual_stddev: spread of the weight that makes the result.
+      window: tokens a query sees back, itself included; None is all of them.
       biases: whether the projections to queries, keys and values have biases (Qwen 2).
       norm: of each head of the queries and of the keys before they are turned, each with
         parameters of its own (QK-norm, arXiv 2302.05442); None: there is none.
@@ -66,8 +66,8 @@ class GroupedQuery:
     num_kv_heads: int
     head_dim: int
     rotary: Rotations
-    window: int | None
     residual_stddev: float
+    window: int | None = None
     biases: bool = False
     norm: Norm | None = None
     turned: int | None = None

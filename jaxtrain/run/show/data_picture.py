@@ -74,7 +74,8 @@ def _sheet(batch: Batch, dataset: Dataset) -> Picture:
     images = np.asarray(batch.inputs[:SHEET_IMAGES], np.float32)
     least, most = float(images.min()), float(images.max())
     images = (images - least) / max(most - least, 1e-9)
-    names = str(dataset.facts.get("class_names", "")).split(", ")
+    facts = dataset.facts
+    names = str(facts["class_names"]).split(", ") if "class_names" in facts else []
     columns = math.ceil(math.sqrt(len(images)))
     figure = Picture(columns, 1.25 * math.ceil(len(images) / columns))
     grid = figure.subplots(math.ceil(len(images) / columns), columns, squeeze=False)

@@ -74,7 +74,8 @@ def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> N
         characters = len(tokenizer.decode(ids.tolist()))
         told.append(f"{characters / max(1, len(ids)):.2f} characters a token")
     found, counts = np.unique(ids, return_counts=True)
-    told.append(f"{len(found):,} of {dataset.facts['vocab_size']:,} tokens occur")
+    known = dataset.facts.get("vocab_size")  # data of one's own need not tell it
+    told.append(f"{len(found):,} {'' if known is None else f'of {known:,} '}tokens occur")
     say(f"The first batch: {', '.join(told)}")
     most = np.argsort(-counts, kind="stable")[:MOST]
     names = [
@@ -119,7 +120,7 @@ def _numbers(example: Batch, dataset: Dataset) -> str:
 def _told(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
     if not np.issubdtype(targets.dtype, np.integer):
         return "targets " + " ".join(f"{number:.3g}" for number in targets)
-    names = str(facts.get("class_names", "")).split(", ")
+    names = str(facts["class_names"]).split(", ") if "class_names" in facts else []
     told = [
         f"label {label}" + (f" ({names[label]})" if label < len(names) else "")
         for label in np.ravel(targets).tolist()

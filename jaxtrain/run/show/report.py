@@ -234,7 +234,8 @@ def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> No
     endings, bad = facts.get("endings_left_out"), facts.get("first_bad_records")
     long = ("endings_left_out", "first_bad_records")
     words = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in long]
-    console.print(f"Data: {', '.join(words)}; sha256 {digest[:16]}", soft_wrap=True)
+    told = f"{', '.join(words)}; " if words else ""
+    console.print(f"Data: {told}sha256 {digest[:16]}", soft_wrap=True)
     if endings is not None:
         left_out, read = facts["files_left_out"], facts["files"]
         console.print(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxtrain.training.objectives
-from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model
@@ -247,9 +247,9 @@ def objective_named(name: str) -> Objective:
     """
     found = {objective.name: objective for objective in _objectives()}
     if name not in found:
-        raise UserError(
-            f"objective {name!r}: there are {', '.join(sorted(found))}{did_you_mean(name, found)}"
-        )
+        close = nearest(name, found)
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise UserError(f"objective {name!r}: there are {', '.join(sorted(found))}{hint}")
     return found[name]
 
 

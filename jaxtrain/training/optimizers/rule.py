@@ -1,7 +1,6 @@
 """What an update rule says of itself, and the rules that there are: one file each beside this."""
 
 import abc
-import functools
 import importlib
 import math
 import pkgutil
@@ -81,14 +80,14 @@ class Rule(abc.ABC):
         return iter(())
 
 
-@functools.cache
 def rules() -> Mapping[str, type[Rule]]:
-    """Every rule in this package by its name."""
+    """Every rule by its name: those of this package, and those of modules imported so far."""
     package = jaxtrain.training.optimizers
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-    named = [cls for cls in _below(Rule) if "name" in vars(cls)]
-    return {cls.name: cls for cls in sorted(named, key=lambda cls: cls.name)}
+    # Of two that are called alike the later counts: a notebook's cell was run again.
+    named = {cls.name: cls for cls in _below(Rule) if "name" in vars(cls)}
+    return dict(sorted(named.items()))
 
 
 def _below(cls: type[Rule]) -> Iterator[type[Rule]]:

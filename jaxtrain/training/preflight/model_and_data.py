@@ -6,11 +6,9 @@ from typing import Any
 
 from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.classed_rows import ClassedRows
-from jaxtrain.data.mixture import text_of
-from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.mixture import Mixture, text_of
 from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.templated import Templated
 from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.models.model import (
     ClassModel,
@@ -91,8 +89,16 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 def _section(data: Any) -> str:
     """Whose settings are said of text; a mixture and text with spans have TextData's."""
-    has_own = isinstance(data, Templated | ClassedRows | PairData)
-    return type(data).__name__ if has_own else "TextData"
+    return "TextData" if isinstance(data, Mixture | SpanData) else type(data).__name__
+
+
+def _lacks(data: Any, size: str) -> Iterator[str]:
+    """A sentence where data of one's own do not say what is held against the model's."""
+    if size not in dir(data):
+        yield (
+            f"Train.data=@{type(data).__name__}() has no {size}, which is held against the "
+            f"model's; give the class a field or a property {size}"
+        )
 
 
 def _lengths(config: Config, text: TextData) -> Iterator[str]:
@@ -172,12 +178,19 @@ def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
 
 
 def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:
+    lacking = list(_lacks(data, "vocab_size"))
+    if lacking:
+        yield from lacking
+        return
     name, vocab_size = type(model).__name__, data.vocab_size
     if vocab_size > model.vocab_size:
         more = " and sentinels" * isinstance(data, SpanData)
+        whose = f"{type(data).__name__}'s {vocab_size} tokens"
+        if "tokenizer" in dir(data):  # data of one's own may have none
+            said = f"{_section(data)}.tokenizer={data.tokenizer!r}"
+            whose = f"the tokenizer's {vocab_size} tokens{more} ({said})"
         yield (
-            f"{name}.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
-            f"tokens{more} ({_section(data)}.tokenizer={data.tokenizer!r}); use at least "
+            f"{name}.vocab_size={model.vocab_size} is smaller than {whose}; use at least "
             f"{vocab_size}"
         )
 
@@ -225,7 +238,9 @@ def _images(model: ImageModel, data: Any, channels: int) -> Iterator[str]:
             f"{name}.channels={model.channels}, but the images of {type(data).__name__} have "
             f"{channels}; set {name}.channels={channels}"
         )
-    if data.num_classes > model.num_classes:
+    lacking = list(_lacks(data, "num_classes"))
+    yield from lacking
+    if not lacking and data.num_classes > model.num_classes:
         yield (
             f"{name}.num_classes={model.num_classes} is smaller than the data's "
             f"{data.num_classes} classes; set {name}.num_classes={data.num_classes}"

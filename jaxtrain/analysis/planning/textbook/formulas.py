@@ -2,7 +2,7 @@
 
 Payloads are what one device puts in (the operand of the collective), in bytes; wire bytes are what
 one device then sends. Letters: k devices along the axis, B the batch that a device computes with,
-T its sequence length, D embed, N query heads, K kv heads, H head_dim.
+T its sequence length, D embed, L layers, N query heads, K kv heads, H head_dim.
 """
 
 import dataclasses
@@ -166,7 +166,9 @@ def expert_layer(slots: int, D: int, *, element_bytes: int) -> Traffic:
     """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668).
 
     Args:
-      slots: rows that a device sends: tokens x top_k without drops, or experts x capacity.
+      slots: rows that a device puts in: experts x capacity (`nn.experts.slots_per_expert`) for
+        each row of its batch; or tokens x top_k without drops, times the devices along `expert`
+        where, as here, shapes are fixed and all of them might go to one.
       D: embed.
       element_bytes: of an activation.
     """
@@ -199,6 +201,11 @@ def scores(B: int, T: int, N: int, *, tensor: int = 1) -> float:
 def gpt_layer_selective(B: int, T: int, D: int, N: int, *, tensor: int = 1) -> float:
     """Scores recomputed: `gpt_layer` without `scores` (section 5)."""
     return gpt_layer(B, T, D, N, tensor=tensor) - scores(B, T, N, tensor=tensor)
+
+
+def gpt_layer_selective_sequence(B: int, T: int, D: int, *, tensor: int) -> float:
+    """Both: 34 B T D / t, whatever the heads and the length (table 2)."""
+    return 34 * B * T * D / tensor
 
 
 def layer_full_remat(B: int, T: int, D: int) -> float:
@@ -266,3 +273,12 @@ def logits(B: int, T: int, V: int, *, tensor: int = 1, element_bytes: int = 4) -
     With a loss in chunks T is the chunk. A backward pass has their gradient, as large, beside them.
     """
     return element_bytes * B * T * V / tensor
+
+
+def kv_cache(B: int, T: int, L: int, K: int, H: int, *, element_bytes: int) -> int:
+    """2 L B T K H e: keys and values that generation keeps of T tokens of each of B texts.
+
+    K is N for multi-head attention, 1 for multi-query (arXiv 1911.02150), between them for
+    grouped-query (arXiv 2305.13245), which divides the cache by N / K.
+    """
+    return 2 * L * B * T * K * H * element_bytes

@@ -4,6 +4,8 @@ Letters: L layers, D embed, T sequence length, V vocab, C context, N query heads
 head_dim, F mlp, E experts, k experts a token.
 """
 
+from collections.abc import Iterable
+
 
 def transformer_parameters(L: int, D: int) -> int:
     """12 L D^2: the rule of thumb for blocks with an mlp of 4 D, embeddings aside.
@@ -109,6 +111,17 @@ def lstm_parameters(*, V: int, L: int, D: int) -> int:
     """All of an LSTM language model's, as wide as its embedding: two matrices of D times 4 D and a
     bias of 4 D a layer, the table and the output matrix (arXiv 1409.2329)."""
     return L * (8 * D**2 + 4 * D) + 2 * V * D
+
+
+def lora_parameters(rank: int, weights: Iterable[tuple[int, int]]) -> int:
+    """rank (in + out) for each adapted weight: A of in x rank and B of rank x out (arXiv
+    2106.09685, section 4.1).
+
+    Args:
+      rank: of the adapters.
+      weights: what each sums over, and the numbers of its result.
+    """
+    return rank * sum(inside + outside for inside, outside in weights)
 
 
 def attention_flops_per_token(*, L: int, D: int, T: int, causal: bool) -> int:

@@ -128,14 +128,17 @@ def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
     moments = settings.method == "local_sgd"
     what = "parameters and moments" if moments else "parameters"
     fragments = settings.fragments
+    every = settings.period / fragments
+    # A row's bytes are those of a step in which it runs; without this it would read as every step.
+    cause = f"replicas: {what}, every {every:g} steps" if every != 1 else f"replicas: {what}"
     for weight in facts.weights:
         own = Kept(weight.shape, weight.axes)
         kept = (own, *optimizer.keeps(weight.shape, weight.axes)) if moments else (own,)
         for array in kept:  # each on its own, as compiled: three of one size are not three layers
             size = (facts.L if weight.is_layer else 1) * _shard(facts, array.shape, array.axes)
             yield Expected(
-                "all-reduce", "data", 1, 4 * math.ceil(size / fragments), f"replicas: {what}",
-                "2 n (k-1)/k each", settings.period / fragments,
+                "all-reduce", "data", 1, 4 * math.ceil(size / fragments), cause,
+                "2 n (k-1)/k each", every,
             )  # fmt: skip
 
 
