@@ -237,9 +237,6 @@ def _advice(console: Console, plan: "Plan") -> None:
         say(console, f"- {words}")
 
 
-if TYPE_CHECKING:
-    from jaxtrain.analysis.planning.result import Plan
-
 _GIB = 2**30
 # Told apart by lightness and hatching, so that a greyscale print can be read.
 _FILLS: list[dict[str, Any]] = [
