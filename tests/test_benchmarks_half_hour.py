@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_formats, gpu_half_hour, gpu_run  # noqa: E402 - after the path
 from benchmarks.gpu_half_hour import Options, Row, do, figures, markdown, read  # noqa: E402
+from benchmarks.gpu_predictions import predicted  # noqa: E402
+from benchmarks.gpu_rows import TRAIN  # noqa: E402
 
 
 def options(folder: Path) -> Options:
@@ -136,3 +138,14 @@ def test_the_command_does_a_row_and_goes_on_with_the_next(tmp_path, capsys):
     assert "copy, B/s" in text
     assert "of the roofline" in text
     capsys.readouterr()
+
+
+def test_what_a_row_will_find_was_written_down_before(tmp_path):
+    for row, settings in ((name, one.ours) for name, one in TRAIN.items()):
+        for setting in settings:
+            found = predicted(row, setting, "h100")
+            assert found is not None, (row, setting)
+            assert found["seconds"] > 0
+            assert found["bytes"] > 2**30
+    assert predicted("gpt2_124m", "", "t4") is None
+    assert predicted("gpt2_124m", "", "h100", tmp_path / "none.csv") is None
