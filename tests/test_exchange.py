@@ -113,13 +113,18 @@ def alone(state, batches, replica: int, replicas: int):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}],
+    [
+        {"data": 4, "fsdp": 2},
+        {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2},
+        {"data": 2, "context": 2},
+    ],
     ids=str,
 )
 def test_averaging_after_every_step_is_the_synchronous_step(sizes):
     params, metrics = synchronous()
-    # The kernel that CPUs have by default, and chunks: both look at how arrays are split.
-    changes = {"execution": Execution(kernel="blocked"), "loss": Loss(chunk_size=4)}
+    # The kernel that CPUs have by default, rings and chunks: all look at how arrays are split.
+    execution = Execution(kernel="xla" if "context" in sizes else "blocked")
+    changes = {"execution": execution, "loss": Loss(chunk_size=4)}
     state, found = run(program_on(sizes, Exchange(method="local_sgd"), **changes), BATCHES)
     for mine, theirs in zip(found, metrics, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE)
