@@ -152,7 +152,7 @@ def _again(config: Config) -> float:
     return 1 / 4 if config.remat.kept.repeats_products else 1 / 3
 
 
-def activation_bytes(config: Config, *, pipelined: bool) -> float:
+def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
     """Bytes of activations that the products of a step read and write, over all devices; 0 for
     images and vectors: convolutions read each pixel an unknown number of times.
 
@@ -176,7 +176,7 @@ def activation_bytes(config: Config, *, pipelined: bool) -> float:
             times = 1 if experts is None or facts is None else facts.per_token
             stream += times * sizes.pop("embed", 0)
             split += times * math.prod(sizes.values())
-    copies = 1 if config.sharding.sequence_parallel else config.mesh.tensor
+    copies = 1 if config.sharding.sequence_parallel else config.mesh.sizes(devices)["tensor"]
     row = row_flops(config)
     plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
     passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)
