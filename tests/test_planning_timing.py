@@ -238,7 +238,9 @@ def test_what_products_read_and_write():
     def bytes_of(elements: float, passes: float = 3) -> float:
         return tokens * (2 * passes * layers * elements * width + 12 * vocabulary)
 
-    assert activation_bytes(config({"fsdp": 8}, **flash), pipelined=False, devices=8) == bytes_of(16)
+    assert activation_bytes(config({"fsdp": 8}, **flash), pipelined=False, devices=8) == bytes_of(
+        16
+    )
     both = {"fsdp": 4, "tensor": 2}
     assert activation_bytes(config(both, **flash), pipelined=False, devices=8) == bytes_of(16 + 4)
     split = config(both, sharding=Sharding(sequence_parallel=True), **flash)
