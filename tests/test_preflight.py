@@ -287,6 +287,14 @@ def test_names_of_activations_that_cannot_be_kept_so_are_refused(bindings, sente
     assert refused(*bindings).splitlines() == [sentence]
 
 
+def test_a_second_derivative_that_experts_have_not_is_refused():
+    dropless = "Mixtral.capacity_factor = None"
+    assert refused("Optimizer.name = 'sophia_h'", dropless, name="mixtral_tiny") == (
+        "Optimizer.name='sophia_h' with the dropless experts of Mixtral: JAX has no second "
+        "derivative of their grouped products; use 'sophia_g'"
+    )
+
+
 @pytest.mark.parametrize(
     "bindings",
     [
