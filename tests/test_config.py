@@ -100,6 +100,10 @@ def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
         (["Garden.size = True"], ["Garden.size = True is a bool", "takes int"]),
         (["Garden.size = 1", "Garden.kind = 'flowr'"], ["'kitchen', 'flower'", "mean 'flower'?"]),
         (["Garden.size = 1", "Garden.limit = 'x'"], ["it takes int or None"]),
+        (
+            ["Garden.size = 1", "Garden.tool = @Spade()", "Spade.weight = 1e999"],
+            ["Spade.weight = inf is not finite; it takes finite numbers"],
+        ),
         (["Garden.size = 1", "Spade.weight = 2"], ["Spade.weight is set", "nothing", "uses Spade"]),
         (["Garden.size = 1", "A = 2"], ["A = ... is set, but nothing refers to %A"]),
         (["Garden.size = %WIDHT", "WIDTH = 2"], ["%WIDHT has no value", "did you mean 'WIDTH'?"]),

@@ -244,6 +244,20 @@ def test_channels_are_converted(tmp_path):
     np.testing.assert_allclose(grey[0, 0], [76 / 255], atol=1e-6)
 
 
+def test_grey_of_16_bits_is_not_cut_off_at_8(tmp_path):
+    ramp = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4369  # 0 to 65,535
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.fromarray(ramp).save(tmp_path / name / f"{number}.png")
+    base = {"source": str(tmp_path), "image_size": 4, "num_classes": 2, "heldout_fraction": 0.5}
+    expected = np.arange(16).reshape(4, 4) * 17 / 255
+    for channels in (1, 3):
+        found = opened(channels=channels, **base, **PLAIN).train.example(0, None).inputs
+        for channel in range(channels):
+            np.testing.assert_allclose(found[..., channel], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("crop", ["none", "pad", "resized"])
 def test_evaluation_is_not_augmented_and_training_is(crop):
     data = ImageData(source="synthetic", image_size=8, channels=3, crop=crop, flip=True)

@@ -153,6 +153,19 @@ def test_what_is_lost_and_what_is_left_are_the_text(tmp_path):
         assert source[:-1] == bytes(ids.tolist()).decode()
 
 
+def test_a_last_row_has_no_padding_in_it_where_documents_are_not_kept_apart(tmp_path):
+    """Bytes of 0, which would be told as text."""
+    text = TextData(source=written(tmp_path), sequence_length=300, separate_documents=False)
+    heldout = SpanData(text=text).open(seed=0).heldout
+    plain = text.open(seed=0).heldout.example(len(heldout) - 1, None)
+    real = int(plain.loss_mask.sum())
+    assert 0 < real < 300
+    row = heldout.example(len(heldout) - 1, None)
+    told = (row.source_segment_ids > 0).sum() + (row.segment_ids > 0).sum()
+    spans = (row.source > 255).sum()
+    assert told == real + 2 * spans + 2  # both have the sentinels and an end
+
+
 def test_sentinels_are_tokens_with_names():
     tokenizer = WithSentinels(ByteTokenizer(), 3)
     ids = tokenizer.encode("aü<extra_id_1>b<extra_id_3>")

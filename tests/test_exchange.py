@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.execution import Execution
 from jaxtrain.run.metrics import MetricsLog
 from jaxtrain.run.metrics_file import read_lines
@@ -113,19 +114,39 @@ def alone(state, batches, replica: int, replicas: int):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}],
+    [
+        {"data": 4, "fsdp": 2},
+        {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2},
+        {"data": 2, "context": 2},
+    ],
     ids=str,
 )
 def test_averaging_after_every_step_is_the_synchronous_step(sizes):
     params, metrics = synchronous()
-    # The kernel that CPUs have by default, and chunks: both look at how arrays are split.
-    changes = {"execution": Execution(kernel="blocked"), "loss": Loss(chunk_size=4)}
+    # The kernel that CPUs have by default, rings and chunks: all look at how arrays are split.
+    execution = Execution(kernel="xla" if "context" in sizes else "blocked")
+    changes = {"execution": execution, "loss": Loss(chunk_size=4)}
     state, found = run(program_on(sizes, Exchange(method="local_sgd"), **changes), BATCHES)
     for mine, theirs in zip(found, metrics, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE)
         assert mine["replica_spread"] > 1e-4
     for replica in range(sizes["data"]):
         assert_close([x[replica] for x in values(state.params)], params)
+
+
+def test_replicas_send_their_own_tokens_to_experts():
+    """Ragged products, which cannot be traced along an axis whose devices have rows of their own;
+    without a loss of balance, which is a replica's own."""
+    model = Mixtral(
+        vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16,
+        num_experts=4, context_length=8, balance_weight=0.0,
+    )  # fmt: skip
+    found = []
+    for sizes, settings in (({"fsdp": 1}, Exchange()), ({"data": 2}, Exchange(method="local_sgd"))):
+        plain = make_program(model, make_layout(**sizes), optimizer=sgd())
+        state, _ = run(with_exchange(settings, plain), BATCHES[:1])
+        found.append(values(state.params))
+    assert_close([x[0] for x in found[1]], found[0])
 
 
 def test_replicas_begin_with_the_synchronous_parameters_and_keep_their_layout():

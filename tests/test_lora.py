@@ -359,6 +359,14 @@ def test_what_cannot_be_trained_so_is_refused(bindings, said, tiny_config):
         preflight.check(load_config(tiny_config, bindings), device_count=8, platform="cpu")
 
 
+def test_experts_are_no_mlp_and_none_is_offered():
+    config = load_config("mixtral_tiny", ["Finetune.lora_rank = 4"])
+    with pytest.raises(UserError) as refused:
+        preflight.check(config, device_count=8, platform="cpu")
+    said = "Finetune.lora_targets: 'mlp' matches no weight that can have an adapter; known: "
+    assert f"{said}attention, layers/" in str(refused.value)
+
+
 def test_an_adapter_of_another_kind_is_refused_with_all_reasons(theirs, tmp_path, ours):
     ours.export_adapter(tmp_path / "one")
     said = json.loads((tmp_path / "one" / "adapter_config.json").read_text())

@@ -14,6 +14,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
+from jaxtrain.data.text.packing import pack
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.objectives.losses import Loss
@@ -70,6 +71,17 @@ def test_the_shares_are_those_of_the_paper():
     assert hidden.mean() == pytest.approx(0.8, abs=wide)
     assert stayed.mean() == pytest.approx(0.1 + 0.1 / (V - 1), abs=wide)
     assert np.unique(found.inputs[chosen & (found.inputs != row.inputs)]).size == V
+
+
+def test_no_padding_is_told_where_documents_are_not_kept_apart():
+    documents = [np.arange(1, 5, dtype=np.uint8)]  # 4 tokens: 3 inputs of a row of 200
+    text = pack(documents, 200, np.dtype(np.uint8), separate=False)
+    row = text.example(0, None)
+    assert row.segment_ids is None
+    for seed in range(20):
+        found = masked(row, np.random.default_rng(seed), V)
+        assert not found.loss_mask[3:].any()
+        np.testing.assert_array_equal(found.inputs[3:], 0)
 
 
 def test_what_batch_k_hides_is_a_function_of_the_seed_and_k():

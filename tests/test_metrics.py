@@ -435,6 +435,15 @@ def test_without_a_folder_there_are_figures_but_no_files(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rewound_run_without_a_folder_has_each_step_once():
+    lines: list = []
+    for first, last in ((0, 4), (2, 6)):
+        log = make_log(None, first_step=first, log_every=1, history=lines)
+        run(log, first + 1, last)
+        log.close()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
 def test_peaks():
     assert chips.peak_flops("NVIDIA H200") == 989e12
     assert chips.peak_flops("TPU v5 lite") == 197e12

@@ -11,10 +11,12 @@ from conftest import make_layout, make_program
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.microbatches import split_microbatches
 from jaxtrain.training.noise import refuse, signal_and_noise, with_noise
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.optimizers.sophia import SophiaH
 
 WIDTHS, PARTS, ROWS, STEPS, EVERY, DECAY = (8, 16, 4), 4, 16, 5, 2, 0.95
 MODEL = MLP(widths=WIDTHS, activation="tanh")
@@ -87,6 +89,23 @@ def test_a_runs_scale_is_that_of_a_loop_over_its_batches(sizes):
             state, metrics = step(state, placed)
             found.append(float(metrics["noise_scale"]))
     np.testing.assert_allclose(found, expected(), rtol=1e-3)
+
+
+def test_a_rule_that_is_given_the_curvature_is_given_it_here_too():
+    rule = SophiaH(every=1)
+    optimizer = make_optimizer(Optimizer(rule=rule), optax.constant_schedule(0.1))
+    plain = make_program(
+        MODEL, make_layout(data=2), optimizer=optimizer, accumulation=PARTS,
+        curvature=estimate_of(rule),
+    )  # fmt: skip
+    (batch, *_), found = batches(), []
+    for program in (plain, with_noise(EVERY, plain)):
+        with program.layout.active():
+            placed = jax.device_put(batch, program.batch_shardings(batch))
+            state, _ = CompiledStep(program)(program.create(0), placed)
+        found.append(jax.device_get(state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert any(np.any(h) for h in jax.tree.leaves(found[0][1].nu))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,27 @@ def llama_file(tmp_path_factory):
     return file
 
 
+@pytest.mark.parametrize(
+    ("axis", "more"),
+    [
+        ("tensor", ()),
+        ("pipe", ("Pipeline.microbatches = 4",)),
+        ("data", ("Exchange.method = 'local_sgd'", "Exchange.period = 4")),
+    ],
+)
+def test_an_axis_of_minus_one_is_planned_as_what_is_left(axis, more):
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "Train.global_batch_size": 16}
+    found = []
+    for size in (4, -1):
+        lines = [
+            f"{name if '.' in name else f'Mesh.{name}'} = {value}"
+            for name, value in {**sizes, axis: size}.items()
+        ]
+        report = plan(load_config("gpt_quickstart", [*lines, *more]), "h100:1x4", compile=False)
+        found.append(report.to_json())
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("search", [False, True])
 def test_where_no_compiler_is_installed_the_plan_is_an_estimate_that_says_so(search):
     """No plugin of JAX's compiles for AMD's GPUs, so that this is the same on every machine."""

@@ -241,16 +241,18 @@ def test_what_products_read_and_write():
     def bytes_of(elements: float, passes: float = 3) -> float:
         return tokens * (2 * passes * layers * elements * width + 12 * vocabulary)
 
-    assert activation_bytes(config({"fsdp": 8}, **flash), pipelined=False) == bytes_of(16)
+    assert activation_bytes(config({"fsdp": 8}, **flash), pipelined=False, devices=8) == bytes_of(
+        16
+    )
     both = {"fsdp": 4, "tensor": 2}
-    assert activation_bytes(config(both, **flash), pipelined=False) == bytes_of(16 + 4)
+    assert activation_bytes(config(both, **flash), pipelined=False, devices=8) == bytes_of(16 + 4)
     split = config(both, sharding=Sharding(sequence_parallel=True), **flash)
-    assert activation_bytes(split, pipelined=False) == bytes_of(16)
+    assert activation_bytes(split, pipelined=False, devices=8) == bytes_of(16)
     plain = config({"fsdp": 8}, attention=Attention(kernel="reference"))
     scores = 2 * ROWS * layers * TINY_GPT.num_heads * T * T
-    assert activation_bytes(plain, pipelined=False) == bytes_of(16) + 6 * scores
+    assert activation_bytes(plain, pipelined=False, devices=8) == bytes_of(16) + 6 * scores
     # A stage that is recomputed makes them again, both products of its forward pass.
-    more = activation_bytes(plain, pipelined=True) - bytes_of(16, passes=4)
+    more = activation_bytes(plain, pipelined=True, devices=8) - bytes_of(16, passes=4)
     assert more == 8 * scores
 
 
@@ -262,7 +264,7 @@ def test_what_products_of_unlike_layers_read_and_write():
     numbers = 3 * sum(of_layers) - of_layers[0]
     mlp = load_config("mlp_digits", [f"Train.global_batch_size={rows}"])
     mlp = resolved(mlp, "tpu")
-    assert activation_bytes(mlp, pipelined=False) == 2 * rows * numbers
+    assert activation_bytes(mlp, pipelined=False, devices=1) == 2 * rows * numbers
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_computation_is_products_scores_memory_and_the_update():
     products = (closed_form_row() - 3 * scores) / 197e12 / shares.products
     attention = 3.5 * scores / 197e12 / shares.scores
     plain = config({"fsdp": 8}, attention=Attention(kernel="reference"))
-    read = activation_bytes(plain, pipelined=False) / 8
+    read = activation_bytes(plain, pipelined=False, devices=8) / 8
     memory = (shares.passes * read + 2 * 8 * MIB) / (shares.memory * 819e9)
     assert found.compute == pytest.approx(products + attention + memory, rel=1e-9)
     assert found.seconds == found.compute

@@ -292,6 +292,26 @@ def test_names_of_activations_that_cannot_be_kept_so_are_refused(bindings, sente
     assert refused(*bindings).splitlines() == [sentence]
 
 
+def test_a_second_derivative_that_experts_have_not_is_refused():
+    dropless = "Mixtral.capacity_factor = None"
+    assert refused("Optimizer.name = 'sophia_h'", dropless, name="mixtral_tiny") == (
+        "Optimizer.name='sophia_h' with the dropless experts of Mixtral: JAX has no second "
+        "derivative of their grouped products; use 'sophia_g'"
+    )
+
+
+@pytest.mark.parametrize(
+    "bindings",
+    [
+        ("Optimizer.sharpness_radius = 0.05",),
+        ("Train.noise_scale_every = 10", "Train.accumulation = 2"),
+    ],
+)
+def test_names_of_activations_are_known_where_a_step_is_more_than_a_gradient(bindings):
+    kept = "Remat.policy = 'full'", "Remat.save = ('attention',)"
+    check(load_config("gpt_quickstart", [*kept, *bindings]), device_count=8, platform="cpu")
+
+
 def test_a_model_refuses_the_other_kind_of_data(tmp_path):
     file = tmp_path / "run.gin"
     file.write_text(

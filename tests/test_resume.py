@@ -22,6 +22,7 @@ from jaxtrain.run import resume
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Checkpoint, Config, load_config
 from jaxtrain.training.step import Program, TrainState
@@ -185,6 +186,39 @@ def test_every_layout_goes_on_from_every_other(writer, reader, run):
         assert losses == new.losses[SAVED:]
         assert_equal(in_model_order(new.program, state), new.last)
     assert new.step.on_arrays._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"optimizer": {"sharpness_radius": 0.05}},
+        {"exchange": {"method": "sign_sgd"}},
+        {"exchange": {"method": "asynchronous", "staleness": 0}},
+    ],
+    ids=str,
+)
+def test_a_pipelines_layers_are_put_in_order_for_a_program_around_another(changed, run):
+    """Its state has the same arrays, so that nothing else would tell that layers change places."""
+    written = run("interleaved")
+    ((section, settings),) = changed.items()
+    config: Any = written.config
+    section_now = dataclasses.replace(getattr(config, section), **settings)
+    config = dataclasses.replace(config, pipeline=Pipeline(), **{section: section_now})
+    program = make_program(config, make_layout(data=2))
+    checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
+    state = resume.restore(checkpoints, SAVED, program)
+    assert_equal(in_model_order(program.plain, state), written.saved)
+
+
+def test_a_pipelines_checkpoint_of_fewer_layers_is_refused(run):
+    """Places that hold no layer would do for those that are missing."""
+    written = run("interleaved")
+    model = dataclasses.replace(written.config.train.model, num_layers=8)
+    train = dataclasses.replace(written.config.train, model=model)
+    config = dataclasses.replace(written.config, train=train, pipeline=Pipeline())
+    checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
+    with pytest.raises(UserError, match="has 6 layers, this configuration's model 8; use .*gin"):
+        resume.restore(checkpoints, SAVED, make_program(config, make_layout(fsdp=2)))
 
 
 def opened(letter: str) -> Dataset:

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -105,6 +107,24 @@ def test_rows_are_those_of_the_documents_in_memory(writer, tokenizer, tmp_path, 
     assert again.digest == opened.digest
     assert_rows(again.train, expected[0])
     assert kept == {file: file.stat().st_mtime_ns for file in kept}
+
+
+def test_of_several_processes_one_reads_all_tokens(tokenizer, tmp_path, monkeypatch):
+    """The others take what it keeps; what they have mapped is not written again."""
+    nanogpt(tmp_path / "tokens.bin", DOCUMENTS)
+    look, looked = token_files._looked_through, []
+
+    def slowly(*arguments):
+        looked.append(arguments)
+        time.sleep(0.5)
+        return look(*arguments)
+
+    monkeypatch.setattr(token_files, "_looked_through", slowly)
+    data = TextData(source=str(tmp_path / "tokens.bin"), sequence_length=16, tokenizer=tokenizer)
+    with ThreadPoolExecutor(3) as threads:  # locks are of open files: as if each were a process
+        opened = list(threads.map(lambda _: data.open(seed=0), range(3)))
+    assert len(looked) == 1
+    assert len({one.digest for one in opened}) == 1
 
 
 def test_a_single_file_holds_out_its_last_documents(tokenizer, tmp_path):

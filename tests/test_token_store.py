@@ -115,8 +115,10 @@ def test_several_processes_make_the_same_store(tmp_path, tokenizer_file, monkeyp
         tokenizer=tokenizer_file,
         heldout_fraction=0.2,
     )
+    monkeypatch.setenv("RAYON_NUM_THREADS", "3")
     stores = [made(data, tmp_path / str(workers), workers) for workers in (1, 2)]
     assert stores[0].parts == stores[1].parts
+    assert os.environ["RAYON_NUM_THREADS"] == "3"  # the user's, who may have set it
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -126,6 +127,9 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     Raises:
       UserError: naming the setting, its value, what it takes and the nearest valid choice.
     """
+    if not _is_finite(value):
+        # As 1e999 is read. A run's config.gin would say `inf`, which is no value of gin's.
+        raise UserError(f"{origin}: {name} = {value!r} is not finite; it takes finite numbers")
     with contextlib.suppress(_Misfit):
         return _fitted(value, annotation)
     words = [choice for choice in choices(annotation) if isinstance(choice, str)]
@@ -148,6 +152,15 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     raise UserError(
         f"{origin}: {name} = {value!r} is {_kind(value)}; it takes {_describe(annotation)}{hint}"
     )
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers of a value are."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def lacks(value: Any, annotation: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """Writes frozen dataclasses as the gin text that `reader` makes equal ones of."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -70,4 +71,6 @@ def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> s
     # NumPy's numbers are such too, and written in a way of their own.
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"  # read, it is refused as what it is
     return repr(value)

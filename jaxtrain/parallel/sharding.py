@@ -343,9 +343,9 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     layout = _LAYOUT.get()
     assert layout is not None, "no layout is active"
     # Inside a pipeline stage the axis pipe is taken, and context inside a ring. Generation hides
-    # them as well, but is inside of nothing; XLA's CPU compiler aborts over bfloat16 sums between
-    # devices while an axis is left.
-    idle = {"pipe", "context"} - set(jax.sharding.get_abstract_mesh().manual_axes)
+    # them as well, but is inside of nothing, as is data where one replica's shapes are asked for;
+    # XLA's CPU compiler aborts over bfloat16 sums between devices while an axis is left.
+    idle = {"pipe", "context", "data"} - set(jax.sharding.get_abstract_mesh().manual_axes)
     free = set(layout.mesh.axis_names) - (layout.manual - idle)
 
     def run(*shards: Any) -> Any:

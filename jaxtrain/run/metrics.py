@@ -81,7 +81,7 @@ class MetricsLog:
           references: horizontal lines of loss.png, label to loss.
           class_names: of confusion.png; none: classes have numbers alone.
           guard: what happens at a bad step.
-          history: takes the lines where no file does.
+          history: takes the lines where no file does; those past `first_step` are dropped.
         """
         self._guard = guard
         self.bad_steps = 0  # left out so far, by the policy 'skip'
@@ -102,6 +102,8 @@ class MetricsLog:
             else None
         )
         self._history = history if workdir is None else None
+        if self._history is not None:  # as of the file: a rewind comes to these steps again
+            self._history[:] = [line for line in self._history if line["step"] <= first_step]
         self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
         self._window_start = time.perf_counter()
         self._window_first_step = first_step

@@ -273,11 +273,7 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
     """
 
     def read(part: Callable[[TrainState], Any]) -> Any:
-        if isinstance(program, Program):
-            return _restore(checkpoints, step, program, part)
-        whole = program.abstract_state()
-        wanted = part(whole)
-        return checkpoints.restore(step, wanted, partial=wanted is not whole)
+        return _restore(checkpoints, step, program, part)
 
     plain = program.plain
     if not isinstance(plain, OnDisk):
@@ -317,7 +313,10 @@ def restore_parameters(
 
 
 def _restore(
-    checkpoints: Checkpoints, step: int, program: Program, part: Callable[[TrainState], Any]
+    checkpoints: Checkpoints,
+    step: int,
+    program: Program | ExchangeProgram,
+    part: Callable[[TrainState], Any],
 ) -> Any:
     """A part of the state, whatever mesh and stages wrote it."""
     saved, whole_state = checkpoints.extra(step).get("layer_order"), program.abstract_state()
@@ -325,8 +324,15 @@ def _restore(
     partial = wanted_part is not whole_state
     if saved == program.layer_order:
         return checkpoints.restore(step, wanted_part, partial=partial)
-    num_layers = _num_layers(program)
+    num_layers = _num_layers(program.plain)
     present = list(range(num_layers)) if saved is None else saved
+    if (found := sum(layer >= 0 for layer in present)) != num_layers:
+        raise OtherLeavesError(
+            f"the checkpoint of step {step} in {checkpoints.folder} has {found} layers, this "
+            f"configuration's model {num_layers}; use {checkpoints.folder.parent / 'config.gin'}, "
+            "which wrote it, or another workdir",
+            (),
+        )
     wanted = program.layer_order or list(range(num_layers))
     state = checkpoints.restore(step, part(_in_order(program, present)), partial=partial)
     whole = dataclasses.replace(program.layout, manual=frozenset({"pipe"}))
@@ -357,12 +363,8 @@ def _num_layers(program: Program) -> int:
     return sizes.pop() if order is None else sum(layer >= 0 for layer in order)
 
 
-def _in_order(program: Program, present: list[int]) -> TrainState:
+def _in_order(program: Program | ExchangeProgram, present: list[int]) -> TrainState:
     """The abstract state with its layers in another order, over pipe where their number divides."""
-    ranks = program.layout.mesh.shape["pipe"]
-    layout = program.layout
-    if len(present) % ranks:
-        layout = dataclasses.replace(layout, manual=frozenset({"pipe"}))
 
     def one(variable: Any) -> Any:
         if not (is_variable(variable) and is_layer(variable)):
@@ -371,6 +373,8 @@ def _in_order(program: Program, present: list[int]) -> TrainState:
         return variable.replace(jax.ShapeDtypeStruct((len(present), *shape.shape[1:]), shape.dtype))
 
     shapes = jax.tree.map(one, program.shapes(), is_leaf=is_variable)
-    return with_shardings(
-        shapes, dataclasses.replace(program, layout=layout).state_shardings(shapes)
-    )
+    # Programs with another exchange have no stages.
+    if isinstance(program, Program) and len(present) % program.layout.mesh.shape["pipe"]:
+        layout = dataclasses.replace(program.layout, manual=frozenset({"pipe"}))
+        program = dataclasses.replace(program, layout=layout)
+    return with_shardings(shapes, program.state_shardings(shapes))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Model
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.training.microbatches import numbered, split_microbatches
@@ -35,7 +36,7 @@ def of_rule(rule: Rule) -> str | None:
 
 
 def refuse(
-    rule: Rule, objective: Objective, sizes: Mapping[str, int], *, exchange: str
+    rule: Rule, objective: Objective, sizes: Mapping[str, int], *, exchange: str, model: Model
 ) -> Iterator[str]:
     """A sentence for each reason why no curvature can be estimated.
 
@@ -44,6 +45,7 @@ def refuse(
       objective: what is minimised.
       sizes: of every axis in Mesh.
       exchange: the method of exchange over `data`.
+      model: the model's settings.
     """
     if not isinstance(rule, SophiaRule):
         return
@@ -58,6 +60,12 @@ def refuse(
         yield (
             f"{said} with Exchange.method={exchange!r}: replicas would estimate a curvature each; "
             "use Exchange.method='synchronous'"
+        )
+    experts = model.experts
+    if rule.curvature == "hutchinson" and experts is not None and experts.capacity_factor is None:
+        yield (
+            f"{said} with the dropless experts of {type(model).__name__}: JAX has no second "
+            "derivative of their grouped products; use 'sophia_g'"
         )
     if rule.curvature == "gauss_newton_bartlett" and not isinstance(objective, TellsLogits):
         yield (

@@ -168,7 +168,7 @@ def _numbers_of_a_row(config: Config) -> int:
     return numbers(2) - numbers(1)
 
 
-def activation_bytes(config: Config, *, pipelined: bool) -> float:
+def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
     """Bytes of activations that the products of a step read and write, over all devices.
 
     Each weight has an input and an output, of two bytes an element: a forward pass, two for the
@@ -192,7 +192,7 @@ def activation_bytes(config: Config, *, pipelined: bool) -> float:
             times = 1 if experts is None or facts is None else facts.per_token
             stream += times * sizes.pop("embed", 0)
             split += times * math.prod(sizes.values())
-    copies = 1 if config.sharding.sequence_parallel else config.mesh.tensor
+    copies = 1 if config.sharding.sequence_parallel else config.mesh.sizes(devices)["tensor"]
     row = row_flops(config)
     plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
     passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)

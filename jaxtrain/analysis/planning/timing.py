@@ -175,7 +175,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     # As few bytes as they are with a sequence that is split wherever the products are.
     split = dataclasses.replace(config.sharding, sequence_parallel=True)
     config = dataclasses.replace(config, sharding=split)
-    read = activation_bytes(config, pipelined=pipelined) / devices
+    read = activation_bytes(config, pipelined=pipelined, devices=devices) / devices
     seconds += shares.passes * read / (shares.memory * (target.chip.hbm_bandwidth or math.inf))
     portable = config.attention.kernel == PORTABLE
     return seconds + scores / peak / scores_share(shares, portable=portable)
@@ -297,9 +297,10 @@ def pieces(
     sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
     assert bandwidth is not None, "a chip with a peak has memory"
     pipelined = sizes["pipe"] > 1
-    done = computed(config, layout.mesh.size)
-    products, scores = work(done, pipelined=pipelined, devices=layout.mesh.size)
-    read = activation_bytes(done, pipelined=pipelined) / layout.mesh.size
+    devices = layout.mesh.size
+    done = computed(config, devices)
+    products, scores = work(done, pipelined=pipelined, devices=devices)
+    read = activation_bytes(done, pipelined=pipelined, devices=devices) / devices
     chunks_read, chunks_products = chunks.work(config, layout)
     by_axis: dict[str, float] = {}
     weights = tensor = others = between = 0.0

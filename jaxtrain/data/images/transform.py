@@ -19,6 +19,9 @@ _MODES = {1: "L", 3: "RGB"}
 def convert(image: Image.Image, channels: int) -> Image.Image:
     """The image in 1 (grey) or 3 (RGB) channels of 8 bits; transparency is dropped."""
     mode = _MODES[channels]
+    if image.mode.startswith("I"):
+        # 16 bits of grey: Pillow would make white of all that is over 255, as of 8 bits.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image if image.mode == mode else image.convert(mode)
 
 

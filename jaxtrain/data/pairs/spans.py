@@ -221,10 +221,9 @@ class Corrupted:
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
         row = self.rows.example(index, None)
-        tokens: Any = row.inputs
-        if row.segment_ids is not None:
-            tokens = tokens[row.segment_ids > 0]
-        return self.corruption.of(tokens, rng)
+        # Rows whose documents are not told apart say by their loss mask where padding begins.
+        real: Any = row.loss_mask if row.segment_ids is None else row.segment_ids
+        return self.corruption.of(row.inputs[real > 0], rng)
 
 
 def span_sizes(length: int, corrupted: float, mean_length: float) -> tuple[int, int]:

@@ -19,9 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config.buckets import Place
+from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import cache_folder, refused_path, write_atomically
+from jaxtrain.config.files import cache_folder, write_atomically
 from jaxtrain.data.joined import Joined
+from jaxtrain.data.once import alone, made_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.packing import PackedText, unigram_entropy
 from jaxtrain.data.tokenizer import Tokenizer
@@ -242,18 +244,21 @@ def _known(
     folder = cache_folder("tokens") / part_digest(json.dumps(described).encode())[:32]
     index = folder / "index.json"
     arrays = folder / "train.npy", folder / "heldout.npy"
-    if index.is_file():
-        kept = json.loads(index.read_text(encoding="utf-8"))
-        offsets = np.load(arrays[0], "r"), np.load(arrays[1], "r")
-        return _Known(kept["cut"], offsets, tuple(kept["digests"]), kept["unigram_entropy"])
-    known = _looked_through(groups, tokenizer, said, fraction)
-    with refused_path(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
+
+    def look() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, array in zip(arrays, known.offsets, strict=True):
-            np.save(file, array)
-        fields = {name: value for name, value in vars(known).items() if name != "offsets"}
-        write_atomically(index, json.dumps(fields).encode())
-    return known
+        with alone(folder), writing(folder):
+            known = _looked_through(groups, tokenizer, said, fraction)
+            for file, array in zip(arrays, known.offsets, strict=True):
+                np.save(file, array)
+            fields = {name: value for name, value in vars(known).items() if name != "offsets"}
+            write_atomically(index, json.dumps(fields).encode())
+
+    # Of several processes of a machine one reads all tokens; what others have mapped stays.
+    made_once(folder, index.is_file, look)
+    kept = json.loads(index.read_text(encoding="utf-8"))
+    offsets = np.load(arrays[0], "r"), np.load(arrays[1], "r")
+    return _Known(kept["cut"], offsets, tuple(kept["digests"]), kept["unigram_entropy"])
 
 
 def _state(path: Path) -> tuple[str, int, int]:

@@ -232,10 +232,9 @@ def _encoded(
     if workers == 1:
         yield ((job, list(own.encode_documents(piece.text for piece in job))) for job in jobs)
         return
-    # One thread of the tokenizer's own in each process: together they are as many as processes.
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    context = get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_open, initargs=(tokenizer,))
+    pool = ProcessPoolExecutor(
+        workers, get_context("spawn"), initializer=_open, initargs=(tokenizer,)
+    )
 
     def in_order() -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
         waiting = deque[tuple[list[Piece], Future[list[np.ndarray]]]]()
@@ -251,7 +250,6 @@ def _encoded(
         yield in_order()
     finally:
         pool.shutdown(cancel_futures=True)
-        del os.environ["RAYON_NUM_THREADS"]
 
 
 _tokenizer: Tokenizer  # of a process that tokenizes
@@ -259,6 +257,8 @@ _tokenizer: Tokenizer  # of a process that tokenizes
 
 def _open(tokenizer: Callable[[], Tokenizer]) -> None:
     global _tokenizer
+    # One thread of the tokenizer's own in each process: together they are as many as processes.
+    os.environ["RAYON_NUM_THREADS"] = "1"
     _tokenizer = tokenizer()
 
 

@@ -2,13 +2,13 @@
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
@@ -142,28 +142,23 @@ class ExchangeProgram(abc.ABC):
           out_axes: the same of the results.
         """
 
-        def on_shapes(*arguments: Any) -> Any:
-            # Of the plain kernel: what others do inside cannot be batched over an explicit axis.
-            plain = dataclasses.replace(self.plain.execution, kernel="reference")
-            of_one = functools.partial(run, dataclasses.replace(self.plain, execution=plain))
-            return jax.vmap(of_one, in_axes, out_axes, spmd_axis_name="data")(*arguments)
-
-        def run(program: Program, *arguments: Any) -> Any:
+        def run(*arguments: Any) -> Any:
             with self.layout.inside("data") as layout:
-                program = dataclasses.replace(program, layout=layout)
+                program = dataclasses.replace(self.plain, layout=layout)
                 arguments = jax.tree.map(_without_replica, arguments, is_leaf=is_variable)
                 results = function(program, *arguments)
                 return jax.tree.map(_with_replica, results, is_leaf=is_variable)
 
         def one(*arguments: Any) -> Any:
             arguments = _where(in_axes, lambda x: jnp.squeeze(x, 0), arguments)
-            results = run(self.plain, *arguments)
+            results = run(*arguments)
             return _where(out_axes, lambda x: jnp.expand_dims(x, 0), results)
 
         def all_replicas(*arguments: Any) -> Any:
-            # A vmap of them says how the results are laid out; what runs is one replica's program.
-            shapes = jax.eval_shape(on_shapes, *arguments)
-            specs = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
+            # What one replica alone makes of its part says how the results are laid out.
+            shapes = jax.eval_shape(run, *_where(in_axes, _of_one, arguments))
+            own = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
+            specs = _where(out_axes, lambda spec: P("data", *spec), own)
             return along(("data",), one, *arguments, out_specs=specs)
 
         return all_replicas
@@ -176,6 +171,14 @@ def _where(axes, function, tree):  # noqa: ANN001, ANN202 - any pytree in, the s
         return part if axis is None else jax.tree.map(function, part)
 
     return jax.tree.map(one, axes, tree, is_leaf=lambda x: x is None)
+
+
+def _of_one(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """One replica's part of an array [k, ...]: its shape, laid out over the other axes."""
+    sharding = jax.typeof(x).sharding
+    return jax.ShapeDtypeStruct(
+        x.shape[1:], x.dtype, sharding=NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    )
 
 
 def to_replicas(tree, replicas: int):  # noqa: ANN001, ANN201 - any pytree in, the same out

@@ -213,11 +213,13 @@ def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | Non
         return
     if not settings.lora_targets:
         yield "Finetune.lora_targets=(): nothing is left to train; use ('attention', 'mlp')"
+    groups = [name for name, found in targets_of(("attention", "mlp"), shapes) if found]
+    known = [*groups, *able]  # experts are no mlp
     for wanted, found in targets_of(settings.lora_targets, shapes):
         if not found:
             yield (
                 f"Finetune.lora_targets: {wanted!r} matches no weight that can have an adapter"
-                f"{did_you_mean(wanted, ['attention', 'mlp', *able])}"
+                f"{did_you_mean(wanted, known)}"
             )
 
 

@@ -7,7 +7,6 @@ axes alone, the same on every mesh, and no mesh that `refuse` lets pass cuts thr
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -176,8 +175,3 @@ def _boxes(x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, tuple[int, .
 
 def _spec(x: jax.Array) -> tuple[MeshAxes, ...]:
     return tuple(jax.typeof(x).sharding.spec)
-
-
-def bytes_per_number(shape: tuple[int, ...], axes: tuple[str, ...]) -> float:
-    """Of an array in 8 bits: 1 and its share of a block's float32."""
-    return 1 + 4 / math.prod(block_of(shape, axes))

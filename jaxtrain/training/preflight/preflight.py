@@ -231,6 +231,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         c.train.task,
         seen.sizes,
         exchange=c.exchange.method,
+        model=seen.model,
     ),
     _context,
     _pattern,

@@ -115,7 +115,7 @@ class Memory:
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
     """The state and the batch on one device; equal to what a compiled step says of its arguments
     up to the padding of its tiles."""
-    held = _held(_state(_of_state(config)), layout, config.offload)
+    held = _held(_state(_of_state(config, layout)), layout, config.offload)
     batch = config.train.data.abstract_batch(rows_held(config, layout))
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     return dataclasses.replace(held, other=held.other + given // layout.batch_devices())
@@ -125,9 +125,10 @@ def _value(leaf: Any) -> Any:
     return leaf.get_value() if is_variable(leaf) else leaf
 
 
-def _of_state(config: Config) -> Config:
+def _of_state(config: Config, layout: Layout) -> Config:
     """The configuration without what a state's shapes do not depend on: a key for many layouts."""
-    mesh = Mesh(pipe=config.mesh.pipe, data=config.mesh.data, fsdp=1)
+    sizes = layout.mesh.shape  # of an axis of -1 what is left
+    mesh = Mesh(pipe=sizes["pipe"], data=sizes["data"], fsdp=1)
     if config.exchange.method == "synchronous":
         mesh = dataclasses.replace(mesh, data=1)
     return dataclasses.replace(
@@ -142,7 +143,7 @@ def _of_state(config: Config) -> Config:
         pipeline=dataclasses.replace(
             config.pipeline,
             schedule="interleaved" if config.pipeline.virtual_stages > 1 else "gpipe",
-            microbatches=config.mesh.pipe,
+            microbatches=mesh.pipe,
         ),
     )
 
@@ -300,7 +301,7 @@ class _Step:
 
     @functools.cached_property
     def _state(self) -> _State:
-        return _state(_of_state(self.config))
+        return _state(_of_state(self.config, self.layout))
 
     def _gradients(self, *, itemsize: int, layers: bool | None = None) -> int:
         """Bytes of gradients as they are accumulated; only the layers', or only the others'."""
@@ -491,7 +492,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         layout = abstract_layout(plain, math.prod(sizes.values()) // sizes["pipe"]).of_microbatches
     layout = of_weights(on_platform(layout, platform, "planned"))
     activations, on_host = kept_of_rows(of_forward(config), layout, rows)
-    gradients = 4 * _elements(_state(_of_state(config)), own, "gradient", "trained", None)
+    gradients = 4 * _elements(_state(_of_state(config, own)), own, "gradient", "trained", None)
     if sizes["pipe"] == 1:
         sent = on_host * config.train.accumulation
         return Memory(arguments, gradients, {"activations": activations}, on_host, sent)
