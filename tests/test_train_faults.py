@@ -110,6 +110,29 @@ def test_stop_keeps_the_last_good_checkpoint(tiny_config, tmp_path):
     assert all(np.isfinite(x).all() for x in arrays(again.state))
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_neither_begins_anew_nor_is_looked_at(
+    tiny_config, tmp_path, capfd
+):
+    words = ["train", str(tiny_config), "--workdir", str(tmp_path), "-b", "Train.save_every = 4"]
+    assert main(words) == 0
+    for step in (4, 8):
+        folder = tmp_path / "checkpoints" / str(step)
+        victim = max((f for f in folder.rglob("*") if "/d/" in str(f)), key=lambda f: f.name)
+        victim.write_bytes(victim.read_bytes()[:-1])
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    # The second start, as a supervisor's, finds what the first one found.
+    for again in (words, words, ["eval", "--workdir", str(tmp_path)]):
+        assert main([*again]) == 1
+        told = capfd.readouterr()
+        assert "the checkpoint of step 8 in" in told.err
+        assert "nor can that of step 4: no good one is left, and nothing was changed" in told.err
+        assert "Traceback" not in told.err
+        assert "eval_loss" not in told.out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
+
+
 REWIND = [
     "Guard.policy = 'rewind'",
     "Guard.rewind_steps = 1",
