@@ -231,5 +231,5 @@ def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
     """
     if isinstance(workdir, BucketPath):
         require("workdir", workdir)
-    refuse_held(workdir)
+    refuse_held(workdir, report)
     return RunFolder(workdir, pull=[METRICS_FILE, *POSITION_FILES], report=report)
