@@ -60,6 +60,26 @@ def test_a_run_leaves_the_files_of_the_contract(whole):
     assert load_config(workdir / "config.gin") == trainer.config
 
 
+def test_a_checkpoint_s_metrics_are_on_the_disk_before_it_is(tiny_config, tmp_path, monkeypatch):
+    """Not only in the system's memory, which goes with the machine."""
+    synced, fsync = [], os.fsync
+
+    def noting(number):
+        fsync(number)
+        synced.append((os.fstat(number).st_ino, os.fstat(number).st_size))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    Trainer(load_config(tiny_config, ["Train.save_every = 4"]), tmp_path).train()
+    metrics = tmp_path / "metrics.jsonl"
+    sealed = [inode for inode, _ in synced]
+    for step in (4, 8):
+        rows = metrics.read_bytes().splitlines(keepends=True)
+        due = sum(len(row) for row in rows if json.loads(row)["step"] <= step)
+        manifest = (tmp_path / "checkpoints" / str(step) / "manifest.json").stat().st_ino
+        before = synced[: sealed.index(manifest)]
+        assert max(size for inode, size in before if inode == metrics.stat().st_ino) >= due
+
+
 @pytest.mark.parametrize("stop", [3, 4])
 def test_stopped_and_continued_equals_never_stopped_bit_for_bit(stop, whole, tiny_config, tmp_path):
     trainer, workdir = whole

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
-from jaxtrain.config.files import remove_tree
+from jaxtrain.config.files import remove_tree, sync
 
 
 def nothing() -> None:
@@ -51,7 +51,7 @@ class RunFolder:
           BucketError: a file cannot be pulled.
         """
         self.workdir = workdir
-        self._may_write, self._report = may_write, report
+        self._own, self._may_write, self._report = tuple(pull), may_write, report
         self._pushed: dict[Path, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -62,7 +62,7 @@ class RunFolder:
         prefix = f"jaxtrain-{workdir.name[:40]}-"
         self.local = Path(tempfile.mkdtemp(prefix=prefix))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="push")
-        for name in pull:
+        for name in self._own:
             self._pull(workdir / name)
 
     def push(self) -> None:
@@ -82,6 +82,19 @@ class RunFolder:
             self._may_write()
             in_threads(self._copy, changed)
             self._pushed.update({path: now[path] for path in changed})
+
+    def secure(self) -> None:
+        """Before a checkpoint is sealed: brings what has to be there with it into the bucket, or out
+        of the system's memory onto the disk, where a machine that goes leaves it.
+
+        Raises:
+          OSError: the bucket or the disk does not take it.
+        """
+        self.push()
+        if not isinstance(self.workdir, BucketPath):
+            for name in self._own:
+                with contextlib.suppress(FileNotFoundError):
+                    sync(self.workdir / name)
 
     def push_soon(self) -> None:
         """Pushes in a thread; a failure is reported, and the next push tries again."""

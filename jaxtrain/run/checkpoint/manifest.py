@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import BucketPath, Place, Stored
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import write_atomically
+from jaxtrain.config.files import sync, write_atomically
 from jaxtrain.run.checkpoint.digests import CRC32, MD5, digest, kind
 
 FILE = "manifest.json"
@@ -124,10 +124,10 @@ def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
     found = _in_threads(lambda name: _digest_on_disk(folder / name), names)
     for path in (*_walk(folder), folder, folder.parent):
         if path.is_dir():
-            _sync(path)
+            sync(path)
     manifest = Manifest(FORMAT, step, dict(zip(names, found, strict=True)), leaves)
     write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
-    _sync(folder)  # the new name, too, has to reach the disk
+    sync(folder)  # the new name, too, has to reach the disk
     return manifest
 
 
@@ -239,15 +239,6 @@ def _from_bytes(content: bytes) -> Manifest:
     return Manifest(found["format"], found["step"], files, leaves)
 
 
-def _sync(path: Path) -> None:
-    """Returns when a file's or folder's content, written by whomever, is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -284,7 +275,7 @@ def _digest_in_bucket(folder: BucketPath, row: Stored) -> tuple[int, str]:
 
 
 def _digest_on_disk(file: Path) -> tuple[int, str]:
-    _sync(file)
+    sync(file)
     return digest(file, CRC32)
 
 

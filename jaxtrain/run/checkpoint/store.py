@@ -81,7 +81,7 @@ class Checkpoints:
             again before the save counts as done, then in another thread; raises or exits where
             another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
           before_seal: then called, in that thread: brings into the run's folder what belongs with
-            the checkpoint. Where it raises BucketError the save has failed.
+            the checkpoint. Where it raises OSError the save has failed.
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
