@@ -213,8 +213,9 @@ class SavedRun:
             return self._created(params), 0
         if dataset is not None:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
-            for note in resume.other_rate(extra, self._config, step):
-                self._report(note)
+            for notes in (resume.other_settings, resume.other_rate):
+                for note in notes(extra, self._config, step):
+                    self._report(note)
         try:
             state = resume.restore(self._checkpoints, step, self._program)
         except OtherLeavesError as error:
