@@ -103,7 +103,7 @@ class Sealer:
           max_failures: so many failed saves in a row raise.
           barrier: among all processes, safe in any thread.
           report: takes a line about a failed save.
-          may_write: raises where another attempt owns the folder; OSError where it cannot tell.
+          may_write: raises where another attempt owns the folder; BucketError where it cannot tell.
           before_seal: brings to the run's folder what a checkpoint must not be there without;
             process 0 calls it in the thread.
         """
@@ -234,12 +234,12 @@ class Sealer:
     def _seal(self, step: int, leaves: dict[str, Leaf]) -> None:
         try:
             self._may_write()
-            self._before_seal()
-        except OSError:
-            raise  # a bucket or a disk that is away for now: a failed save, and nobody else's folder
+        except BucketError:
+            raise  # away for now: a failed save, and nobody else's folder
         except BaseException as error:
             self._fenced = error
             raise
+        self._before_seal()
         manifest.seal(self._folder / str(step), step, leaves)
         steps = retention.sealed_steps(self._folder)
         for old in retention.expired(
