@@ -104,12 +104,20 @@ class Checkpoints:
         arrays = ocp.PyTreeCheckpointHandler(
             use_compression=False, type_handler_registry=of_arrays_in_files()
         )
-        self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(state=arrays, extra=ocp.JsonCheckpointHandler()),
-            async_options=ocp.AsyncOptions(
-                timeout_secs=WRITE_SECONDS, barrier_sync_fn=self._sealer.barrier_of_writer
-            ),
+        options = ocp.AsyncOptions(
+            timeout_secs=WRITE_SECONDS,
+            barrier_sync_fn=self._sealer.barrier_of_writer,
+            # Where a folder cannot be made beside the steps, Orbax's other threads wait for it
+            # until time is up, and the interpreter for them: 20 minutes. Several processes end
+            # without waiting for threads.
+            create_directories_asynchronously=jax.process_count() > 1,
         )
+        items = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=options),
+            state=arrays,
+            extra=ocp.JsonCheckpointHandler(),
+        )
+        self._writer = ocp.AsyncCheckpointer(items, async_options=options)
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         # Steps whose files have been compared with their digests, and those found damaged.
         self._intact: dict[int, Manifest] = {}
