@@ -1,9 +1,12 @@
 """Whole runs over bad numbers, bad records and corrupt replicas, through the loop as it is."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -131,6 +134,45 @@ def test_a_run_whose_checkpoints_are_all_damaged_neither_begins_anew_nor_is_look
         assert "eval_loss" not in told.out
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        ("", "jaxtrain: the checkpoint of step 3 could not be written to {run}/checkpoints (["),
+        (".loss.png", "jaxtrain: --workdir {run}: Permission denied ({run}/.loss.png."),
+    ],
+)
+def test_a_folder_taken_from_under_a_run_ends_it_with_a_sentence(
+    refused, told, tiny_config, tmp_path, monkeypatch, capsys
+):
+    """As a network's ticket that runs out does, after the first save."""
+    run, opened, mkdir = tmp_path / "run", io.open, os.mkdir
+    lost = []
+
+    def check(path):
+        if (run / "checkpoints" / "1" / "manifest.json").exists():
+            lost.append(path)
+        if lost and str(path).startswith(f"{run}/") and Path(path).name.startswith(refused):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def opening(path, mode="r", *arguments, **named):
+        if isinstance(path, str | Path) and "w" in mode:
+            check(path)
+        return opened(path, mode, *arguments, **named)
+
+    def making(path, *arguments, **named):
+        check(path)
+        return mkdir(path, *arguments, **named)
+
+    monkeypatch.setattr(io, "open", opening)
+    monkeypatch.setattr(os, "mkdir", making)
+    words = ["Train.save_every = 1", "Train.eval_every = 1", "Checkpoint.max_failed_saves = 2"]
+    words = [word for binding in words for word in ("-b", binding)]
+    assert main(["train", str(tiny_config), "--workdir", str(run), *words]) == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(told.format(run=run))
+    assert "Traceback" not in error
 
 
 REWIND = [
