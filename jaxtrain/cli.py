@@ -134,6 +134,7 @@ def _failures() -> tuple[type[Exception], ...]:
     since it loads what only plans need."""
     from jaxtrain.analysis.planning.advice import OutOfMemory
     from jaxtrain.config.buckets import BucketError
+    from jaxtrain.run.attempts.folder import LostFolderError
     from jaxtrain.run.checkpoint.manifest import CheckpointError
     from jaxtrain.run.cluster.cluster import ClusterError
     from jaxtrain.training.corruption import CorruptionError
@@ -144,6 +145,7 @@ def _failures() -> tuple[type[Exception], ...]:
         ClusterError,
         CorruptionError,
         FloatingPointError,
+        LostFolderError,
         OutOfMemory,
     )
 

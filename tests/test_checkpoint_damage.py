@@ -1,6 +1,9 @@
 """Files changed, cut or lost on the disk are named, and the checkpoint before is used instead."""
 
+import errno
+import io
 import json
+import os
 import shutil
 
 import hypothesis
@@ -12,7 +15,7 @@ from hypothesis import strategies
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.checkpoint import manifest
-from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.settings import Checkpoint
 
@@ -140,13 +143,55 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(copy):
     assert Checkpoints(copy, Checkpoint()).cleaned == []  # what was put aside stays
 
 
-def test_with_nothing_good_left_there_is_none(copy):
+@pytest.mark.parametrize("read_only", [True, False])
+def test_with_nothing_good_left_nothing_is_changed_and_nobody_begins_anew(copy, read_only):
     for step in (2, 3):
         files(copy, step)["state/_METADATA"].unlink()
     lines = []
-    assert Checkpoints(copy, Checkpoint(), report=lines.append).newest_good() is None
-    assert len(lines) == 2
-    assert Checkpoints(copy, Checkpoint()).latest_step() is None
+    for _ in range(2):  # a supervisor starts it again
+        checkpoints = Checkpoints(copy, Checkpoint(), read_only=read_only, report=lines.append)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoints.newest_good()
+        told = str(raised.value)
+        assert told.startswith("the checkpoint of step 3 in ")
+        assert "(state/_METADATA is missing), nor can that of step 2: no good one is" in told
+        assert checkpoints.steps() == [2, 3]
+    assert lines == []
+
+
+def test_without_any_checkpoint_there_is_none(tmp_path):
+    assert Checkpoints(tmp_path, Checkpoint()).newest_good() is None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state/_METADATA"])
+@pytest.mark.parametrize(
+    ("number", "is_damage"),
+    [(errno.EIO, True), (errno.EACCES, False), (errno.EMFILE, False), (errno.ESTALE, False)],
+)
+def test_what_the_system_does_not_let_be_read_now_is_no_damage(
+    copy, monkeypatch, name, number, is_damage
+):
+    victim, opened = files(copy)[name], io.open
+    lines = []
+
+    def refusing(file, *arguments, **named):
+        if file == victim:
+            raise OSError(number, os.strerror(number), str(file))
+        return opened(file, *arguments, **named)
+
+    checkpoints = Checkpoints(copy, Checkpoint(), report=lines.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", refusing)
+        if is_damage:
+            assert checkpoints.newest_good() == 2
+            assert checkpoints.steps() == [2]
+            return
+        with pytest.raises(UnreadError) as raised:
+            checkpoints.newest_good()
+    assert f"cannot be read now ({name} cannot be read: " in str(raised.value)
+    assert os.strerror(number) in str(raised.value)
+    assert lines == []
+    assert checkpoints.newest_good() == 3  # when it can be read again
 
 
 def test_bytes_that_were_wrong_before_they_were_digested_are_found_in_the_arrays(copy):
@@ -193,7 +238,7 @@ def test_damage_that_only_the_arrays_show_can_be_put_aside_too(copy):
     for read_only in (True, False):
         checkpoints = Checkpoints(copy, Checkpoint(), read_only=read_only, report=lambda line: None)
         assert checkpoints.newest_good() == 3
-        checkpoints.put_aside(3, CheckpointError("altered"))
+        checkpoints.pass_over(3, CheckpointError("altered"))
         assert checkpoints.newest_good() == 2
         assert checkpoints.steps() == ([2, 3] if read_only else [2])
     checkpoints.save(3, STATES[3], {})

@@ -1,10 +1,13 @@
 """Saves that fail, on full disks above all: survived, told, retried, and in the end a stop."""
 
 import contextlib
+import errno
 import os
 import re
 import resource
 import subprocess
+import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +123,29 @@ def test_failures_in_a_row_stop_the_run(disk):
     assert len(lines) == 1
     checkpoints.close()
     assert entries(workdir) == []
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["step's", "item's"])
+def test_a_folder_that_cannot_be_made_leaves_no_thread_to_wait_for(tmp_path, monkeypatch, inner):
+    """The interpreter waited for Orbax's at its end, which waited for the folder: 20 minutes."""
+    lines, mkdir = [], os.mkdir
+
+    def refusing(path, *arguments, **named):
+        if "orbax" in Path(path).name and ("orbax" in Path(path).parent.name) == inner:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return mkdir(path, *arguments, **named)
+
+    checkpoints = Checkpoints(tmp_path, Checkpoint(), report=lines.append)
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refusing)
+        checkpoints.save(1, noise(0.5), {})
+        with pytest.raises(CheckpointError, match=r"step 1 could not be .*Permission denied"):
+            checkpoints.wait()
+    checkpoints.save(2, noise(0.5), {})
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
+    assert [t for t in threading.enumerate() if not t.daemon and t not in before] == []
 
 
 def test_little_space_is_told_before_the_save(tmp_path):

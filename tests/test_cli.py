@@ -119,6 +119,22 @@ def test_another_learning_rate_than_the_checkpoints_is_said_where_a_run_goes_on(
     assert line in capsys.readouterr().out.splitlines()
 
 
+def test_settings_that_are_others_than_the_checkpoints_are_said_where_a_run_goes_on(run, capsys):
+    """Some change what the same parameters compute, and no shape of an array tells."""
+    copied = run.with_name("otherwise")
+    shutil.copytree(run, copied)
+    words = ["train", str(copied / "config.gin"), "--workdir", str(copied), "-b", "Train.steps = 5"]
+    others = ["-b", "GPT.norm_eps = 0.1", "-b", "AdamW.b1 = 0.5", "-b", "Schedule.decay_steps = 3"]
+    assert main([*words, *others]) == 0
+    line = (
+        "Set otherwise than for the checkpoint of step 4: Train.steps = 5 (was 4), "
+        "GPT.norm_eps = 0.1 (was 1e-05), AdamW.b1 = 0.5 (was 0.9), Schedule.decay_steps = 3 (was 0)"
+    )
+    assert line in capsys.readouterr().out.splitlines()
+    assert main([*words, *others]) == 0  # as they are set now
+    assert "Set otherwise" not in capsys.readouterr().out
+
+
 def test_a_warm_up_longer_than_the_run_is_said_and_taken(tiny_config, tmp_path, capsys):
     workdir = tmp_path / "run"
     bindings = ["-b", "Train.steps = 2", "-b", "Schedule.warmup_steps = 8"]

@@ -149,14 +149,23 @@ def _checkpoints(folder: Path) -> list[str]:
     for step in (1, 2):
         checkpoints.save(step, {"x": jnp.arange(8)}, {})
     checkpoints.wait()
-    next((folder / "checkpoints" / "2" / "state").rglob("_METADATA")).write_text("{}")
+    older, newer = (
+        next((folder / "checkpoints" / step / "state").rglob("_METADATA")) for step in "12"
+    )
+    newer.write_text("{}")
     again = Checkpoints(folder, Checkpoint(), report=said.append)
     with pytest.raises(CheckpointError) as raised:
         again.verify(2)
+    whole = older.read_bytes()
+    older.write_text("{}")
+    looking = Checkpoints(folder, Checkpoint(), read_only=True)
+    with pytest.raises(CheckpointError) as lost:
+        looking.newest_good()
+    older.write_bytes(whole)
     assert again.newest_good() == 1
-    for one in (checkpoints, again):
+    for one in (checkpoints, again, looking):
         one.close()
-    return [str(raised.value), *said]
+    return [str(raised.value), str(lost.value), *said]
 
 
 def _clash(folder: Path) -> list[str]:

@@ -219,6 +219,17 @@ def test_a_clone_is_packed_without_what_does_not_belong(shell):
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
 
 
+def test_setups_at_one_time_do_not_write_one_package(shell):
+    """Two clones, or two users of one machine: a worker would get the other's, or half of it."""
+    packages = []
+    for name in ("one", "another"):
+        shell("setup", TPU_NAME=name)
+        packages.append(Path(shell.calls()[0][4]))
+        assert packages[-1].parent == shell.folder / ".jaxtrain" / name
+        assert stat.S_IMODE(packages[-1].parent.stat().st_mode) == 0o700
+    assert packages[0] != packages[1]
+
+
 def test_fetched_logs_stand_by_node_and_worker(shell):
     shell("fetch", "--slices", "2")
     logs = sorted(path.relative_to(shell.folder) for path in shell.folder.rglob("*.log"))

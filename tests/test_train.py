@@ -15,7 +15,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pipeline import batches
 from jaxtrain.run.attempts.attempt import Preempted
-from jaxtrain.run.checkpoint import retention
+from jaxtrain.run.checkpoint import manifest, retention
 from jaxtrain.training.guard import BadStepError
 
 TIMES = {"step_seconds", "tokens_per_second", "mfu"}
@@ -58,6 +58,30 @@ def test_a_run_leaves_the_files_of_the_contract(whole):
     assert [line["step"] for line in found if "eval_loss" in line] == [4, 8]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert load_config(workdir / "config.gin") == trainer.config
+
+
+def test_a_checkpoint_s_metrics_are_on_the_disk_before_it_is(tiny_config, tmp_path, monkeypatch):
+    """Not only in the system's memory, which goes with the machine."""
+    metrics = tmp_path / "metrics.jsonl"
+    synced, found, fsync, seal = [], {}, os.fsync, manifest.seal
+
+    def noting(number):
+        fsync(number)
+        synced.append((os.fstat(number).st_ino, os.fstat(number).st_size))
+
+    def sealing(folder, step, leaves):
+        # Its number is its own as long as it is there.
+        on_disk = [size for inode, size in synced if inode == metrics.stat().st_ino]
+        content = metrics.read_bytes()[: max(on_disk, default=0)]
+        found[step] = [json.loads(line)["step"] for line in content.splitlines()]
+        return seal(folder, step, leaves)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(manifest, "seal", sealing)
+    Trainer(load_config(tiny_config, ["Train.save_every = 4"]), tmp_path).train()
+    assert found.keys() == {4, 8}
+    for step, steps in found.items():
+        assert set(range(1, step + 1)) <= set(steps)
 
 
 @pytest.mark.parametrize("stop", [3, 4])

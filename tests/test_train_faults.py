@@ -1,9 +1,12 @@
 """Whole runs over bad numbers, bad records and corrupt replicas, through the loop as it is."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -108,6 +111,68 @@ def test_stop_keeps_the_last_good_checkpoint(tiny_config, tmp_path):
     again = Trainer(trainer.config, tmp_path)
     assert again.steps_done == 4
     assert all(np.isfinite(x).all() for x in arrays(again.state))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_neither_begins_anew_nor_is_looked_at(
+    tiny_config, tmp_path, capfd
+):
+    words = ["train", str(tiny_config), "--workdir", str(tmp_path), "-b", "Train.save_every = 4"]
+    assert main(words) == 0
+    for step in (4, 8):
+        folder = tmp_path / "checkpoints" / str(step)
+        victim = max((f for f in folder.rglob("*") if "/d/" in str(f)), key=lambda f: f.name)
+        victim.write_bytes(victim.read_bytes()[:-1])
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    # The second start, as a supervisor's, finds what the first one found.
+    for again in (words, words, ["eval", "--workdir", str(tmp_path)]):
+        assert main([*again]) == 1
+        told = capfd.readouterr()
+        assert "the checkpoint of step 8 in" in told.err
+        assert "nor can that of step 4: no good one is left, and nothing was changed" in told.err
+        assert "Traceback" not in told.err
+        assert "eval_loss" not in told.out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        ("", "jaxtrain: the checkpoint of step 3 could not be written to {run}/checkpoints (["),
+        (".loss.png", "jaxtrain: --workdir {run}: Permission denied ({run}/.loss.png."),
+    ],
+)
+def test_a_folder_taken_from_under_a_run_ends_it_with_a_sentence(
+    refused, told, tiny_config, tmp_path, monkeypatch, capsys
+):
+    """As a network's ticket that runs out does, after the first save."""
+    run, opened, mkdir = tmp_path / "run", io.open, os.mkdir
+    lost = []
+
+    def check(path):
+        if (run / "checkpoints" / "1" / "manifest.json").exists():
+            lost.append(path)
+        if lost and str(path).startswith(f"{run}/") and Path(path).name.startswith(refused):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def opening(path, mode="r", *arguments, **named):
+        if isinstance(path, str | Path) and "w" in mode:
+            check(path)
+        return opened(path, mode, *arguments, **named)
+
+    def making(path, *arguments, **named):
+        check(path)
+        return mkdir(path, *arguments, **named)
+
+    monkeypatch.setattr(io, "open", opening)
+    monkeypatch.setattr(os, "mkdir", making)
+    words = ["Train.save_every = 1", "Train.eval_every = 1", "Checkpoint.max_failed_saves = 2"]
+    words = [word for binding in words for word in ("-b", binding)]
+    assert main(["train", str(tiny_config), "--workdir", str(run), *words]) == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(told.format(run=run))
+    assert "Traceback" not in error
 
 
 REWIND = [

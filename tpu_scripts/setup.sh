@@ -14,17 +14,18 @@ source "$(dirname "$0")/common.sh"
 options "--wheel --slices" "$@"
 need TPU_NAME ZONE
 
-if [ -n "$WHEEL" ]; then
-  [ -f "$WHEEL" ] || die 2 "--wheel $WHEEL: there is no such file"
-  package=$WHEEL
-else
-  package=${TMPDIR:-/tmp}/jaxtrain.tar.gz
+# This TPU's own folder, that no other setup at the same time and no other user writes into.
+mine=~/.jaxtrain/$TPU_NAME
+# A file, since what stands on a command line is in the list of processes and in gcloud's logs.
+token=$mine/jaxtrain.token
+[ -z "$WHEEL" ] || [ -f "$WHEEL" ] || die 2 "--wheel $WHEEL: there is no such file"
+run bash "$here/worker.sh" token "$token"
+package=$WHEEL
+if [ -z "$WHEEL" ]; then
+  package=$mine/jaxtrain.tar.gz
   run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$here/.." --exclude=__pycache__ \
     pyproject.toml README.md LICENSE configs jaxtrain
 fi
-# A file, since what stands on a command line is in the list of processes and in gcloud's logs.
-token=~/.jaxtrain/$TPU_NAME/jaxtrain.token
-run bash "$here/worker.sh" token "$token"
 for node in "${nodes[@]}"; do
   cloud "${tpu[@]}" scp "$package" "$here/worker.sh" "$token" "$node:" "${where[@]}" --worker=all
   cloud "${tpu[@]}" ssh "$node" "${where[@]}" --worker=all \

@@ -81,6 +81,15 @@ def write_atomically(file: Place, content: bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Returns when a file's or folder's content, written by whomever, is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def create(file: Place, content: bytes) -> None:
     """Makes the file with its whole content unless there is one: of all who try, one succeeds.
 

@@ -24,6 +24,7 @@ from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
+from jaxtrain.run.attempts.folder import told_if_lost
 from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
 from jaxtrain.run.checkpoint.retention import FOLDER, refuse_absent, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
@@ -72,7 +73,10 @@ def train(
     name = name or QUICKSTART
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     try:
-        with begin.begin(config, workdir, flags, say=functools.partial(say, console)) as attempt:
+        with (
+            told_if_lost(workdir),
+            begin.begin(config, workdir, flags, say=functools.partial(say, console)) as attempt,
+        ):
             output.when_closed(attempt.request_stop)
             if not attempt.is_first:
                 console = quiet()

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -145,7 +145,7 @@ class Loop:
         with ExitStack() as stack:
             garbage = stack.enter_context(Garbage(last - first))
             with phases.phase("start"):
-                log = stack.enter_context(closing(self.open_log(first, last)))
+                log = stack.enter_context(self.open_log(first, last))
                 stream = stack.enter_context(self.feed.training(self.dataset(), self.next_batch))
                 for one in self.tracking:
                     one.go_on()

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -109,6 +109,17 @@ class MetricsLog:
         self._window_first_step = first_step
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Closes it; where the run ends by an error, one of the files does not hide that."""
+        try:
+            self.close()
+        except OSError:
+            if error is None:
+                raise
 
     @property
     def seconds(self) -> float:

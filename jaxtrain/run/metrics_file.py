@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.disks import FullDiskError
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.appended import Appended
@@ -57,7 +56,7 @@ class MetricsFiles:
         """Draws the pictures beside the training; leaves it out while they are being drawn."""
         if self._drawing is None or self._drawing.done():
             if self._drawing is not None:
-                with contextlib.suppress(FullDiskError):  # as often as the next is drawn
+                with contextlib.suppress(OSError):  # full, or away: the next is drawn
                     self._drawing.result()
             self._drawing = _drawer().submit(self._draw)
 

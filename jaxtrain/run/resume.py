@@ -179,7 +179,7 @@ def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
 def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, str, str]]:
     """Settings that are others than in the saved config: name, value there, value now."""
     before, now = (
-        dict(line.split(" = ", 1) for line in text.splitlines() if line.startswith(beginnings))
+        dict(line.split(" = ", 1) for line in _bindings(text, *beginnings))
         for text in (saved, config.operative())
     )
     return [(n, before[n], now[n]) for n in now if n in before and before[n] != now[n]]
@@ -231,6 +231,19 @@ class _Tuned:
 def _bindings(config: str, *beginnings: str) -> list[str]:
     """The settings of a saved config whose names begin so, as bindings."""
     return [x for x in config.splitlines() if x.startswith(beginnings) and " = " in x]
+
+
+def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
+    """A sentence where a run goes on from `step` with other settings than were saved.
+
+    Most may change, such as the mesh; others change what the same parameters compute, such as the
+    frequencies of positions, and no shape of an array tells. What `other_rate` tells is left out.
+    """
+    told = ("Train.steps", *_OF_RATES) if any(other_rate(extra, config, step)) else ()
+    found = [one for one in _differing(extra["config"], config, "") if not one[0].startswith(told)]
+    if found:
+        changed = ", ".join(f"{name} = {now} (was {before})" for name, before, now in found)
+        yield f"Set otherwise than for the checkpoint of step {step}: {changed}"
 
 
 def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:

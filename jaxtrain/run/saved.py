@@ -15,7 +15,7 @@ from jaxtrain.run.attempts.lock import refuse_held
 from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.run.checkpoint import retention
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
-from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
@@ -98,13 +98,14 @@ class SavedRun:
             return self._restore(step, None)
 
     def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
-        """The newest good state and its position; a fresh one where there is none.
+        """The newest good state and its position; a fresh one where there is no checkpoint.
 
         Args:
           open_data: the run's data; only asked for where the run goes on.
 
         Raises:
           UserError: the folder holds another run.
+          CheckpointError: there are checkpoints, and none of them is good.
         """
         if self._checkpoints is None:
             return self._fresh(), 0
@@ -131,9 +132,9 @@ class SavedRun:
                 try:
                     return self._restore(step, dataset)
                 except CheckpointError as error:
-                    if self._read_only:
+                    if self._read_only or isinstance(error, UnreadError):
                         raise
-                    self._checkpoints.put_aside(step, error)
+                    self._checkpoints.pass_over(step, error)
 
     def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
         """Saves a state and its position; the disk is written behind the next steps' back.
@@ -212,8 +213,9 @@ class SavedRun:
             return self._created(params), 0
         if dataset is not None:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
-            for note in resume.other_rate(extra, self._config, step):
-                self._report(note)
+            for notes in (resume.other_settings, resume.other_rate):
+                for note in notes(extra, self._config, step):
+                    self._report(note)
         try:
             state = resume.restore(self._checkpoints, step, self._program)
         except OtherLeavesError as error:
@@ -230,5 +232,5 @@ def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
     """
     if isinstance(workdir, BucketPath):
         require("workdir", workdir)
-    refuse_held(workdir)
+    refuse_held(workdir, report)
     return RunFolder(workdir, pull=[METRICS_FILE, *POSITION_FILES], report=report)

@@ -158,7 +158,7 @@ class Trainer:
             read_only=read_only,
             report=self.say,
             may_write=self._attempt.may_write,
-            before_seal=nothing if self._folder is None else self._folder.push,
+            before_seal=nothing if self._folder is None else self._folder.secure,
             phases=self._attempt.phases,
         )
         self._has_shapes = False  # all lengths of rows compiled

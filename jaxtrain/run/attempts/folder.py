@@ -10,16 +10,38 @@ directly.
 import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
-from jaxtrain.config.files import remove_tree
+from jaxtrain.config.disks import full_disk
+from jaxtrain.config.files import remove_tree, sync
 
 
 def nothing() -> None:
     """Lets everything be written: the folder of a run that nobody else can have."""
+
+
+class LostFolderError(RuntimeError):
+    """A run's folder was taken from under the run: no permission any more, a dead disk."""
+
+
+@contextlib.contextmanager
+def told_if_lost(workdir: Place) -> Iterator[None]:
+    """Around a run: what the system refuses in its folder becomes a sentence."""
+    try:
+        yield
+    except OSError as error:
+        file = error.filename
+        if full_disk(error) or not isinstance(workdir, Path) or not isinstance(file, str):
+            raise
+        if not Path(file).absolute().is_relative_to(workdir.absolute()):
+            raise
+        raise LostFolderError(
+            f"--workdir {workdir}: {error.strerror} ({file}); the run ends, since its folder can "
+            "no longer be used: see to it that it can, and the same command goes on"
+        ) from error
 
 
 class RunFolder:
@@ -51,7 +73,7 @@ class RunFolder:
           BucketError: a file cannot be pulled.
         """
         self.workdir = workdir
-        self._may_write, self._report = may_write, report
+        self._own, self._may_write, self._report = tuple(pull), may_write, report
         self._pushed: dict[Path, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -62,7 +84,7 @@ class RunFolder:
         prefix = f"jaxtrain-{workdir.name[:40]}-"
         self.local = Path(tempfile.mkdtemp(prefix=prefix))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="push")
-        for name in pull:
+        for name in self._own:
             self._pull(workdir / name)
 
     def push(self) -> None:
@@ -82,6 +104,19 @@ class RunFolder:
             self._may_write()
             in_threads(self._copy, changed)
             self._pushed.update({path: now[path] for path in changed})
+
+    def secure(self) -> None:
+        """Before a checkpoint is sealed: brings what has to be there with it into the bucket, or
+        out of the system's memory onto the disk, where a machine that goes leaves it.
+
+        Raises:
+          OSError: the bucket or the disk does not take it.
+        """
+        self.push()
+        if not isinstance(self.workdir, BucketPath):
+            for name in self._own:
+                with contextlib.suppress(FileNotFoundError):
+                    sync(self.workdir / name)
 
     def push_soon(self) -> None:
         """Pushes in a thread; a failure is reported, and the next push tries again."""

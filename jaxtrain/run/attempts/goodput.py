@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.config.disks import FullDiskError
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.attempts.phases import Activity, Phases
@@ -242,7 +241,7 @@ class Goodput:
         self._add_point(step)
         self._recorded_at = None if finished else self._wall_clock()
         if self._file is not None:
-            with contextlib.suppress(FullDiskError):  # as often as the next is written
+            with contextlib.suppress(OSError):  # full, or away: the next is written
                 self.account().write(self._file)
 
     def resumed_at(self, step: int, *, done: int | None = None) -> None:

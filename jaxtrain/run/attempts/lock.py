@@ -23,7 +23,6 @@ from jaxtrain.run.attempts.records import (
     LOCK_FILE,
     Claim,
     attempt_in,
-    is_held,
     newer_attempt,
     newest_attempt,
     read,
@@ -136,17 +135,22 @@ class RunLock:
         self.release()
 
 
-def refuse_held(workdir: Place) -> None:
+def refuse_held(workdir: Place, say: Callable[[str], None]) -> None:
     """For a program that writes without a lock of its own, such as a notebook.
+
+    A holder on another machine is waited for as `RunLock.acquire` does: one that went with its
+    machine never says that it ended.
+
+    Args:
+      workdir: the run's folder.
+      say: takes the line that a holder elsewhere is taken for gone.
 
     Raises:
       UserError: an attempt from the command line is alive there.
     """
-    if is_held(workdir):
-        attempt = newest_attempt(workdir)
-        holder = unended(workdir, attempt)
-        assert holder is not None
-        raise _refusal(workdir, attempt, holder)
+    attempt = newest_attempt(workdir)
+    mine = Claim.of_this_process(socket.gethostname(), BEAT_SECONDS)
+    _outlive(workdir, attempt, unended(workdir, attempt), mine, say)
 
 
 def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:

@@ -1,5 +1,6 @@
 """Notices that a process no longer gets on, and puts its stacks and the reason on disk."""
 
+import contextlib
 import datetime
 import faulthandler
 import json
@@ -73,8 +74,9 @@ class Watchdog:
         if self._stacks is not None and self._last_resort is not None:
             faulthandler.cancel_dump_traceback_later()
             self._stacks.close()
-            if self._last_resort.stat().st_size == 0:
-                self._last_resort.unlink()
+            with contextlib.suppress(OSError):  # a folder that is away: why the run ends is told
+                if self._last_resort.stat().st_size == 0:
+                    self._last_resort.unlink()
 
     def check(self) -> None:
         """One look: calls `on_expiry` where the current phase has passed its deadline."""

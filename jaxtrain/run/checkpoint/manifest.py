@@ -8,6 +8,7 @@ holds its own digest too. All names in it are data: none of them leads out of th
 
 import concurrent.futures
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import BucketPath, Place, Stored
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import write_atomically
+from jaxtrain.config.files import sync, write_atomically
 from jaxtrain.run.checkpoint.digests import CRC32, MD5, digest, kind
 
 FILE = "manifest.json"
@@ -31,10 +32,20 @@ _THREADS = min(8, os.cpu_count() or 1)
 # memory (jax.errors.JaxRuntimeError), is not among them.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON
+# What the system says of a file that is gone, or on a disk that breaks. All else that it says (no
+# permission, no free descriptor, a server that is away) says nothing against the file.
+_BROKEN = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EBADMSG,
+    errno.EUCLEAN if hasattr(errno, "EUCLEAN") else errno.EIO,
+}  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or whose files cannot be read or are not as written."""
+
+
+class UnreadError(CheckpointError):
+    """A checkpoint that the system does not let be read now; its files may be as written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +124,10 @@ def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
     found = _in_threads(lambda name: _digest_on_disk(folder / name), names)
     for path in (*_walk(folder), folder, folder.parent):
         if path.is_dir():
-            _sync(path)
+            sync(path)
     manifest = Manifest(FORMAT, step, dict(zip(names, found, strict=True)), leaves)
     write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
-    _sync(folder)  # the new name, too, has to reach the disk
+    sync(folder)  # the new name, too, has to reach the disk
     return manifest
 
 
@@ -134,7 +145,9 @@ def read(folder: Place, step: int) -> Manifest:
         raise damaged(folder, step, f"{FILE} is missing: it was never sealed") from error
     except UserError:
         raise
-    except (OSError, *_MALFORMED) as error:
+    except OSError as error:
+        raise _of_system(folder, step, FILE, error) from error
+    except _MALFORMED as error:
         raise damaged(folder, step, f"{FILE}: {_first_line(error)}") from error
     if manifest.step != step:
         raise damaged(folder, step, f"{FILE} is that of step {manifest.step}")
@@ -154,10 +167,20 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
 
     Raises:
       CheckpointError: a file is missing, of another size, or of another content.
+      UnreadError: the system does not let one be read.
     """
     names = list(names)
     stored = _stored(folder) if isinstance(folder, BucketPath) else None
-    found = _in_threads(lambda name: _difference(folder, name, manifest.files[name], stored), names)
+
+    def difference(name: str) -> str | None:
+        try:
+            return _difference(folder, name, manifest.files[name], stored)
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            raise _of_system(folder, manifest.step, name, error) from error
+
+    found = _in_threads(difference, names)
     for name, difference in zip(names, found, strict=True):
         if difference:
             raise damaged(folder, manifest.step, f"{name} {difference}")
@@ -166,6 +189,19 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
 def damaged(folder: Place, step: int, detail: str) -> CheckpointError:
     """The error that names the checkpoint and what is wrong with it."""
     return CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read ({detail})")
+
+
+def unread(folder: Place, step: int, detail: str) -> UnreadError:
+    """The error that names a checkpoint and what the system says against reading it."""
+    return UnreadError(
+        f"the checkpoint of step {step} in {folder} cannot be read now ({detail}); nothing was "
+        "changed: see to it that it can, and start again"
+    )
+
+
+def _of_system(folder: Place, step: int, name: str, error: OSError) -> CheckpointError:
+    make = damaged if error.errno in _BROKEN else unread
+    return make(folder, step, f"{name} cannot be read: {_first_line(error)}")
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -201,15 +237,6 @@ def _from_bytes(content: bytes) -> Manifest:
         for name, leaf in found["leaves"].items()
     }
     return Manifest(found["format"], found["step"], files, leaves)
-
-
-def _sync(path: Path) -> None:
-    """Returns when a file's or folder's content, written by whomever, is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -248,7 +275,7 @@ def _digest_in_bucket(folder: BucketPath, row: Stored) -> tuple[int, str]:
 
 
 def _digest_on_disk(file: Path) -> tuple[int, str]:
-    _sync(file)
+    sync(file)
     return digest(file, CRC32)
 
 
@@ -265,22 +292,17 @@ def _difference(
     """
     size, written = expected
     path, row = folder / name, stored.get(name) if stored is not None else None
-    try:
-        if isinstance(path, Path):
-            found = path.stat().st_size
-        elif row is not None:
-            found = row.bytes
-        else:
-            return "is missing"
-        if found != size:
-            return f"has {found} bytes instead of {size}"
-        known = _md5(row) if row is not None and kind(written) == MD5 else None
-        if (known or digest(path, kind(written))[1]) != written:
-            return "is not what was written: its digest differs"
-    except FileNotFoundError:
+    if isinstance(path, Path):
+        found = path.stat().st_size
+    elif row is not None:
+        found = row.bytes
+    else:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read: {_first_line(error)}"
+    if found != size:
+        return f"has {found} bytes instead of {size}"
+    known = _md5(row) if row is not None and kind(written) == MD5 else None
+    if (known or digest(path, kind(written))[1]) != written:
+        return "is not what was written: its digest differs"
     return None
 
 

@@ -234,12 +234,12 @@ class Sealer:
     def _seal(self, step: int, leaves: dict[str, Leaf]) -> None:
         try:
             self._may_write()
-            self._before_seal()
         except BucketError:
             raise  # away for now: a failed save, and nobody else's folder
         except BaseException as error:
             self._fenced = error
             raise
+        self._before_seal()
         manifest.seal(self._folder / str(step), step, leaves)
         steps = retention.sealed_steps(self._folder)
         for old in retention.expired(

@@ -32,7 +32,15 @@ from jaxtrain.run.checkpoint.leaves import (
     refuse_differences,
     stored_leaf,
 )
-from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf, Manifest, Reading, damaged
+from jaxtrain.run.checkpoint.manifest import (
+    CheckpointError,
+    Leaf,
+    Manifest,
+    Reading,
+    UnreadError,
+    damaged,
+    unread,
+)
 from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.settings import Checkpoint
@@ -73,7 +81,7 @@ class Checkpoints:
             again before the save counts as done, then in another thread; raises or exits where
             another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
           before_seal: then called, in that thread: brings into the run's folder what belongs with
-            the checkpoint. Where it raises BucketError the save has failed.
+            the checkpoint. Where it raises OSError the save has failed.
         """
         # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -96,16 +104,24 @@ class Checkpoints:
         arrays = ocp.PyTreeCheckpointHandler(
             use_compression=False, type_handler_registry=of_arrays_in_files()
         )
-        self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(state=arrays, extra=ocp.JsonCheckpointHandler()),
-            async_options=ocp.AsyncOptions(
-                timeout_secs=WRITE_SECONDS, barrier_sync_fn=self._sealer.barrier_of_writer
-            ),
+        options = ocp.AsyncOptions(
+            timeout_secs=WRITE_SECONDS,
+            barrier_sync_fn=self._sealer.barrier_of_writer,
+            # Where a folder cannot be made beside the steps, Orbax's other threads wait for it
+            # until time is up, and the interpreter for them: 20 minutes. Several processes end
+            # without waiting for threads.
+            create_directories_asynchronously=jax.process_count() > 1,
         )
+        items = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=options),
+            state=arrays,
+            extra=ocp.JsonCheckpointHandler(),
+        )
+        self._writer = ocp.AsyncCheckpointer(items, async_options=options)
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         # Steps whose files have been compared with their digests, and those found damaged.
         self._intact: dict[int, Manifest] = {}
-        self._bad: set[int] = set()
+        self._bad: dict[int, CheckpointError] = {}
         self.cleaned: list[str] = []
         if not read_only and jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -122,37 +138,60 @@ class Checkpoints:
         return retention.sealed_steps(self.folder)
 
     def newest_good(self) -> int | None:
-        """The newest step whose files are all as they were written, or None; all processes call it.
+        """The newest step whose files are all as they were written; all processes call it.
 
-        Damaged ones are put aside.
+        Damaged ones that are newer are put aside: renamed to `damaged-<step>`, so that their steps
+        may be saved again, or, opened read-only, left where they are.
+
+        Returns:
+          None where there is no checkpoint.
 
         Raises:
+          CheckpointError: there are checkpoints, and none of them is good; nothing was changed. Or
+            the system does not let one be read, which says nothing against it.
           UserError: a newer jaxtrain wrote the newest checkpoint.
         """
         while True:
             step = max((step for step in self.steps() if step not in self._bad), default=-1)
             step = int(ocp.multihost.broadcast_one_to_all(np.int32(step)))
             if step < 0:
-                return None
+                break
             try:
                 self._check_files(step)
-                return step
+            except UnreadError:
+                raise
             except CheckpointError as error:
-                self.put_aside(step, error)
+                self.pass_over(step, error)
+                continue
+            self._put_aside()
+            return step
+        if not self._bad:
+            return None
+        # Without any the run would begin anew, and its metrics with it.
+        newest, *before = sorted(self._bad, reverse=True)
+        those = "that of step" if len(before) == 1 else "those of steps"
+        nor = f", nor can {those} {', '.join(map(str, before))}" if before else ""
+        raise CheckpointError(
+            f"{self._bad[newest]}{nor}: no good one is left, and nothing was changed; bring one "
+            f"back from a copy, or delete {self.folder} to begin at step 0"
+        )
 
-    def put_aside(self, step: int, error: CheckpointError) -> None:
-        """Reports a damaged checkpoint and renames it to `damaged-<step>`; all processes call it.
+    def pass_over(self, step: int, error: CheckpointError) -> None:
+        """Lets `newest_good` look for one before a damaged checkpoint; all processes call it."""
+        self._bad[step] = error
 
-        Its step may then be saved again. Opened read-only it is left where it is, and only passed
-        over by `newest_good`.
-        """
-        self._bad.add(step)
-        aside = None
-        if not self._read_only and jax.process_index() == 0:
-            self._may_write()
-            aside = retention.put_aside(self.folder, step)
-        renamed = f"it is now {aside}, to be looked at and deleted; " if aside else ""
-        self._report(f"{error}; {renamed}the one before it is used")
+    def _put_aside(self) -> None:
+        """Reports the damaged checkpoints that were passed over for a good one, and renames them,
+        unless opened read-only."""
+        for step, error in sorted(self._bad.items(), reverse=True):
+            renamed = ""
+            if not self._read_only and jax.process_index() == 0:
+                self._may_write()
+                aside = retention.put_aside(self.folder, step)
+                renamed = f"it is now {aside}, to be looked at and deleted; "
+            self._report(f"{error}; {renamed}the one before it is used")
+        if not self._read_only:
+            self._bad.clear()
 
     def keep_best(self, steps: Sequence[int]) -> None:
         """From now on the last of these steps that is saved stays, however many are newer.
@@ -173,7 +212,7 @@ class Checkpoints:
             for newer in self.steps():
                 if newer > step:
                     retention.delete(self.folder, newer)
-        _from_all(True)  # nobody goes on, and saves one of these steps, before they are gone
+        _from_all(1)  # nobody goes on, and saves one of these steps, before they are gone
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
@@ -203,7 +242,7 @@ class Checkpoints:
             self._may_write()
         except BucketError as error:
             away = error
-        self._bad.discard(step)
+        self._bad.pop(step, None)
         self._intact.pop(step, None)
         # Found here where it is not serialisable, and not reached by what the caller changes later.
         extra = json.loads(json.dumps(extra))
@@ -380,12 +419,16 @@ class Checkpoints:
             manifest.check(self._path(step), found, share)
         except CheckpointError as error:
             own = error
-        found_by = np.flatnonzero(_from_all(own is not None))
-        if own is not None:
+        # What stops all goes before damage: none puts aside what another is not let read.
+        worst = 0 if own is None else 2 if isinstance(own, UnreadError) else 1
+        worst_of_each = _from_all(worst)
+        found_by = int(np.argmax(worst_of_each))
+        if own is not None and worst == worst_of_each[found_by]:
             raise own
-        if found_by.size:
-            detail = f"process {found_by[0]} found it damaged"
-            raise damaged(self._path(step), step, detail)
+        if worst_of_each[found_by] == 2:
+            raise unread(self._path(step), step, f"process {found_by} may not")
+        if worst_of_each[found_by] == 1:
+            raise damaged(self._path(step), step, f"process {found_by} found it damaged")
         assert found is not None
         self._intact[step] = found
         return found
@@ -396,11 +439,11 @@ class Checkpoints:
         retention.refuse_absent(self.folder, step)
 
 
-def _from_all(flag: bool) -> np.ndarray:
-    """Every process's flag, in their order."""
+def _from_all(number: int) -> np.ndarray:
+    """Every process's number, in their order."""
     if jax.process_count() == 1:
-        return np.array([flag])
-    return np.asarray(multihost_utils.process_allgather(np.array(flag))).reshape(-1)
+        return np.array([number])
+    return np.asarray(multihost_utils.process_allgather(np.array(number))).reshape(-1)
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
