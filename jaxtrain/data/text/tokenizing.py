@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError, counted
-from jaxtrain.config.files import write_atomically
+from jaxtrain.config.files import remove_tree, write_atomically
 from jaxtrain.data.once import LOCK, alone
 from jaxtrain.data.source import is_held_out, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
@@ -117,8 +117,8 @@ def tokenize(
         "tokenizer": own.digest,
         "end_of_text": own.end_of_text,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
+    is_new = _made(folder)
+    with writing(folder), alone(folder), _gone_where_refused(folder, is_new=is_new):
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
@@ -126,11 +126,36 @@ def tokenize(
         with contextlib.ExitStack() as stack:
             writer = _Writer(folder, own, journal, stack)
             for job, arrays in stack.enter_context(_encoded(jobs, tokenizer, own, workers)):
-                with writing(folder):
-                    writer.add(job, arrays)
-                    write_atomically(folder / _JOURNAL, journal.text(identity))
+                writer.add(job, arrays)
+                write_atomically(folder / _JOURNAL, journal.text(identity))
                 progress(journal.characters, sum(part.tokens for part in journal.parts.values()))
         return _sealed(folder, texts, own, journal)
+
+
+def _made(folder: Path) -> bool:
+    """Makes the folder; whether it was not there before."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _gone_where_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
+    """Around the tokenizing: where its texts are refused, a folder made for them goes again.
+
+    They are mended before the next start, which would find a store begun with other texts.
+    """
+    try:
+        yield
+    except UserError:
+        if is_new:
+            remove_tree(folder)
+        raise
 
 
 # -- the journal ---------------------------------------------------------------------------------
