@@ -376,7 +376,11 @@ def test_what_cannot_be_prepared_is_refused_and_nothing_is_lost(stored, tmp_path
     own.mkdir()
     with pytest.raises(UserError, match="is not UTF-8 text"):
         made(TextData(source=str(blank)), own)
-    assert own.is_dir()  # it is the user's
+    assert list(own.iterdir()) == []  # the folder is the user's
+    (own / "notes").touch()
+    with pytest.raises(UserError, match="other files in it, such as notes"):
+        made(text, own)
+    assert [file.name for file in own.iterdir()] == ["notes"]
     (tmp_path / "two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     with pytest.raises(UserError, match=r"holds out none of the 2 documents"):
         made(TextData(source=str(tmp_path / "two.jsonl")), tmp_path / "none held out")

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError, counted
-from jaxtrain.config.files import remove_tree, write_atomically
+from jaxtrain.config.files import write_atomically
 from jaxtrain.data.once import LOCK, alone
 from jaxtrain.data.source import is_held_out, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
@@ -42,6 +42,7 @@ from jaxtrain.data.tokenizer import Tokenizer
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
 _JOURNAL = "progress.json"
+_ANEW = "name another folder, or remove this one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +118,10 @@ def tokenize(
         "tokenizer": own.digest,
         "end_of_text": own.end_of_text,
     }
-    is_new = _made(folder)
-    with writing(folder), alone(folder), _gone_where_refused(folder, is_new=is_new):
+    is_new, is_bare = _made(folder), not any(folder.iterdir())
+    _refuse_others(folder)  # before a lock is put among them
+    refused = _gone_where_refused(folder, is_bare=is_bare, is_new=is_new)
+    with writing(folder), alone(folder), refused:
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
@@ -145,16 +148,23 @@ def _made(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _gone_where_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
-    """Around the tokenizing: where its texts are refused, a folder made for them goes again.
+def _gone_where_refused(folder: Path, *, is_bare: bool, is_new: bool) -> Iterator[None]:
+    """Around the tokenizing: where its texts are refused, a folder has in it what it had before.
 
     They are mended before the next start, which would find a store begun with other texts.
+
+    Args:
+      folder: of the store.
+      is_bare: whether there was nothing in it.
+      is_new: whether it was made for the store.
     """
     try:
         yield
     except UserError:
+        for file in list(folder.iterdir()) if is_bare else ():
+            file.unlink()
         if is_new:
-            remove_tree(folder)
+            folder.rmdir()
         raise
 
 
@@ -179,25 +189,29 @@ class _Journal:
         return json.dumps(fields).encode()
 
 
+def _refuse_others(folder: Path) -> None:
+    """Raises UserError for a folder that holds something, but no store that was begun."""
+    others = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    if others and not (folder / _JOURNAL).exists():
+        raise UserError(
+            f"--out {folder}: there are other files in it, such as {others[0]}; {_ANEW}"
+        )
+
+
 def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     """The journal of the earlier start in a folder, or a new one."""
-    anew = "name another folder, or remove this one"
     try:
         said = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if others := sorted(path.name for path in folder.iterdir() if path.name != LOCK):
-            raise UserError(
-                f"--out {folder}: there are other files in it, such as {others[0]}; {anew}"
-            ) from None
         journal = _Journal({split: Written() for split in SPLITS})
         write_atomically(folder / _JOURNAL, journal.text(identity))
         return journal
     except ValueError as error:
-        raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {anew}") from error
+        raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {_ANEW}") from error
     if said["identity"] != identity:
         changed = [name for name in identity if said["identity"].get(name) != identity[name]]
         what = "other texts or settings" if "texts" in changed else "another tokenizer"
-        raise UserError(f"--out {folder}: it was begun with {what}; {anew}")
+        raise UserError(f"--out {folder}: it was begun with {what}; {_ANEW}")
     parts: dict[Split, Written] = {split: Written(**said["parts"][split]) for split in SPLITS}
     return _Journal(parts, said["jobs"], said["characters"])
 
