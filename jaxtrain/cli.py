@@ -111,6 +111,10 @@ def _ended(arguments: argparse.Namespace) -> int:
         status, told = USER_ERROR, error
     except _failures() as error:
         status, told = FAILED, error
+    except MemoryError as error:
+        told = f"this machine has too little memory{f' ({error})' if str(error) else ''}; use a "
+        told += "smaller Train.global_batch_size, or a smaller model"
+        status = FAILED
     except OSError as error:
         told = _of_full_disk(error)
         if told is None:

@@ -389,6 +389,13 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
             "is not UTF-8 text (character 1)",
         ),
         (["train", "CONFIG", "-b", f"Train.seed = {2**32}"], "use at most 4294967295"),
+        (
+            ["train", "CONFIG", "-b", f"Train.steps = {2**31}"],
+            "Train.steps=2147483648; use at",
+        ),
+        (["train", "CONFIG", "-b", "Train.start_from = '/nowhere'"], "no run with a complete"),
+        (["train", "CONFIG", "-b", f"GPT.num_layers = {10**9}"], "TiB of each device, and none"),
+        (["plan", "CONFIG", "--target", "cpu:8", "-b", "Mesh.fsdp = 15"], "of a CPU by --simulate"),
         (["train", "CONFIG", "-b", "Train.model = @Train()"], "@Train() would be a part of itself"),
         (["train", "CONFIG", "--workdir", "RUN/x\udcff"], "x\\udcff' is not UTF-8"),
         (["inspect", "--workdir", "RUNN"], "no run there"),

@@ -134,3 +134,33 @@ def test_another_file_that_finds_no_room_is_a_sentence(monkeypatch, capsys, tmp_
     told = capsys.readouterr().err
     assert told.startswith(f"jaxtrain: {tmp_path / 'file'}: No space left on device; ")
     assert told.count("\n") == 1
+
+
+def test_a_picture_and_a_store_that_find_no_room_are_named_and_not_half_there(
+    tiny_config, tmp_path, capsys
+):
+    text = tmp_path / "text.txt"
+    text.write_text("some words of a line\n" * 10_000)
+    with small_files(tmp_path) as limit:
+        limit(True)
+        store = ["prepare", str(text), "--tokenizer", "byte", "--out", str(tmp_path / "store")]
+        assert main(store) == 1
+        assert f"jaxtrain: {tmp_path / 'store'}" in capsys.readouterr().err
+        picture, rows = tmp_path / "drawn.png", ["-b", "Train.global_batch_size = 64"]
+        words = ["-b", "Mesh.pipe = 2", "-b", "Pipeline.microbatches = 64", *rows]
+        assert main(["timeline", str(tiny_config), "--png", str(picture), *words]) == 1
+        limit(False)
+    assert f"jaxtrain: {picture}: {os.strerror(errno.EFBIG)}; " in capsys.readouterr().err
+    assert not picture.exists()
+    assert main(store) == 0  # goes on
+
+
+def test_too_little_memory_is_a_sentence(monkeypatch, capsys):
+    def large(_):
+        raise MemoryError("Unable to allocate 29.8 GiB")
+
+    monkeypatch.setattr("jaxtrain.analysis.commands.show_doctor", large)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("jaxtrain: this machine has too little memory (Unable to allocate 29.8")
+    assert told.count("\n") == 1

@@ -64,6 +64,7 @@ def test_the_way_out_of_a_refusal_works():
         ({"fsdp": -1, "data": -1}, "Mesh.data and Mesh.fsdp are all -1; at most one"),
         ({"tensor": 0}, "Mesh.tensor=0: a mesh axis has at least 1"),
         ({"simulated_devices": -1}, "Mesh.simulated_devices=-1"),
+        ({"simulated_devices": 10**8}, "Mesh.simulated_devices=100000000; use at most 4096"),
         ({"dcn": {"dta": 2}}, r"no mesh axis 'dta'; did you mean 'data'\?"),
         ({"dcn": {"data": 0}}, "data goes over at least 1 slice"),
     ],

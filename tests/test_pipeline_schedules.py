@@ -396,7 +396,8 @@ COSTS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.75, 3.0, 6.5])
 @settings(max_examples=300, deadline=None)
 def test_cuts_are_the_best_of_all(layers, stages, first_cost, last_cost, padded):
     if layers < stages:
-        with pytest.raises(UserError, match=f"use num_layers={stages} or at most {layers} stages"):
+        most = "1 stage" if layers == 1 else f"{layers} stages"
+        with pytest.raises(UserError, match=f"use num_layers={stages} or at most {most}$"):
             cut_layers(layers, stages)
         return
     longest = -(-layers // stages) if padded else None

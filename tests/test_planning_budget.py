@@ -75,6 +75,7 @@ def test_the_table_gives_three_rules_with_formulas_and_sources():
         (0.0, "--budget=0; use a finite number of training FLOPs above 0, such as 1e21"),
         (-1e21, "--budget=-1e+21; use a finite number of training FLOPs above 0"),
         (math.inf, "--budget=inf; use a finite number of training FLOPs above 0"),
+        (1e300, "--budget=1e+300; use at most 1e+28 training FLOPs"),
         (math.nan, "--budget=nan; use a finite number of training FLOPs above 0"),
     ],
 )

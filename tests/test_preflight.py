@@ -59,6 +59,29 @@ def test_numbers_that_make_no_model_are_refused(binding, config, words):
     assert message.endswith(words)
 
 
+def test_a_way_out_of_a_size_that_does_not_divide_is_a_mesh_of_all_devices():
+    """`set Mesh.fsdp=1` alone left 14 of 15 devices idle, which the mesh then refused."""
+    bindings = ["GPT.embed_dim = 128", "Train.global_batch_size = 15", "Mesh.tensor = 1"]
+
+    def said(*mesh):
+        config = load_config("gpt_quickstart", [*bindings, *mesh])
+        with pytest.raises(UserError) as caught:
+            check(config, device_count=15, platform="cpu")
+        return str(caught.value)
+
+    for mesh in ("Mesh.fsdp = 15", "Mesh.fsdp = -1"):
+        assert said(mesh).endswith("or set Mesh.fsdp=1 and Mesh.data=15")
+    way_out = ["Mesh.fsdp = 1", "Mesh.data = 15"]
+    check(load_config("gpt_quickstart", [*bindings, *way_out]), device_count=15, platform="cpu")
+    # Another axis that is -1 takes what this one leaves.
+    assert said("Mesh.fsdp = 15", "Mesh.data = -1").endswith("or set Mesh.fsdp=1")
+
+
+def test_one_layer_is_at_most_one_stage():
+    layer = ["GPT.num_layers = 1", "Mesh.pipe = 2", "Mesh.fsdp = -1"]
+    assert refused(*layer).endswith("use GPT.num_layers=2 or at most 1 stage")
+
+
 def test_the_quickstart_passes():
     check(load_config("gpt_quickstart"), device_count=8, platform="cpu")
 
@@ -69,7 +92,8 @@ def test_the_quickstart_passes():
         (["Mesh.fsdp = 3"], ["Mesh.fsdp=3", "product 6", "8 devices", "set Mesh.fsdp=4"]),
         (
             ["GPT.num_heads = 4", "Mesh.fsdp = 1", "Mesh.tensor = 8"],
-            ["GPT.num_heads=4 does not divide over Mesh.tensor=8", "is 8", "or set Mesh.tensor=4"],
+            ["GPT.num_heads=4 does not divide over Mesh.tensor=8", "is 8",
+             "or set Mesh.tensor=4 and Mesh.data=2"],
         ),
         (
             ["Train.global_batch_size = 30"],
@@ -108,7 +132,8 @@ def test_the_quickstart_passes():
             ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Pipeline.microbatches = 5"],
             ["times Pipeline.microbatches=5", "nearest multiple of 10 is 20"],
         ),
-        (["Mesh.pipe = 8", "Mesh.fsdp = 1", "Mesh.tensor = 1"], ["num_layers=4", "8 pipeline"]),
+        (["Mesh.pipe = 8", "Mesh.fsdp = 1", "Mesh.tensor = 1"], ["GPT.num_layers=4", "8 pipeline",
+                                              "or at most 4 stages"]),
         (
             ["Mesh.pipe = 4", "Mesh.fsdp = 1", "Pipeline.schedule = 'interleaved'",
              "Pipeline.virtual_stages = 2", "Pipeline.microbatches = 4", "GPT.num_layers = 6"],

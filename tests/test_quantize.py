@@ -23,6 +23,7 @@ from jaxtrain.models.weights.awq import merged
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.products.quantised import dequantised, quantise, unpacked
+from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
 from jaxtrain.run.quantization.activation_aware import best_scales, scale, scaled_together
@@ -329,3 +330,22 @@ def test_a_folder_that_holds_a_run_and_floats_as_awq_are_refused(run, tmp_path, 
     out = str(tmp_path / "awq")
     assert main(["export-hf", "--workdir", str(run), "--out", out, "--awq"]) == 2
     assert "quantize it first" in capsys.readouterr().err
+
+
+def test_a_run_that_finds_no_room_is_not_half_there(run, tmp_path, monkeypatch, capsys):
+    """A folder with an empty `checkpoints` was refused as a run by the next try."""
+    full = CheckpointError("the checkpoint of step 0 could not be written")
+
+    def unsaved(*_, **__):
+        raise full
+
+    (tmp_path / "mine").mkdir()
+    words = ["quantize", "--workdir", str(run), "--bits", "8", "--out"]
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxtrain.run.checkpoint.store.Checkpoints.wait", unsaved)
+        for out in ("new", "mine"):
+            assert main([*words, str(tmp_path / out)]) == 1
+            assert str(full) in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "mine" / "checkpoints").exists()
+    assert main([*words, str(tmp_path / "mine")]) == 0

@@ -46,6 +46,8 @@ def test_lists_are_cut_at_their_own_commas_alone(tiny_config, tmp_path):
         (["Train.steps = 3"], "no binding has a list of values; write for example"),
         (["Train.seed = []"], "-b 'Train.seed = []': the list is empty; write Train.seed = [A, B]"),
         (["Train.sed = [1, 2]"], "did you mean 'seed'?"),
+        (["Optimizer.learning_rate = [1e-3, 0.001]"], "0.001 is the same value as 1e-3; name each"),
+        (["Train.model = [@GPT(), @GPT()]"], "@GPT() is the same value as @GPT(); name each once"),
         (["Train.seed = [1, 'x']"], "Train.seed"),
     ],
 )

@@ -370,6 +370,19 @@ def test_what_cannot_be_prepared_is_refused_and_nothing_is_lost(stored, tmp_path
     blank.write_text(" \n")
     with pytest.raises(UserError, match="empty text, nothing to learn from"):
         made(TextData(source=str(blank)), tmp_path / "empty")
+    blank.write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="is not UTF-8 text"):  # the same, not a store begun before
+        made(TextData(source=str(blank)), tmp_path / "empty")
+    assert not (tmp_path / "empty").exists()
+    own = tmp_path / "own"
+    own.mkdir()
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        made(TextData(source=str(blank)), own)
+    assert list(own.iterdir()) == []  # the folder is the user's
+    (own / "notes").touch()
+    with pytest.raises(UserError, match="other files in it, such as notes"):
+        made(text, own)
+    assert [file.name for file in own.iterdir()] == ["notes"]
     (tmp_path / "two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     with pytest.raises(UserError, match=r"holds out none of the 2 documents"):
         made(TextData(source=str(tmp_path / "two.jsonl")), tmp_path / "none held out")

@@ -39,6 +39,16 @@ def refuse_below(least: int, settings: Any, *names: str) -> None:
     )
 
 
+def refuse_above(most: int, settings: Any, *names: str) -> None:
+    """Raises UserError for those of these settings that are over `most`; None passes."""
+    values = {name: getattr(settings, name) for name in names}
+    _raise_any(
+        f"{type(settings).__name__}.{name}={value}; use at most {most}"
+        for name, value in values.items()
+        if value is not None and value > most
+    )
+
+
 def refuse_not_positive(settings: Any, *names: str) -> None:
     """Raises UserError for those of these settings that are not above 0; names their defaults."""
     cls = type(settings)
@@ -57,8 +67,9 @@ def _raise_any(sentences: Iterable[str]) -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 document`, `2 documents`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """`1 document`, `2,000 documents`, `8 batches`."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from gin import config_parser
 
-from jaxtrain.config.errors import ConfigError, UserError, did_you_mean
+from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
 from jaxtrain.config.values import (
@@ -211,7 +211,10 @@ class _Bindings:
             )
         known = settings_of(_CONFIGURABLES[name])
         if field not in known:
-            hint = _of_a_choice(_CONFIGURABLES[name], field) or did_you_mean(field, known)
+            close = nearest(field, known)
+            hint = _of_a_choice(_CONFIGURABLES[name], field) or (
+                f"; did you mean {close!r}?" if close is not None else ""
+            )
             raise UserError(
                 f"{where}: {name} has no setting {field!r}{hint} ({name} takes: {', '.join(known)})"
             )
@@ -306,9 +309,8 @@ class _Bindings:
     def _resolve(self, value: Any, where: str, macros: tuple[str, ...] = ()) -> Any:
         if isinstance(value, Macro):
             if value.name not in self.macros or value.name in macros:
-                raise UserError(
-                    f"{where}: %{value.name} has no value{did_you_mean(value.name, self.macros)}"
-                )
+                known = did_you_mean(value.name, self.macros) if self.macros else ""
+                raise UserError(f"{where}: %{value.name} has no value{known}")
             self.used_macros.add(value.name)
             macro = self.macros[value.name]
             return self._resolve(macro.value, macro.origin, (*macros, value.name))
@@ -538,6 +540,8 @@ def _no_value(error: SyntaxError) -> tuple[str, str] | None:
     word = token.group(1) if token else value
     if not value.startswith(word):  # one of several, in brackets
         return f"{word} is no value", f"{name} = {value.replace(word, repr(word), 1)}"
+    if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        return f"{value} is no number that a setting takes", "TextData.source = 'notes.txt'"
     meant = _meant(word)
     hint = f"; did you mean {meant}?" if meant else ""
     return f"{value} is no value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"

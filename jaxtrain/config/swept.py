@@ -1,5 +1,7 @@
 """Bindings with lists of values, such as `Optimizer.learning_rate = [1e-3, 3e-3]`: one of each."""
 
+import ast
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -31,7 +33,7 @@ def combinations(bindings: Sequence[str]) -> list[Combination]:
       bindings: gin bindings; `Name.field = [A, B]` stands for one with A and one with B.
 
     Raises:
-      UserError: a list is empty.
+      UserError: a list is empty, or has a value twice.
     """
     swept: dict[str, list[str]] = {}
     for binding in bindings:
@@ -40,12 +42,27 @@ def combinations(bindings: Sequence[str]) -> list[Combination]:
             swept[found[1]] = list(_items(found[2]))
             if not swept[found[1]]:
                 raise UserError(f"-b {binding!r}: the list is empty; write {found[1]} = [A, B]")
+            _refuse_twice(binding, swept[found[1]])
     fixed = [binding for binding in bindings if _SWEPT.fullmatch(binding) is None]
     chosen = [dict(zip(swept, some, strict=True)) for some in itertools.product(*swept.values())]
     return [
         Combination(values, [*fixed, *(f"{name} = {value}" for name, value in values.items())])
         for values in chosen
     ]
+
+
+def _refuse_twice(binding: str, items: Sequence[str]) -> None:
+    """Raises UserError where two values are the same, which would be the same run twice."""
+    seen: dict[str, str] = {}
+    for item in items:
+        value = item
+        with contextlib.suppress(ValueError, SyntaxError):  # a reference is no literal
+            value = repr(ast.literal_eval(item))
+        if value in seen:
+            raise UserError(
+                f"-b {binding!r}: {item} is the same value as {seen[value]}; name each once"
+            )
+        seen[value] = item
 
 
 def _items(text: str) -> Iterator[str]:

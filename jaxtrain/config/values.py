@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxtrain.config.errors import UserError, nearest
 
+LARGEST = 2**32 - 1  # of a whole number: seeds, counts and sizes are held in 32 bits
+
 
 @dataclasses.dataclass(frozen=True)
 class PathOr:
@@ -127,16 +129,14 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     Raises:
       UserError: naming the setting, its value, what it takes and the nearest valid choice.
     """
-    if not _is_finite(value):
-        # As 1e999 is read. A run's config.gin would say `inf`, which is no value of gin's.
-        raise UserError(f"{origin}: {name} = {value!r} is not finite; it takes finite numbers")
     with contextlib.suppress(_Misfit):
-        return _fitted(value, annotation)
+        return _bounded(name, _fitted(value, annotation), origin)
     words = [choice for choice in choices(annotation) if isinstance(choice, str)]
+    written = f"@{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
     hint = ""
     if words and isinstance(value, str):
-        close = nearest(value, words)  # all of them stand in what it takes
-        hint = f"; did you mean {close!r}?" if close else ""
+        close = nearest(value, words)  # where none is, all are told already
+        hint = f"; did you mean {close!r}?" if close is not None else ""
     elif isinstance(value, str):
         try:
             literal = ast.literal_eval(value)
@@ -150,17 +150,26 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     if not hint and _fits((value,), annotation):
         hint = f"; write {(value,)!r}"
     raise UserError(
-        f"{origin}: {name} = {value!r} is {_kind(value)}; it takes {_describe(annotation)}{hint}"
+        f"{origin}: {name} = {written} is {_kind(value)}; it takes {_describe(annotation)}{hint}"
     )
 
 
-def _is_finite(value: Any) -> bool:
-    """Whether all numbers of a value are."""
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+def _bounded(name: str, value: Any, origin: str) -> Any:
+    """The value of a setting, when each number in it is one that programs can hold.
+
+    Raises:
+      UserError: a number is not finite, or a whole one has more than 32 bits.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{origin}: {name} = {value}; use a finite number")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        bound = f"at least -{LARGEST}" if value < 0 else f"at most {LARGEST}"
+        raise UserError(f"{origin}: {name} = {value}; use {bound}")
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, tuple | dict):
+        for part in parts:
+            _bounded(name, part, origin)
+    return value
 
 
 def lacks(value: Any, annotation: Any) -> list[str]:

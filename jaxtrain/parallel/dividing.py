@@ -199,23 +199,28 @@ def _abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=explicit)
 
 
-def refuse(model: Sized, layout: Layout, *, shapes: nnx.State) -> Iterator[str]:
+def refuse(
+    model: Sized, layout: Layout, *, shapes: nnx.State, free: str | None = None
+) -> Iterator[str]:
     """A sentence for each size of a model that does not divide over the devices that share it.
 
     Args:
       model: its settings.
       layout: where its parameters and their moments lie.
       shapes: its parameters, of which no array need be there.
+      free: the axis of Mesh that takes what is left; None: none does.
     """
     seen, settings = set(), model.settings
     for one in uneven(layout, shapes):
         cause = settings.get(one.axis, one.axis), one.size, one.part
         if cause not in seen:
             seen.add(cause)
-            yield _sentence(model, settings.get(one.axis), one, layout)
+            yield _sentence(model, settings.get(one.axis), one, layout, free)
 
 
-def _sentence(model: Sized, setting: str | None, one: Uneven, layout: Layout) -> str:
+def _sentence(
+    model: Sized, setting: str | None, one: Uneven, layout: Layout, free: str | None
+) -> str:
     axis, size, part, where = one.axis, one.size, one.part, one.path
     name, over = type(model).__name__, layout.size(part)
     mesh_axes = " x ".join(_written(axis, layout) for axis in parts_of(part))
@@ -228,7 +233,12 @@ def _sentence(model: Sized, setting: str | None, one: Uneven, layout: Layout) ->
     of = "" if value == size else f" ({axis}={size} of {where})"
     fits = f"the nearest multiple is {nearest_multiple(value, over)}" if value == size else ""
     smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
-    way_out = "; ".join(part for part in (fits, f"or set {mesh_axes}={smaller}") if part)
+    set_to = f"or set {mesh_axes}={smaller}"
+    if free in (None, *parts_of(part)):
+        # The devices that the axis leaves would be idle, which is refused next.
+        replicas = layout.mesh.shape["data"] * (over // smaller)
+        set_to += f" and Mesh.data={replicas}"
+    way_out = "; ".join(part for part in (fits, set_to) if part)
     if layout.tensor_layout != "1d":
         tensor = math.prod(layout.mesh.shape.get(a, 1) for a in ("depth", "row", "tensor"))
         way_out += f" (Sharding.tensor_layout={layout.tensor_layout!r}, Mesh.tensor={tensor})"

@@ -10,7 +10,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
-from jaxtrain.config.errors import UserError, did_you_mean, nearest_divisor, nearest_multiple
+from jaxtrain.config.errors import (
+    UserError,
+    did_you_mean,
+    nearest_divisor,
+    nearest_multiple,
+    refuse_below,
+)
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.devices import device_word
 from jaxtrain.parallel.sharding import parts_of
@@ -19,6 +25,8 @@ from jaxtrain.parallel.tables import RULES, TensorLayout, factor_tensor
 # Outermost (slowest links) first: an axis is added by naming it here, in Mesh, and in the tables of
 # sharding.py.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+
+MOST_SIMULATED = 4096  # opened in 5 seconds; 100 million were not in 7 minutes
 
 
 @configurable
@@ -59,8 +67,12 @@ class Mesh:
             raise UserError(
                 f"Mesh.{' and Mesh.'.join(free)} are all -1; at most one axis takes what is left"
             )
-        if self.simulated_devices < 0:
-            raise UserError(f"Mesh.simulated_devices={self.simulated_devices}; use 0 or more")
+        refuse_below(0, self, "simulated_devices")
+        if self.simulated_devices > MOST_SIMULATED:
+            raise UserError(
+                f"Mesh.simulated_devices={self.simulated_devices}; use at most {MOST_SIMULATED}: "
+                "each is a thread or more of this machine"
+            )
         for axis, slices in self.dcn.items():
             if axis not in MESH_AXES:
                 raise UserError(
@@ -68,6 +80,11 @@ class Mesh:
                 )
             if slices < 1:
                 raise UserError(f"Mesh.dcn={self.dcn}: {axis} goes over at least 1 slice")
+
+    @property
+    def free_axis(self) -> str | None:
+        """The axis that is -1 and takes what is left; None: there is none."""
+        return next((axis for axis in MESH_AXES if getattr(self, axis) == -1), None)
 
     def sizes(self, device_count: int) -> dict[str, int]:
         """The size of every axis on this many devices.
@@ -117,7 +134,7 @@ class Mesh:
                 if size > 1 and device_count % rest == 0:
                     other = f"set Mesh.{axis}={nearest_divisor(device_count // rest, size)}"
         if fixed > device_count:
-            return f"{other}, or pass --simulate-devices {fixed}"
+            return f"{other}, or take {fixed} devices (of a CPU by --simulate-devices {fixed})"
         return other
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxtrain.config.buckets import BucketPath, Place, place
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import UserError, counted
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.data.text.prepare import prepare, source_characters
@@ -81,7 +81,8 @@ def _data(arguments: argparse.Namespace, console: Console) -> TextData:
 def _tell(console: Console, store: Store, out: Place, data: TextData) -> None:
     train, heldout = store.parts["train"], store.parts["heldout"]
     lines = [
-        f"{train.tokens:,} tokens of {train.texts:,} documents to train on, {heldout.tokens:,} of "
+        f"{train.tokens:,} tokens of {counted(train.texts, 'document')} to train on, "
+        f"{heldout.tokens:,} of "
         f"{heldout.texts:,} held out, {store.bytes:,} bytes in {out}",
         f"To train on them: -b 'TextData.source=\"{out}\"'"
         + ("" if data.tokenizer == "byte" else f" -b 'TextData.tokenizer=\"{data.tokenizer}\"'"),

@@ -17,6 +17,7 @@ from jaxtrain.config import reader as gin_files
 from jaxtrain.config import writer
 from jaxtrain.config.errors import (
     UserError,
+    refuse_above,
     refuse_below,
 )
 from jaxtrain.config.reader import configurable
@@ -207,6 +208,7 @@ class Deadlines:
 
 # JAX would take a longer one's last 32 bits without a word.
 MAX_SEED = 2**32 - 1
+MAX_STEPS = 2**31 - 1  # TrainState counts them in an int32
 
 
 @runtime_checkable
@@ -284,8 +286,8 @@ class Train:
         refuse_below(
             0, self, "seed", "eval_every", "save_every", "bad_records", "noise_scale_every"
         )
-        if self.seed > MAX_SEED:
-            raise UserError(f"Train.seed={self.seed}; use at most {MAX_SEED}")
+        refuse_above(MAX_SEED, self, "seed")
+        refuse_above(MAX_STEPS, self, "steps")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise UserError(f"Train.eval_batches={self.eval_batches}; use None or at least 1")
         part = self.gpu_memory_fraction

@@ -12,6 +12,8 @@ from jaxtrain.config.errors import UserError
 # FLOPs of the runs that the fits were made on (arXiv 2203.15556, figure 3).
 _FITTED = (6e18, 3e21)
 
+MOST_FLOPS = 1e28  # a hundred times the largest runs' that are told of
+
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
@@ -43,6 +45,8 @@ def plan_budget(compute: float) -> Budget:
         raise UserError(
             f"--budget={compute:g}; use a finite number of training FLOPs above 0, such as 1e21"
         )
+    if compute > MOST_FLOPS:
+        raise UserError(f"--budget={compute:g}; use at most {MOST_FLOPS:g} training FLOPs")
     best = scaling.optimum_by_ratio(compute)
     loss = scaling.predicted_loss(best.params, best.tokens)
     return Budget(compute, best.params, best.tokens, loss)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
+from jaxtrain.config.errors import counted
+from jaxtrain.config.files import write_atomically
 from jaxtrain.training.pipeline.table import Action, Timetable, Work, needs, result
 
 if TYPE_CHECKING:
@@ -233,7 +235,8 @@ def _title(timeline: Timeline) -> str:
     schedule = timeline.schedule
     virtual = f" x {schedule.virtual_stages} virtual stages" if schedule.virtual_stages > 1 else ""
     return (
-        f"{schedule.name}: {schedule.ranks} ranks{virtual}, {schedule.microbatches} microbatches"
+        f"{schedule.name}: {counted(schedule.ranks, 'rank')}{virtual}, "
+        f"{counted(schedule.microbatches, 'microbatch')}"
         f"{', in lockstep' if timeline.lockstep else ''}"
     )
 
@@ -320,7 +323,7 @@ def timeline_figure(timeline: Timeline) -> "Picture":
 
 def draw(timeline: Timeline, path: str | Path) -> None:
     """Writes `timeline_figure` to a PNG file; its folder must be there."""
-    Path(path).write_bytes(timeline_figure(timeline).png())
+    write_atomically(Path(path), timeline_figure(timeline).png())
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxtrain.analysis.planning.budget import amount
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import UserError, counted
 
 _DAY, _HOUR = 86_400.0, 3_600.0
 
@@ -76,8 +76,8 @@ def sentence(run: WholeRun, *, unit: str, error_bar: float, watts: float | None)
     """A line for people: how long, how much."""
     around = f"{run.days * (1 - error_bar):,.3g} to {run.days * (1 + error_bar):,.3g}"
     words = (
-        f"The run: {run.steps:,} steps, {amount(run.examples)} {unit}, {run.days:,.3g} days "
-        f"({around}), {run.device_hours:,.4g} device-hours"
+        f"The run: {counted(run.steps, 'step')}, {amount(run.examples)} {unit}, "
+        f"{run.days:,.3g} days ({around}), {run.device_hours:,.4g} device-hours"
     )
     if run.dollars is not None:
         words += f", ${run.dollars:,.0f}"

@@ -94,7 +94,8 @@ class PairData:
         """
         if self.source == "synthetic":
             raise UserError(
-                "PairData.source = 'synthetic' has no tokenizer: random tokens stand for no text"
+                "PairData.source = 'synthetic' has no tokenizer: random tokens stand for no text; "
+                "bind PairData.source to text, and PairData.tokenizer to what the model reads"
             )
         path = None
         if self.tokenizer != "byte":

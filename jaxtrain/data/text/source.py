@@ -144,7 +144,8 @@ class TextData:
         """
         if self.source == "synthetic":
             raise UserError(
-                "TextData.source = 'synthetic' has no tokenizer: random tokens stand for no text"
+                "TextData.source = 'synthetic' has no tokenizer: random tokens stand for no text; "
+                "bind TextData.source to text, and TextData.tokenizer to what the model reads"
             )
         path = None
         if self.tokenizer != "byte":

@@ -42,6 +42,7 @@ from jaxtrain.data.tokenizer import Tokenizer
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
 _JOURNAL = "progress.json"
+_ANEW = "name another folder, or remove this one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +118,10 @@ def tokenize(
         "tokenizer": own.digest,
         "end_of_text": own.end_of_text,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
+    is_new, is_bare = _made(folder), not any(folder.iterdir())
+    _refuse_others(folder)  # before a lock is put among them
+    refused = _gone_where_refused(folder, is_bare=is_bare, is_new=is_new)
+    with writing(folder), alone(folder), refused:
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
@@ -126,11 +129,43 @@ def tokenize(
         with contextlib.ExitStack() as stack:
             writer = _Writer(folder, own, journal, stack)
             for job, arrays in stack.enter_context(_encoded(jobs, tokenizer, own, workers)):
-                with writing(folder):
-                    writer.add(job, arrays)
-                    write_atomically(folder / _JOURNAL, journal.text(identity))
+                writer.add(job, arrays)
+                write_atomically(folder / _JOURNAL, journal.text(identity))
                 progress(journal.characters, sum(part.tokens for part in journal.parts.values()))
         return _sealed(folder, texts, own, journal)
+
+
+def _made(folder: Path) -> bool:
+    """Makes the folder; whether it was not there before."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _gone_where_refused(folder: Path, *, is_bare: bool, is_new: bool) -> Iterator[None]:
+    """Around the tokenizing: where its texts are refused, a folder has in it what it had before.
+
+    They are mended before the next start, which would find a store begun with other texts.
+
+    Args:
+      folder: of the store.
+      is_bare: whether there was nothing in it.
+      is_new: whether it was made for the store.
+    """
+    try:
+        yield
+    except UserError:
+        for file in list(folder.iterdir()) if is_bare else ():
+            file.unlink()
+        if is_new:
+            folder.rmdir()
+        raise
 
 
 # -- the journal ---------------------------------------------------------------------------------
@@ -154,25 +189,29 @@ class _Journal:
         return json.dumps(fields).encode()
 
 
+def _refuse_others(folder: Path) -> None:
+    """Raises UserError for a folder that holds something, but no store that was begun."""
+    others = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    if others and not (folder / _JOURNAL).exists():
+        raise UserError(
+            f"--out {folder}: there are other files in it, such as {others[0]}; {_ANEW}"
+        )
+
+
 def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     """The journal of the earlier start in a folder, or a new one."""
-    anew = "name another folder, or remove this one"
     try:
         said = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if others := sorted(path.name for path in folder.iterdir() if path.name != LOCK):
-            raise UserError(
-                f"--out {folder}: there are other files in it, such as {others[0]}; {anew}"
-            ) from None
         journal = _Journal({split: Written() for split in SPLITS})
         write_atomically(folder / _JOURNAL, journal.text(identity))
         return journal
     except ValueError as error:
-        raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {anew}") from error
+        raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {_ANEW}") from error
     if said["identity"] != identity:
         changed = [name for name in identity if said["identity"].get(name) != identity[name]]
         what = "other texts or settings" if "texts" in changed else "another tokenizer"
-        raise UserError(f"--out {folder}: it was begun with {what}; {anew}")
+        raise UserError(f"--out {folder}: it was begun with {what}; {_ANEW}")
     parts: dict[Split, Written] = {split: Written(**said["parts"][split]) for split in SPLITS}
     return _Journal(parts, said["jobs"], said["characters"])
 

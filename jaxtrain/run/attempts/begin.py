@@ -185,7 +185,9 @@ def _give_back(lock: RunLock, is_new: bool) -> None:
     lock.release()
     with contextlib.suppress(OSError):  # a folder that is away
         left = {path.name for path in lock.workdir.iterdir()}
-        if is_new and left == {records.ATTEMPTS_FOLDER}:
+        if is_new and left <= {records.ATTEMPTS_FOLDER, retention.FOLDER}:
+            with contextlib.suppress(FileNotFoundError):
+                (lock.workdir / retention.FOLDER).rmdir()  # no step was written: it is empty
             folder = lock.workdir / records.ATTEMPTS_FOLDER
             for file in list(folder.iterdir()):
                 file.unlink()

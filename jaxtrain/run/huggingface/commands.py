@@ -4,6 +4,7 @@ import argparse
 import functools
 
 from jaxtrain.config.buckets import Place, place
+from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands import open_run
@@ -26,6 +27,13 @@ def import_hf(arguments: argparse.Namespace) -> int:
     say(console, *config.notes)
     workdir = place(arguments.workdir)
     found = import_run(config, workdir, console=console, say=functools.partial(say, console))
+    data = config.train.data
+    if isinstance(data, TextData) and data.source == "synthetic":
+        say(
+            console,
+            "No tokenizer came with it: to give it text, bind TextData.source and "
+            "TextData.tokenizer to what it was trained on",
+        )
     say(
         console,
         f"To go on: jaxtrain {first_use(config.train.model, workdir)}, or train "

@@ -1,9 +1,11 @@
 """A published model becomes a run: its parameters are the checkpoint of step 0."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.files import refused_path, remove_tree, write_atomically
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
@@ -21,7 +23,7 @@ from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run import resume
 from jaxtrain.run.ancestry import of_published
-from jaxtrain.run.checkpoint.retention import refuse_others
+from jaxtrain.run.checkpoint.retention import FOLDER, refuse_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
@@ -66,24 +68,33 @@ def import_run(
     )
     program = make_program(config, layouts.layout(config)).plain.whole
     params = read_parameters(folder, program, config.train.model)
+    with whole_or_absent(workdir):
+        return _written(config, workdir, folder, params, program, console=console, say=say)
+
+
+def _written(
+    config: Config,
+    workdir: Place,
+    source: Published,
+    params: nnx.State,
+    program: Program,
+    *,
+    console: Console,
+    say: Callable[[str], None],
+) -> receipt.Receipt:
     with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         carried = workdir / CARRIED_FOLDER
         if isinstance(carried, Path):
             carried.mkdir(parents=True, exist_ok=True)
-        for name, content in folder.carried().items():
+        for name, content in source.carried().items():
             write_atomically(carried / name, content)
-    checkpoints = Checkpoints(workdir, config.checkpoint, report=say)
-    try:
-        extra = resume.describe_parameters(config, program, of_published(folder.path))
-        checkpoints.save(0, _told_apart(params, program), extra)
-        checkpoints.wait()
-    finally:
-        checkpoints.close()
-    write_atomically(workdir / "config.gin", config.operative().encode())
-    (family, _), model = folder.asked, config.train.model
-    stored = match(family, model, shapes_of(program), folder.tensors(), where=source)
+    extra = resume.describe_parameters(config, program, of_published(source.path))
+    save_first(0, _told_apart(params, program), extra, config=config, workdir=workdir, say=say)
+    (family, _), model = source.asked, config.train.model
+    shapes, tensors = shapes_of(program), source.tensors()
+    stored = match(family, model, shapes, tensors, where=str(config.train.start_from))
     made = their_tensors(family.names(model), params, program.layer_order)
-    found = receipt.compare(folder.path, family.architecture, stored, made, program, model, params)
+    found = receipt.compare(source.path, family.architecture, stored, made, program, model, params)
     content = json.dumps(found.to_json(), indent=1).encode()
     write_atomically(carried / receipt.FILE, content)
     found.show(console)
@@ -97,6 +108,41 @@ def _told_apart(params: nnx.State, program: Program) -> dict[str, nnx.State]:
     trained, frozen = told_apart(params, lambda name, _: name not in untrained)
     parts = {"params": trained, "frozen": frozen, "statistics": statistics}
     return {name: part for name, part in parts.items() if part}
+
+
+def save_first(
+    step: int,
+    state: Any,
+    extra: dict[str, Any],
+    *,
+    config: Config,
+    workdir: Place,
+    say: Callable[[str], None],
+) -> None:
+    """Writes the checkpoint that a new run begins with, then its config.gin.
+
+    Raises:
+      CheckpointError: it cannot be written; there is no later save to wait for.
+    """
+    once = dataclasses.replace(config.checkpoint, max_failed_saves=1)
+    checkpoints = Checkpoints(workdir, once, report=say)
+    try:
+        checkpoints.save(step, state, extra)
+        checkpoints.wait()
+    finally:
+        checkpoints.close()
+    write_atomically(workdir / "config.gin", config.operative().encode())
+
+
+@contextlib.contextmanager
+def whole_or_absent(workdir: Place) -> Iterator[None]:
+    """Around what writes a new run's folder: where that fails, the next try finds none there."""
+    is_new = not workdir.exists()
+    try:
+        yield
+    except BaseException:
+        remove_tree(workdir if is_new else workdir / FOLDER)
+        raise
 
 
 def refuse_taken(named: str, workdir: Place) -> None:

@@ -23,11 +23,15 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run import resume
-from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.write import tokenizer_of
 from jaxtrain.run.huggingface.exporting import carried_along
-from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, refuse_taken
+from jaxtrain.run.huggingface.importing import (
+    CARRIED_FOLDER,
+    refuse_taken,
+    save_first,
+    whole_or_absent,
+)
 from jaxtrain.run.quantization.activation_aware import scale, scaled_together
 from jaxtrain.run.quantization.calibration import read_by, rows_of
 from jaxtrain.run.quantization.clipping import READ, clip
@@ -130,18 +134,13 @@ def write_quantised(
     made = dataclasses.replace(made, step=state.step)
     extra = resume.describe_parameters(config, program, trainer.ancestors)
     del extra["only_parameters"]
-    with refused_path(f"--out {out}", needs="use a folder that can be made and written"):
-        if isinstance(out, Path):
-            (out / CARRIED_FOLDER).mkdir(parents=True, exist_ok=True)
-        for name, content in carried_along(trainer.config, trainer.workdir).items():
-            write_atomically(out / CARRIED_FOLDER / name, content)
-    checkpoints = Checkpoints(out, config.checkpoint, report=say)
-    try:
-        checkpoints.save(trainer.steps_done, made, extra)
-        checkpoints.wait()
-    finally:
-        checkpoints.close()
-    write_atomically(out / "config.gin", config.operative().encode())
+    with whole_or_absent(out):
+        with refused_path(f"--out {out}", needs="use a folder that can be made and written"):
+            if isinstance(out, Path):
+                (out / CARRIED_FOLDER).mkdir(parents=True, exist_ok=True)
+            for name, content in carried_along(trainer.config, trainer.workdir).items():
+                write_atomically(out / CARRIED_FOLDER / name, content)
+        save_first(trainer.steps_done, made, extra, config=config, workdir=out, say=say)
     say(
         f"{out}: {_bytes(made.frozen):,} bytes of parameters, were {was:,}; a weight of the layers "
         f"takes {_bits(program, made.frozen):.2f} bits"

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from jaxtrain.config.errors import UserError, did_you_mean, nearest_multiple
+from jaxtrain.config.errors import UserError, counted, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.execution import refuse as refuse_scan
@@ -24,6 +24,10 @@ from jaxtrain.training.pipeline.table import (
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Name)
+
+# Microbatches, and virtual stages: a table of so many on 4 ranks is laid out in 10 seconds, and of
+# four times as many in minutes.
+MOST_TURNS = 4096
 
 
 @configurable
@@ -74,6 +78,7 @@ def refuse(
     ranks: int,
     *,
     num_layers: int | None,
+    written: str = "num_layers",
     passes: int = 1,
     scan: Scan,
     context_parallel: str | None,
@@ -85,6 +90,7 @@ def refuse(
       settings: how they take turns.
       ranks: of the pipeline; 1 is none.
       num_layers: layers that are cut into stages, of each pass; None: the model has no such.
+      written: the setting that holds their number, for messages.
       passes: as of `make_schedule`.
       scan: the loop over a stage's layers.
       context_parallel: how sequences that are split are put together; None: they are whole.
@@ -105,10 +111,10 @@ def refuse(
         ),
         "Sharding.collective_matmul=True": (collective_matmul, "Sharding.collective_matmul=False"),
     }  # fmt: skip
-    for written, (has_ring, way_out) in rings.items():
+    for ring, (has_ring, way_out) in rings.items():
         if has_ring and settings.schedule in SPLIT:
             yield (
-                f"Pipeline.schedule={settings.schedule!r} with {written}: ranks that make weights' "
+                f"Pipeline.schedule={settings.schedule!r} with {ring}: ranks that make weights' "
                 "gradients in another's tick would have to go around its ring too, which costs "
                 f"what this schedule saves; use Pipeline.schedule='1f1b', or {way_out}"
             )
@@ -125,18 +131,20 @@ def refuse(
     if num_layers is None:
         return
     try:
-        longest = max(cut_layers(num_layers, ranks * settings.virtual_stages))
+        longest = max(cut_layers(num_layers, ranks * settings.virtual_stages, written=written))
     except UserError as error:
         yield str(error)
         return
-    written = f"the {longest} layers of the longest stage"
-    yield from refuse_scan(scan, num_layers=longest, written=written)
+    of_stage = f"the {counted(longest, 'layer')} of the longest stage"
+    yield from refuse_scan(scan, num_layers=longest, written=of_stage)
 
 
 def _refuse(schedule: str, microbatches: int, virtual_stages: int) -> None:
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise UserError(f"Pipeline.{name}={value}; use at least 1")
+        if value > MOST_TURNS:
+            raise UserError(f"Pipeline.{name}={value}; use at most {MOST_TURNS}")
     written = f"Pipeline.virtual_stages={virtual_stages} with Pipeline.schedule={schedule!r}"
     if schedule == "interleaved" and virtual_stages < 2:
         raise UserError(
@@ -385,6 +393,7 @@ def cut_layers(
     first_cost: float = 0.0,
     last_cost: float = 0.0,
     longest: int | None = None,
+    written: str = "num_layers",
 ) -> tuple[int, ...]:
     """How many layers each stage has, one stage after the other, so that no stage costs much.
 
@@ -399,15 +408,16 @@ def cut_layers(
       last_cost: cost of the head and the loss, in layers.
       longest: no stage has more layers; None is no bound. Where every stage is padded to the
         longest one, ceil(num_layers / num_stages) keeps the padding least.
+      written: the setting that holds the number of layers, for messages.
 
     Raises:
       UserError: fewer layers than stages.
     """
     if num_layers < num_stages:
         raise UserError(
-            f"num_layers={num_layers} does not fill {num_stages} pipeline stages (Mesh.pipe x "
-            f"Pipeline.virtual_stages), one layer each; use num_layers={num_stages} or at most "
-            f"{num_layers} stages"
+            f"{written}={num_layers} does not fill {num_stages} pipeline stages (Mesh.pipe x "
+            f"Pipeline.virtual_stages), one layer each; use {written}={num_stages} or at most "
+            f"{counted(num_layers, 'stage')}"
         )
     longest = num_layers if longest is None else longest
     assert longest * num_stages >= num_layers, "stages too short for the layers"

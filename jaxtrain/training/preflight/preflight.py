@@ -129,6 +129,7 @@ def _pipeline(seen: Outlook, config: Config) -> Iterable[str]:
         config.pipeline,
         seen.size("pipe"),
         num_layers=seen.model.layers if "pipe" in seen.usable else None,
+        written=_layers_of(seen),
         passes=passes_of(seen.model),
         scan=config.scan,
         context_parallel=config.attention.context_parallel if is_split else None,
@@ -156,8 +157,13 @@ def _scan(seen: Outlook, config: Config) -> Iterable[str]:
     count = seen.model.layers
     if count is None or seen.size("pipe") != 1:
         return ()
-    written = f"{seen.name}.{seen.model.settings.get('layers', 'layers')}={count}"
+    written = f"{_layers_of(seen)}={count}"
     return execution.refuse(config.scan, num_layers=count, written=written)
+
+
+def _layers_of(seen: Outlook) -> str:
+    """How the user writes the number of layers."""
+    return f"{seen.name}.{seen.model.settings.get('layers', 'layers')}"
 
 
 def _kernel(seen: Outlook, config: Config) -> Iterable[str]:
@@ -181,7 +187,9 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         exchange=c.exchange.method,
     ),
     lambda seen, c: settings.refuse_best(c.best, c.train),
-    lambda seen, c: dividing.refuse(seen.model, seen.layout, shapes=seen.shapes),
+    lambda seen, c: dividing.refuse(
+        seen.model, seen.layout, shapes=seen.shapes, free=c.mesh.free_axis
+    ),
     lambda seen, c: exchange.refuse(c.exchange, seen.layout_if_any),
     lambda seen, c: balancing.refuse(seen.model, exchange=c.exchange.method, name=seen.name),
     lambda seen, c: offload.refuse(
