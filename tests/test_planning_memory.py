@@ -205,6 +205,23 @@ def estimate_and_compiler(config: Config, target: str) -> tuple[int, int]:
     return estimate, live
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_layers_scores_are_there_with_their_gradients(tensor):
+    """Of a kernel that makes them all: three arrays in float32, heads split over tensor."""
+    bindings = [f"Mesh.tensor={tensor}", "Mesh.fsdp=8", "Remat.policy='full'"]
+    config = load_config("llama_8b", [*bindings, "Attention.kernel='xla'"])
+    train = config.train
+    rows = train.global_batch_size / train.accumulation / 8
+    scores = rows * (train.model.num_heads // tensor) * train.data.sequence_length**2
+    found = memory(config, layouts.abstract_layout(config, 8 * tensor), "gpu")
+    assert found.parts["one layer's attention scores"] == 3 * 4 * scores
+    flash = load_config("llama_8b", [*bindings, "Attention.kernel='tpu'"])
+    assert (
+        "one layer's attention scores"
+        not in memory(flash, layouts.abstract_layout(flash, 8 * tensor), "tpu").parts
+    )
+
+
 @pytest.mark.slow
 @needs_libtpu
 def test_what_lives_is_the_compilers_to_a_quarter(tmp_path, monkeypatch):
@@ -232,6 +249,7 @@ LARGE = {
         "llama_1b", "v5e:4x4",
         (*TPU, "Mesh.fsdp=8", "Mesh.tensor=2", "Sharding.sequence_parallel=True"),
     ),
+    "llama_1b scores": ("llama_1b", "v5e:4x4", ("Attention.kernel='xla'",)),
     "llama_1b accumulation 2": ("llama_1b", "v5e:4x4", (*TPU, "Train.accumulation=2")),
     "llama_8b fsdp": ("llama_8b", "v5p:2x4x4", TPU),
     "llama_8b tensor": ("llama_8b", "v5p:2x4x4", (*TPU, "Mesh.fsdp=8", "Mesh.tensor=4")),

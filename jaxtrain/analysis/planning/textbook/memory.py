@@ -20,6 +20,7 @@ from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_model
 from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
@@ -464,8 +465,22 @@ class _Step:
             **self._kept,
             "gradients": of_layers,
             "one layer's backward pass": products + 2 * self._stream,
+            "one layer's attention scores": self._scores(),
             "collective buffers: one layer's weights": 2 * weights * self._gathers,
         }
+
+    def _scores(self) -> int:
+        """Of a kernel that makes all of a layer's scores, in its backward pass: what they came to,
+        its gradient and theirs, in float32; what they came to may be kept already."""
+        attention = self._model.attention
+        if attention is None or not KERNELS[self.config.attention.kernel].plain:
+            return 0
+        length = self.config.train.data.abstract_batch(1).inputs.shape[1]
+        sizes = self.layout.mesh.shape
+        heads = math.ceil(attention.num_heads / sizes["tensor"])
+        of_row = heads * (length // sizes["context"]) * length
+        times = 2 if self.config.remat.kept.keeps_all else 3
+        return round(times * 4 * of_row * self._rows)
 
     def _streaming(self) -> dict[str, int]:
         """The update: what it reads has another place than what it writes, and both wait."""
