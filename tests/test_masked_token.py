@@ -12,6 +12,7 @@ from parity import assert_equal, evaluate
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.packing import pack
@@ -183,6 +184,7 @@ def test_a_token_sees_both_sides_of_its_own_document():
     assert found[0] != found[1] == found[2]
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder(GPT):
     """GPT's layers, trained to tell masked tokens."""

@@ -25,6 +25,14 @@ class Asked:
         self.came.set()
 
 
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored():
+    """As it is where the suite runs under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_each_signal_asks_to_stop_by_its_name(number):
     asked = Asked()

@@ -11,6 +11,8 @@ import json, os, pathlib, signal, sys, threading, time, types
 sys.path.insert(0, {str(Path(jaxtrain.__file__).parent.parent)!r})
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.attempts.lock import RunLock, Superseded
+# Of a suite that runs under nohup it is ignored, which what it starts inherits.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def tell(line):
     os.write(1, (str(line) + "\\n").encode())  # also from a signal handler inside another
 """
