@@ -26,6 +26,7 @@ from benchmarks.gpu_rows import (
     loss_head_sizes,
     normal,
     product_sizes,
+    results,
     timed,
 )
 from jaxtrain.analysis.planning.plan import plan
@@ -43,14 +44,8 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def run(task: Task) -> Iterator[dict[str, Any]]:
-    """The result of a task, for JSON; of single operations with each that is done."""
-    if task.row in TRAIN:
-        yield train(task)
-        return
-    cells = []
-    for one in CELLS[task.row](task.tiny, task.seconds / 10):
-        cells.append(dataclasses.asdict(one))
-        yield {"cells": cells}
+    """As `gpu_rows.results`."""
+    return results(task, train, CELLS)
 
 
 # -- train steps -----------------------------------------------------------------------------------

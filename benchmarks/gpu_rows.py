@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -273,6 +273,27 @@ class Cell:
     bytes: int | None = None
     check: Sequence[float] = ()
     error: str = ""
+
+
+def results(
+    task: Task,
+    train: Callable[[Task], dict[str, Any]],
+    cells: Mapping[str, Callable[[bool, float], Iterator[Cell]]],
+) -> Iterator[dict[str, Any]]:
+    """What a side has of a task, for JSON: of single operations so far, whenever one is done.
+
+    Args:
+      task: what is asked.
+      train: makes the result of a train row.
+      cells: of the other rows, whether in tiny sizes and seconds of each -> its operations.
+    """
+    if task.row in TRAIN:
+        yield train(task)
+        return
+    done = []
+    for one in cells[task.row](task.tiny, task.seconds / 10):
+        done.append(dataclasses.asdict(one))
+        yield {"cells": done}
 
 
 def timed(call: Callable[[], Any], wait: Callable[[Any], None], seconds: float) -> list[float]:

@@ -15,7 +15,6 @@ from benchmarks import torch_models
 from benchmarks.gpu_rows import (
     BATCHES,
     LOSSES,
-    TRAIN,
     Cell,
     Task,
     TrainRow,
@@ -24,6 +23,7 @@ from benchmarks.gpu_rows import (
     loss_head_sizes,
     normal,
     product_sizes,
+    results,
     timed,
 )
 from benchmarks.torch_large import Llama, ResNet50
@@ -59,14 +59,8 @@ SETTINGS = {
 
 
 def run(task: Task) -> Iterator[dict[str, Any]]:
-    """The result of a task, for JSON; of single operations with each that is done."""
-    if task.row in TRAIN:
-        yield train(task)
-        return
-    cells = []
-    for one in CELLS[task.row](task.tiny, task.seconds / 10):
-        cells.append(dataclasses.asdict(one))
-        yield {"cells": cells}
+    """As `gpu_rows.results`."""
+    return results(task, train, CELLS)
 
 
 def synchronize(_: Any = None) -> None:
