@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import sys
+import threading
 import time
 
 import jax
@@ -48,6 +49,8 @@ def _fresh(gcs):
     gcs.requests.clear()
     yield
     gcs.refuse = lambda *_: None
+    beating = [thread for thread in threading.enumerate() if thread.name == "lock's beat"]
+    assert beating == []  # one that is left writes into the next test's bucket
 
 
 # -- paths -----------------------------------------------------------------------------------------
@@ -411,7 +414,8 @@ def test_the_lock_in_a_bucket_shows_itself_and_is_given_back(gcs):
         first = lock._beat(held.workdir, 1)
         wait_for(lambda: lock._beat(held.workdir, 1) != first)
     assert gcs.names("box") == ["run/attempts/1.json"]
-    assert RunLock.acquire("gs://box/run").attempt == 2
+    with RunLock.acquire("gs://box/run") as next_one:
+        assert next_one.attempt == 2
 
 
 def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
