@@ -1,6 +1,7 @@
 """Generation: the cache changes nothing, sampling draws from the right distribution."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +234,9 @@ def test_draws_follow_the_distribution(sampling, expected):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"temperature": -1.0}, "--temperature -1.0: use 0"),
+        ({"temperature": -1.0}, "--temperature -1.0: use a finite number, 0"),
+        ({"temperature": math.inf}, "--temperature inf: use a finite number, 0"),
+        ({"temperature": math.nan}, "--temperature nan: use a finite number, 0"),
         ({"top_k": 0}, "--top-k 0: use at least 1"),
         ({"top_p": 1.5}, "--top-p 1.5: use a probability"),
         ({"min_p": -0.1}, "--min-p -0.1: use a share"),

@@ -324,6 +324,18 @@ def test_what_cannot_be_quantised_is_refused(words, said, run, tmp_path, capsys)
     assert not out.exists()
 
 
+def test_a_model_without_layers_of_a_transformer_is_refused(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "few"
+    few = ["-b", "Train.steps=1", "-b", "Mesh.data=8", "-b", "Mesh.fsdp=1"]
+    assert main(["train", "mlp_digits", "--workdir", str(run), *few]) == 0
+    for bits in ("4", "8"):
+        assert main(["quantize", "--workdir", str(run), "--out", str(out), "--bits", bits]) == 2
+        told = capsys.readouterr().err
+        assert f"--workdir {run}: the model has no layers of a transformer" in told
+        assert "Finetune" not in told
+    assert not out.exists()
+
+
 def test_a_folder_that_holds_a_run_and_floats_as_awq_are_refused(run, tmp_path, capsys):
     assert main(["quantize", "--workdir", str(run), "--out", str(run)]) == 2
     assert "there is a run already" in capsys.readouterr().err

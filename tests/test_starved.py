@@ -27,6 +27,13 @@ def test_a_twentieth_is_where_it_is_worth_a_word():
     )
 
 
+@pytest.mark.parametrize("source", ["embedded", "synthetic"])
+def test_what_no_file_has_is_brought_to_no_disk(source):
+    made = Dataset([], [], "", {"source": source}, None, "tokens")
+    told = said(TextData(source=source), waited=90.0, dataset=made)
+    assert told.endswith(f"'{source}' 50% of their time: give the process more cores")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_images_are_decoded_by_more_workers(workers, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)

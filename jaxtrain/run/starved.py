@@ -26,6 +26,8 @@ def starved(account: Account, data: Any, dataset: Dataset) -> str | None:
     cores = os.cpu_count() or 1
     if isinstance(data, ImageData) and data.workers < cores:
         advice = f"set ImageData.workers (now {data.workers}; this machine has {cores} cores)"
+    elif source in ("embedded", "synthetic"):
+        advice = "give the process more cores"  # no disk has it
     else:
         advice = "bring it to a local disk, or give the process more cores"
     share = waited / (waited + worked)

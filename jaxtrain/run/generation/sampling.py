@@ -4,6 +4,7 @@ Letters: B rows, V vocab.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,10 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"--temperature {self.temperature}: use 0 (greedy) or more")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(
+                f"--temperature {self.temperature}: use a finite number, 0 (greedy) or more"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k}: use at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -40,7 +40,7 @@ from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merged, on_host, placed
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.finetune.few_bits import FewBits, Ways, refuse_blocks
+from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, refuse_blocks
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
@@ -108,10 +108,15 @@ def write_quantised(
             f"quantize: a run of {jax.process_count()} processes is quantized by one alone; bind "
             "its Mesh for one machine"
         )
+    shapes = parameter_shapes(trainer.config.train.model.build)
+    if not any(map(can_adapt, by_name(shapes).values())):
+        raise UserError(
+            f"--workdir {trainer.workdir}: the model has no layers of a transformer, "
+            "whose weights quantize writes in few bits; name a run of one that has"
+        )
     config = _config(trainer, few_bits, group, out)
     layout, device = layouts.layout(config), jax.local_devices()[0]
     if few_bits == "int4":
-        shapes = parameter_shapes(config.train.model.build)
         for refusal in refuse_blocks(shapes, layout, few_bits, group, says=_OPTIONS):
             raise UserError(refusal)
     preflight.check(
