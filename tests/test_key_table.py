@@ -1,0 +1,58 @@
+"""Tables of the keys of foreign formats: what is in none, and values that nothing implements."""
+
+import pytest
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.key_table import Nested, Only, irrelevant, only, unsupported, used
+from jaxtrain.config.key_table import validate_keys as validate
+
+TABLE = {
+    **used("width", "heads"),
+    **irrelevant("it names the author", "author"),
+    "bias": only(False),
+    "groups": Only((1,), default=8, reason="groups share nothing"),
+    "scaling": Nested({**used("factor"), "kind": only("linear", "none")}),
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"groups": 1},
+        {"groups": 1.0, "width": "anything", "author": ["anyone"], "bias": None},
+        {"groups": 1, "scaling": {"factor": 2, "kind": "none"}},
+        {"groups": 1, "scaling": [{"factor": 2}, {}]},
+        {"groups": 1, "scaling": None},
+    ],
+)
+def test_known_keys_and_allowed_values_pass(content):
+    validate(content, TABLE, where="file")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"groups": 1, "head": 3},
+         "head = 3 is a key that is not known here (the nearest is 'heads'); remove it"),
+        ({"groups": 1, "bias": True}, "bias = True; here it is False"),
+        ({"groups": 1, "bias": 0}, "bias = 0; here it is False"),
+        ({"groups": True}, "groups = True; here it is 1 (groups share nothing)"),
+        ({}, "groups = 8 by default; here it is 1 (groups share nothing)"),
+        ({"groups": 1, "scaling": {"type": 1}}, "scaling.type = 1 is a key that is not known here"),
+        ({"groups": 1, "scaling": {"kind": "cubic"}},
+         "scaling.kind = 'cubic'; here it is 'linear' or 'none'"),
+        ({"groups": 1, "scaling": "linear"}, "scaling = 'linear'; here it is an object"),
+        ({"groups": 1, "x" * 9: "y" * 200}, "'" + "y" * 76 + "... is a key"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_named(content, said):
+    with pytest.raises(UserError) as error:
+        validate(content, TABLE, where="file")
+    (headline, line) = str(error.value).splitlines()
+    assert headline == "file has what is not supported here:"
+    assert said in line
+
+
+def test_everything_is_reported_together():
+    found = list(unsupported({"a": 1, "bias": True}, TABLE))
+    assert len(found) == 3
