@@ -1,6 +1,7 @@
 """Trackers: lines that survive a resume, each once, and services that fail or are not there."""
 
 import json
+import struct
 import sys
 import time
 
@@ -192,19 +193,106 @@ def test_a_service_that_is_not_installed_is_refused_by_its_extra(monkeypatch, na
         open_service(run=None, folder=None, **settings(name))
 
 
-def test_mlflow_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
+def mlflow_client(folder, monkeypatch):
+    """MLflow's own reader of a file store in a folder, which runs write to from now on."""
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", folder.as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return MlflowClient()
+
+
+def train_with(name, folder, steps):
+    """Trains, or resumes, a run that reports to a service; returns its history."""
+    bindings = [*BINDINGS, f"Train.steps = {steps}", f"Tracker.name = {name!r}"]
+    config = load_config("mlp_digits", bindings=[*bindings, "Tracker.project = 'birds'"])
+    trainer = Trainer(config, folder)
+    trainer.train()
+    trainer.close()
+    return trainer.history
+
+
+def series(lines, name):
+    """The values of one metric in lines of metrics.jsonl, with their steps."""
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def test_mlflow_has_the_metrics_of_a_trained_and_a_resumed_run(tmp_path, monkeypatch):
+    client = mlflow_client(tmp_path / "store", monkeypatch)
+    for steps in (2, 4):
+        train_with("mlflow", tmp_path / "run", steps)
+    (run,) = client.search_runs([client.get_experiment_by_name("birds").experiment_id])
+    lines = lines_of(tmp_path / "run")
+    for name, count in (("loss", 4), ("eval_loss", 2)):
+        found = client.get_metric_history(run.info.run_id, name)
+        assert [(one.step, one.value) for one in found] == series(lines, name)
+        assert len(found) == count
+    assert run.info.status == "FINISHED"
+    assert "Train.steps = 2" in run.data.tags["config.gin"]
+
+
+def test_mlflow_has_the_metrics_of_a_run_in_memory(tmp_path, monkeypatch):
+    client = mlflow_client(tmp_path / "store", monkeypatch)
+    history = train_with("mlflow", None, 2)
+    (run,) = client.search_runs([client.get_experiment_by_name("birds").experiment_id])
+    found = client.get_metric_history(run.info.run_id, "loss")
+    assert [(one.step, one.value) for one in found] == series(history, "loss")
+    assert len(found) == 2
+
+
+def wandb_records(data):
+    """The records of an offline run: LevelDB's log format behind a header of 7 bytes."""
+    parts, at = [], 7
+    while len(data) - at > 7:
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
+def wandb_history(folder):
+    """The logged rows of all starts, in wandb's own message types, by the run's id."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = {}
+    for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        rows = found.setdefault(file.stem.removeprefix("run-"), [])
+        for data in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                names = [item.key or ".".join(item.nested_key) for item in items]
+                values = [json.loads(item.value_json) for item in items]
+                rows.append(dict(zip(names, values, strict=True)))
+    return found
+
+
+def test_wandb_has_the_metrics_of_a_trained_and_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in (2, 4):
+        train_with("wandb", tmp_path, steps)
+    (rows,) = wandb_history(tmp_path).values()  # one run, which both starts continue
+    lines = lines_of(tmp_path)
+    for name, count in (("loss", 4), ("eval_loss", 2)):
+        found = [(row["_step"], row[name]) for row in rows if name in row]
+        assert found == series(lines, name)
+        assert len(found) == count
+
+
+def test_mlflow_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
+    client = mlflow_client(tmp_path, monkeypatch)
     first = open_service(run=None, folder=None, **settings("mlflow"))
     first.track(1, {"loss": 2.5, "mfu": 0.25})
     first.close()
     second = open_service(run=first.run, folder=None, **settings("mlflow"))
     second.track(3, {"loss": 1.5})
     second.close()
-    client = MlflowClient()
     assert client.get_experiment_by_name("birds").name == "birds"
     found = client.get_metric_history(first.run, "loss")
     assert [(one.step, one.value) for one in found] == [(1, 2.5), (3, 1.5)]
@@ -214,7 +302,6 @@ def test_mlflow_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
 
 
 def test_wandb_has_the_numbers(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     service = open_service(run="gull2345", folder=tmp_path, **settings("wandb"))
     assert service.run == "gull2345"
@@ -231,7 +318,6 @@ def test_wandb_has_the_numbers(tmp_path, monkeypatch):
 
 
 def test_a_service_that_cannot_be_reached_is_refused_in_a_sentence(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(UserError, match="Tracker.name = 'mlflow': it cannot be reached"):
         open_service(run=None, folder=None, **settings("mlflow"))

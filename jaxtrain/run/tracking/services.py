@@ -128,7 +128,7 @@ _SERVICES: dict[str, Callable[..., Service]] = {"wandb": WandB, "mlflow": MLflow
 
 
 def open_service(
-    settings: Tracker, *, run: str | None, folder: Path | None, named: str, config: str
+    settings: Tracker, run: str | None, *, folder: Path | None, named: str, config: str
 ) -> Service:
     """The service that a run's settings name.
 
