@@ -2,12 +2,14 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjusted
+from jaxtrain.run.generation.sampling import Sampling, adjusted, draw
 from jaxtrain.run.tasks.scoring import Pair, scores
 from jaxtrain.run.trainer import Trainer
 
@@ -224,6 +226,11 @@ def test_log_likelihoods_of_continuations(pair):
         ({"top_p": 0.7}, [("TopPLogitsWarper", 0.7)]),
         ({"min_p": 0.2}, [("MinPLogitsWarper", 0.2)]),
         ({"min_p": 1.0}, [("MinPLogitsWarper", 1.0)]),
+        ({"top_k": 99}, [("TopKLogitsWarper", 99)]),
+        ({"top_p": 1.0}, [("TopPLogitsWarper", 1.0)]),
+        ({"top_p": 1e-46}, [("TopPLogitsWarper", 1e-46)]),
+        ({"temperature": 1e38}, [("TemperatureLogitsWarper", 1e38)]),
+        ({"temperature": 1e300}, [("TemperatureLogitsWarper", 1e300)]),
         ({"temperature": 0.6}, [("TemperatureLogitsWarper", 0.6)]),
         ({"repetition_penalty": 1.4}, [("RepetitionPenaltyLogitsProcessor", 1.4)]),
         (
@@ -243,5 +250,41 @@ def test_what_is_drawn_from_equals_their_processors(ours, theirs):
         expected = getattr(transformers, name)(value)(ids, expected)
     seen = np.zeros((5, 61), bool)
     seen[np.arange(5)[:, None], text] = True
-    found = adjusted(logits, seen, Sampling(**ours).drawing())
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    found = jax.nn.log_softmax(adjusted(logits, seen, Sampling(**ours).drawing()))
+    np.testing.assert_allclose(found, expected.log_softmax(-1).numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p"])
+@pytest.mark.parametrize("value", range(1, 10))
+def test_tokens_that_are_equally_likely_are_cut_as_by_their_processors(name, value):
+    logits = np.array([[0, 2, 1, 2, 0, 2, 1, 1, 3], [1] * 9, [0] * 8 + [-4]], np.float32)
+    value = value if name == "top_k" else value / 10
+    theirs = getattr(transformers, f"Top{name[-1].upper()}LogitsWarper")(value)
+    expected = theirs(None, torch.from_numpy(logits)).log_softmax(-1).numpy()
+    found = jax.nn.log_softmax(adjusted(logits, None, Sampling(**{name: value}).drawing()))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("others", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature, others):
+    logits = np.array([[-1, 3, 2.9, 0], [5, 5, -2, 1], [-7, -7, -8, -6]], np.float32)
+    expected = torch.from_numpy(logits).double().div(max(temperature, 1e-300)).softmax(-1).numpy()
+    drawing = Sampling(temperature=temperature, **others).drawing()
+    found = jax.nn.softmax(adjusted(logits, None, drawing))
+    if others == {"top_p": 0.5}:  # of the two that are equally likely the second alone is enough
+        expected[1] = [0, 1, 0, 0]
+    np.testing.assert_array_equal(found, expected)
+    assert draw(adjusted(logits, None, drawing), jax.random.split(jax.random.key(0), 3), drawing)[
+        jnp.array([0, 2])
+    ].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e38, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0])
+def test_extreme_penalties_leave_a_distribution(penalty, temperature):
+    logits, seen = np.array([[-1, 0, 3, 2.5]], np.float32), np.array([[True, True, False, True]])
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    drawing = sampling.drawing()
+    [token] = draw(adjusted(logits, seen, drawing), jax.random.split(jax.random.key(0), 1), drawing)
+    assert token == (3 if penalty < 1 else 2)  # 2.5 grows without bound, or vanishes

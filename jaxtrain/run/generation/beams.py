@@ -19,7 +19,7 @@ from jaxtrain.models.model import TokenModel
 from jaxtrain.nn.cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
 from jaxtrain.run.generation.decoding import LEAST_LENGTH, next_logits, padded, prefill, rounded
-from jaxtrain.run.generation.sampling import Drawing, adjusted, refuse_penalty
+from jaxtrain.run.generation.sampling import Drawing, adjusted, clip_float32, refuse_penalty
 from jaxtrain.training.step import Program, TrainState
 
 NEVER = -1e9  # the score of what is no beam
@@ -54,7 +54,7 @@ class BeamSearch:
 
     def drawing(self) -> Drawing:
         """What changes log-probabilities."""
-        penalty = self.repetition_penalty
+        penalty = clip_float32(self.repetition_penalty)
         return {} if penalty is None else {"repetition_penalty": penalty}
 
 

@@ -14,6 +14,7 @@ from jaxtrain.config.errors import UserError
 # The settings that are in force, by name, as scalars of a compiled program: other values of the
 # same ones compile nothing. Without a temperature the likeliest token is taken.
 Drawing = dict[str, jax.Array | float | int]
+_FLOAT32 = jnp.finfo(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Sampling:
         they are positive, and multiplied where they are negative (arXiv 1909.05858); above 1
         there is less repetition. Also where the likeliest token is taken.
       temperature: logits are divided by it; 0 always takes the likeliest token.
-      top_k: only the k likeliest tokens; None is no limit.
+      top_k: only the k likeliest tokens, and those that equal the last of them; None is no limit.
       top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
       min_p: only tokens at least this probable, relative to the likeliest (arXiv 2407.01082).
     """
@@ -51,10 +52,20 @@ class Sampling:
 
     def drawing(self) -> Drawing:
         """The settings that change anything."""
-        values = dataclasses.asdict(self)
-        if self.temperature == 0:
-            values = {"repetition_penalty": self.repetition_penalty}
+        top_p, penalty = self.top_p, self.repetition_penalty
+        values: dict[str, float | int | None] = {"repetition_penalty": clip_float32(penalty)}
+        if self.temperature > 0:
+            values["temperature"] = clip_float32(self.temperature)
+            values |= {"top_k": self.top_k, "min_p": self.min_p}
+            # Subtracted here, in float64: a float32 1 - top_p loses the digits of one near 1.
+            values["tail"] = None if top_p is None or top_p == 1 else 1 - top_p
         return {name: value for name, value in values.items() if value is not None}
+
+
+def clip_float32(value: float | None) -> float | None:
+    """The nearest positive float32 that is neither infinite nor below `tiny`, which XLA reads as 0:
+    0 / 0 is no number."""
+    return None if value is None else min(max(value, float(_FLOAT32.tiny)), float(_FLOAT32.max))
 
 
 def refuse_penalty(penalty: float | None) -> None:
@@ -73,17 +84,19 @@ def adjusted(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) 
       seen_BV: whether a token stands in the text so far; None where nothing is penalised.
       drawing: from `Sampling.drawing`.
     """
-    logits_BV = logits_BV.astype(jnp.float32)
+    logits_BV = jnp.asarray(logits_BV, jnp.float32)
     if "repetition_penalty" in drawing:
         assert seen_BV is not None, "a penalty needs to know what there was"
         penalty = drawing["repetition_penalty"]
         penalised_BV = jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+        penalised_BV = jnp.clip(penalised_BV, _FLOAT32.min, _FLOAT32.max)
         logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
     if "temperature" not in drawing:
         return logits_BV
-    logits_BV = logits_BV / drawing["temperature"]
-    if "top_k" in drawing or "top_p" in drawing:
-        logits_BV = jnp.where(_ranked(logits_BV, drawing), logits_BV, -jnp.inf)
+    # Relative to the largest: a small temperature makes -inf of the others, and no inf of it.
+    logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / drawing["temperature"]
+    if "top_k" in drawing or "tail" in drawing:
+        logits_BV = jnp.where(_likeliest(logits_BV, drawing), logits_BV, -jnp.inf)
     if "min_p" in drawing:
         far = jnp.log(jnp.asarray(drawing["min_p"], jnp.float32))
         near_BV = logits_BV - logits_BV.max(-1, keepdims=True) >= far
@@ -91,17 +104,22 @@ def adjusted(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) 
     return logits_BV
 
 
-def _ranked(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
-    """Which tokens are among the likeliest, by number and by their probability together."""
-    order_BV = jnp.argsort(-logits_BV, axis=-1)
+def _likeliest(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
+    """Which tokens are among the likeliest, by number and by their probability together.
+
+    Ties are resolved as by transformers' TopKLogitsWarper and TopPLogitsWarper.
+    """
+    order_BV = jnp.argsort(logits_BV, axis=-1)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     keep_BV = jnp.ones(ranked_BV.shape, bool)
     if "top_k" in drawing:
-        keep_BV &= jnp.arange(ranked_BV.shape[-1]) < drawing["top_k"]
-    if "top_p" in drawing:
-        # A token stays while what stands before it has not reached top_p: the first always does.
+        last = jnp.maximum(ranked_BV.shape[-1] - drawing["top_k"], 0)
+        keep_BV = ranked_BV >= jax.lax.dynamic_index_in_dim(ranked_BV, last, axis=-1)
+    if "tail" in drawing:
+        # Summed from the least likely on: what together stays within the tail is cut off.
         probability_BV = jax.nn.softmax(jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
-        keep_BV &= jnp.cumsum(probability_BV, axis=-1) - probability_BV < drawing["top_p"]
+        keep_BV &= jnp.cumsum(probability_BV, axis=-1) > drawing["tail"]
+        keep_BV |= jnp.arange(ranked_BV.shape[-1]) == ranked_BV.shape[-1] - 1
     return jnp.take_along_axis(keep_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
 
 
