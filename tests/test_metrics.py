@@ -15,7 +15,6 @@ from PIL import Image
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run import metrics, metrics_file
 from jaxtrain.run.show.plot import loss_png
@@ -321,10 +320,41 @@ def test_a_run_that_starts_anew_keeps_no_lines(tmp_path):
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2]
 
 
-def test_a_foreign_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\nhello\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a line of JSON"):
-        make_log(tmp_path, first_step=2)
+# Bytes between two good lines, and why they are no line of metrics.
+DAMAGES = {
+    b"hello\n": "Expecting value",
+    b"null\n": "not an object",
+    b'{"step": 2, "lo\xffss": 1.5}\n': "can't decode byte 0xff",
+    b'{"step": 2, "loss": 1.5\x00}\n': "Expecting ',' delimiter",
+    b'{"loss": 1.5}\n': "no step number",
+    b'{"step": true}\n': "step True",
+    b"[" * 100_000 + b"\n": "nested more than 64 deep",
+    bytes(5000) + b"\n": "Expecting value",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: repr(damage[:20]))
+def test_a_resume_moves_damaged_lines_aside_and_keeps_the_others(tmp_path, capsys, damage):
+    file = tmp_path / "metrics.jsonl"
+    first, last = b'{"step": 1, "loss": 2.0}\n', b'{"step": 3, "loss": 1.0}\n'
+    file.write_bytes(first + damage + last)
+    assert [line["step"] for line in metrics_file.read_lines(file)] == [1, 3]
+    read_once = capsys.readouterr().err
+    assert "metrics.jsonl: 1 damaged line (line 2: " in read_once
+    assert DAMAGES[damage] in read_once
+    assert file.read_bytes() == first + damage + last
+
+    log = make_log(tmp_path, first_step=3)
+    assert capsys.readouterr().err.endswith(
+        "); moved to metrics.damaged.jsonl, the others are kept\n"
+    )
+    run(log, 4, 4)
+    log.close()
+    assert file.read_bytes().startswith(first + last)
+    assert [line["step"] for line in read(tmp_path)] == [1, 3, 4]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damage
+    assert metrics_file.lines_of(tmp_path) == read(tmp_path)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_interrupted_rewrite_leaves_the_old_file(tmp_path, monkeypatch):

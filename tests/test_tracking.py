@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.checkpoint.retention import sealed_steps
-from jaxtrain.run.metrics_file import METRICS_FILE, lines_of, numbers_of
+from jaxtrain.run.metrics_file import METRICS_FILE, drop_lines_past, lines_of, numbers_of
 from jaxtrain.run.tracking.services import open_service
 from jaxtrain.run.tracking.tracking import Tracking
 from jaxtrain.run.trainer import Trainer
@@ -75,6 +75,27 @@ def test_a_line_is_given_once_its_step_is_saved_and_never_again(tmp_path):
     one.up_to(3)
     one.close()
     assert again.got == [(3, {"loss": 1 / 3}), "closed"]
+
+
+def test_a_damaged_line_is_skipped_and_the_next_given(tmp_path):
+    write(tmp_path, 1)
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b"null\n\xff\n")
+    write(tmp_path, 2, 3)
+    service, said = Service(), []
+    one, _ = tracking(tmp_path, service, said)
+    one.up_to(2)
+    one.close()
+    assert ([step for step, _ in service.got[:-1]], said) == ([1, 2], [])
+    # The repair of a resume shortens the file: the position is now within the line of step 3.
+    drop_lines_past(tmp_path / METRICS_FILE, 2)
+    write(tmp_path, 3, 4, 5)
+    again = Service()
+    one, _ = tracking(tmp_path, again, said)
+    one.up_to(5)
+    one.close()
+    assert [step for step, _ in again.got[:-1]] == [3, 4, 5]
+    assert said == []
 
 
 def test_lines_that_a_run_takes_back_are_given_as_they_became(tmp_path):

@@ -5,20 +5,24 @@ import functools
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.disks import writing
+from jaxtrain.config.errors import counted
 from jaxtrain.config.files import write_atomically
+from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
 from jaxtrain.run.appended import Appended
 from jaxtrain.run.event_file import EventFile
 from jaxtrain.run.show.confusion import CONFUSION, confusion_figure
 from jaxtrain.run.show.plot import loss_png
 
 METRICS_FILE = "metrics.jsonl"
+DAMAGED_FILE = "metrics.damaged.jsonl"  # lines that a resume found damaged
 PLOT_FILE = "loss.png"
 CONFUSION_FILE = "confusion.png"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -105,42 +109,98 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {n: x for n, x in line.items() if n != "step" and isinstance(x, int | float)}
 
 
-def read_lines(file: Place) -> list[dict[str, Any]]:
+Report = Callable[[str], None]
+
+
+def _warn(sentence: str) -> None:
+    sys.stderr.write(f"jaxtrain: {sentence}\n")
+
+
+def read_lines(file: Place, report: Report = _warn) -> list[dict[str, Any]]:
     """All of `each_line`."""
-    return list(each_line(file))
+    return list(each_line(file, report))
 
 
-def each_line(file: Place) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics.jsonl, read as they are asked for; a last line that a killed writer
-    left torn is passed over.
+def each_line(file: Place, report: Report = _warn) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a metrics.jsonl one at a time.
+
+    A last line that a killed writer left torn is skipped. So is a damaged line, such as one with a
+    flipped bit: one sentence at the end counts them.
+
+    Args:
+      file: the metrics.jsonl.
+      report: takes that sentence.
+    """
+    damaged = []
+    for number, text, line in _parsed(file):
+        if isinstance(line, MalformedError):
+            damaged.append((number, text, line))
+        else:
+            yield line
+    if damaged:
+        report(f"{_damage(file, damaged)}; skipped")
+
+
+def parse_line(text: bytes) -> dict[str, Any]:
+    """Return one line of a metrics.jsonl.
 
     Raises:
-      UserError: another line is not JSON.
+      MalformedError: it is not an object of JSON with the number of a step.
     """
-    with _opened(file) as lines:
-        for number, text in enumerate(lines, 1):
-            if not text.endswith("\n"):
+    line = parse_json(text)
+    if not isinstance(line, dict):
+        raise MalformedError("not an object")
+    step = line.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise MalformedError("no step number" if step is None else f"step {step!r}")
+    return line
+
+
+_Parsed = tuple[int, bytes, Any]
+
+
+def _parsed(file: Place) -> Iterator[_Parsed]:
+    """Yield of each line its number, its bytes, and its object or the MalformedError."""
+    with _opened(file) as stream:
+        # Zeros that a power cut left may go on for gigabytes without a line's end.
+        for number, text in enumerate(iter(lambda: stream.readline(MAX_JSON_BYTES), b""), 1):
+            if not text.endswith(b"\n") and len(text) < MAX_JSON_BYTES:
                 return
             try:
-                yield json.loads(text)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{file}:{number}: not a line of JSON ({error}); remove that line, or the file"
-                ) from error
+                yield number, text, parse_line(text)
+            except MalformedError as error:
+                yield number, text, error
 
 
-def _opened(file: Place) -> TextIO:
-    if isinstance(file, Path):
-        return file.open(encoding="utf-8", newline="\n")
-    return io.StringIO(file.read_text(encoding="utf-8"), newline="\n")
+def _damage(file: Place, damaged: Sequence[_Parsed]) -> str:
+    number, _, reason = damaged[0]
+    return f"{file}: {counted(len(damaged), 'damaged line')} (line {number}: {reason})"
 
 
-def drop_lines_past(file: Path, step: int) -> None:
-    """Keeps a metrics.jsonl's lines up to `step`; a run that starts anew (step 0) keeps none."""
+def _opened(file: Place) -> BinaryIO:
+    return file.open("rb") if isinstance(file, Path) else io.BytesIO(file.read_bytes())
+
+
+def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
+    """Keep a metrics.jsonl's lines up to `step`; a run that restarts (step 0) keeps none.
+
+    Damaged lines move to DAMAGED_FILE next to it, and `report` says so: they end no run.
+    """
     if not file.exists():
         return
-    kept = [line for line in read_lines(file) if line["step"] <= step] if step > 0 else []
-    write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+    kept: list[bytes] = []
+    damaged: list[_Parsed] = []
+    for number, text, line in _parsed(file) if step > 0 else ():
+        if isinstance(line, MalformedError):
+            damaged.append((number, text, line))
+        elif line["step"] <= step:
+            kept.append(text)
+    if damaged:
+        aside = file.with_name(DAMAGED_FILE)
+        with writing(aside), aside.open("ab") as stream:
+            stream.writelines(text.removesuffix(b"\n") + b"\n" for _, text, _ in damaged)
+        report(f"{_damage(file, damaged)}; moved to {aside.name}, the others are kept")
+    write_atomically(file, b"".join(kept))
 
 
 def lines_of(folder: Place) -> list[dict[str, Any]]:

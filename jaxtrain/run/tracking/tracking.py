@@ -4,6 +4,7 @@ A line survives once a checkpoint of its step or a later one is on disk: what a 
 again was told to nobody. How far a service is stands in the run's folder.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,8 @@ from typing import Any
 import jax
 
 from jaxtrain.config.files import write_atomically
-from jaxtrain.run.metrics_file import METRICS_FILE, numbers_of
+from jaxtrain.config.untrusted import MalformedError
+from jaxtrain.run.metrics_file import METRICS_FILE, numbers_of, parse_line
 from jaxtrain.run.tracking.services import Function, Service, Track, open_service
 from jaxtrain.training.settings import Config
 
@@ -101,11 +103,13 @@ class Tracking:
                 yield self._lines[number], number + 1
             return
         with self._metrics.open("rb") as stream:
-            stream.seek(self._done)
+            # To the start of a line: a repair may have moved damaged lines from before it away.
+            stream.seek(stream.read(self._done).rfind(b"\n") + 1)
             for line in stream:
                 if not line.endswith(b"\n"):
                     return
-                yield json.loads(line), self._done + len(line)
+                with contextlib.suppress(MalformedError):  # the next resume reports it
+                    yield parse_line(line), stream.tell()
 
     def _save(self) -> None:
         assert self._file is not None, "a run with a folder"

@@ -1,0 +1,156 @@
+"""Bounded reading of untrusted files: regular files of a limited size, JSON of a limited depth.
+
+Every reader of other people's files goes through here, so that none of them blocks on a FIFO, fills
+the memory or exhausts Python's stack.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+
+# The largest published tokenizer.json have 33 MB and 2 million values. Python takes up to about
+# 100 bytes for a value, and 6 times the text: together these limits stay below 1 GB.
+MAX_JSON_BYTES = 64 << 20
+MAX_JSON_VALUES = 5_000_000
+MAX_JSON_DEPTH = 64  # the deepest published files have 10 levels; Rust's reader stops at 128
+_MAX_DIGITS = 38  # a float holds such a number; transformers writes 10**30 for "no limit"
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+class MalformedError(ValueError):
+    """Content that is not what its format allows, or exceeds a limit of this module."""
+
+
+def open_regular(path: Path, *, named: str | None = None) -> BinaryIO:
+    """Open a regular file for reading, without ever waiting for a FIFO's writer.
+
+    Args:
+      path: the file.
+      named: what messages call it; None: its path.
+
+    Raises:
+      UserError: it is a folder, a FIFO, a socket or a device, or the system denies it.
+    """
+    named = named or str(path)
+    with refused_path(named, needs="use a file that can be read"):
+        # A path is looked at before it is opened: opening a device may have effects.
+        _require_regular(os.stat(path).st_mode, named)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    stream = os.fdopen(handle, "rb")
+    try:
+        _require_regular(os.fstat(handle).st_mode, named)
+    except UserError:
+        stream.close()
+        raise
+    return stream
+
+
+def _require_regular(mode: int, named: str) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise UserError(f"{named} is {kind}, not a file; use a file that can be read")
+
+
+def read_bounded(path: Place, *, named: str | None = None, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+      UserError: it is larger, not a regular file, or cannot be read.
+    """
+    named = named or str(path)
+    if isinstance(path, BucketPath):
+        with refused_path(named, needs="use a file that can be read"):
+            content = path.read_bytes() if path.size() <= limit else None
+    else:
+        with open_regular(path, named=named) as stream:
+            content = stream.read(limit + 1)
+    if content is None or len(content) > limit:
+        raise UserError(f"{named} is larger than {limit:,} bytes, which no such file is")
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text, within this module's limits of size, depth and digits.
+
+    Raises:
+      MalformedError: it is not JSON, or exceeds a limit.
+    """
+    if len(content) > MAX_JSON_BYTES:
+        raise MalformedError(f"{len(content):,} bytes, at most {MAX_JSON_BYTES:,} are read")
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:
+            raise MalformedError(f"more than {MAX_JSON_VALUES:,} values")
+        value = json.loads(text, parse_int=_parse_int)
+    except MalformedError:
+        raise
+    except RecursionError:
+        raise MalformedError(f"nested more than {MAX_JSON_DEPTH} deep") from None
+    except ValueError as error:
+        raise MalformedError(str(error)) from error
+    _require_shallow(value)
+    return value
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise MalformedError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _require_shallow(value: Any) -> None:
+    """Count levels without recursion: what is nested deeper cannot be printed or written again."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise MalformedError(f"nested more than {MAX_JSON_DEPTH} deep")
+
+
+def parse_json_object(content: bytes, *, named: str) -> dict[str, Any]:
+    """Return the object of a JSON file of another program.
+
+    Args:
+      content: of the file.
+      named: the file, for messages.
+
+    Raises:
+      UserError: it is not a JSON object within the limits, or holds half of a surrogate pair,
+        which can be neither printed nor written.
+    """
+    try:
+        value = parse_json(content)
+        if b"\\ud" in content or b"\\uD" in content:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{named} holds half of a surrogate pair; fetch it again") from error
+    except MalformedError as error:
+        raise UserError(f"{named} is no JSON ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{named} is no JSON object; fetch it again")
+    return value
+
+
+def read_json_object(path: Place, *, named: str | None = None) -> Mapping[str, Any]:
+    """Return the object of another program's JSON file: `read_bounded`, then `parse_json_object`.
+
+    Raises:
+      UserError: see both.
+    """
+    return parse_json_object(read_bounded(path, named=named), named=named or str(path))
