@@ -39,10 +39,26 @@ def _status(words: list[str]) -> int:
         from jaxtrain.run.attempts import supervise
 
         return supervise.main(words[1:])
-    arguments = parser().parse_args(words)
+    whole = parser()
+    arguments, unknown = whole.parse_known_args(words)
+    if unknown:
+        whole.error(f"unrecognized arguments: {' '.join(unknown)}{_bindings_meant(unknown)}")
     if arguments.command in ("configs", "plot", "sweep"):
         return _without_devices(arguments)
     return _ended(arguments)
+
+
+def _bindings_meant(unknown: Sequence[str]) -> str:
+    """How settings are written that were given as options or without `-b`; '' if none was."""
+    from jaxtrain.config.synonyms import option_meant
+
+    return "".join(
+        option_meant(word.lstrip("-").partition("=")[0])
+        if word.startswith("--")
+        else f"; write -b {word!r}"
+        for word in unknown
+        if word.startswith("--") or "=" in word
+    )
 
 
 def _without_devices(arguments: argparse.Namespace) -> int:

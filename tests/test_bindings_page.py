@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.analysis import bindings
-from jaxtrain.config.reader import _CONFIGURABLES
+from jaxtrain.config.registry import CONFIGURABLES
 from jaxtrain.config.values import settings_of
 from jaxtrain.training.settings import load_config
 
@@ -19,7 +19,7 @@ def test_the_page_is_what_the_docstrings_say():
 
 def test_every_field_that_a_config_can_set_stands_on_the_page():
     load_config("gpt_quickstart")  # registers every model and every source
-    ours = [cls for cls in _CONFIGURABLES.values() if cls.__module__.startswith("jaxtrain.")]
+    ours = [cls for cls in CONFIGURABLES.values() if cls.__module__.startswith("jaxtrain.")]
     assert len(ours) > 20
     for cls in ours:
         _, heading, rest = PAGE.partition(f"\n## {cls.__name__}\n")

@@ -93,7 +93,7 @@ def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("bindings", "words"),
     [
-        (["Gardn.size = 1"], ["unknown name 'Gardn'", "did you mean 'Garden'?"]),
+        (["Gardn.size = 1"], ["unknown name 'Gardn'", "did you mean 'Garden.size'?"]),
         (["Garden.sise = 1"], ["Garden has no setting 'sise'", "did you mean 'size'?", "depth"]),
         (["Garden.size = '12'"], ["Garden.size = '12' is a str", "takes int", "write 12 without"]),
         (["Garden.size = 1.5"], ["Garden.size = 1.5 is a float", "takes int"]),

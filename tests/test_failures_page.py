@@ -109,7 +109,7 @@ def refused(*bindings: str, config: str = "gpt_quickstart") -> list[str]:
 
 
 def _bindings() -> list[str]:
-    wrong = ["GPTT.num_layers = 2", "GPT.num_layer = 2", "GPT.num_layers = '2'",
+    wrong = ["GPTT.num_layers = 2", "GPT.num_layer = 2", "GPT.num_layers = '2'", "lr = 2",
              "Llama.num_layers = 2", "GPT.num_layers is 2", "GPT.num_layers = two"]  # fmt: skip
     return [*(refused(one)[0] for one in wrong), *refused(config="gpt_quickstar")]
 

@@ -16,6 +16,7 @@ import jaxtrain.data
 import jaxtrain.models
 import jaxtrain.training.objectives
 from jaxtrain.config import reader
+from jaxtrain.config.registry import is_configurable
 from jaxtrain.config.values import by_name, hints, settings_of, unmarked
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.patterns import Pattern
@@ -113,7 +114,7 @@ def _settings_in(package: types.ModuleType, member: str) -> Iterator[type]:
         module = importlib.import_module(info.name)
         for cls in vars(module).values():
             own = isinstance(cls, type) and cls.__module__ == module.__name__
-            if own and reader.is_configurable(cls) and member in dir(cls):
+            if own and is_configurable(cls) and member in dir(cls):
                 yield cls
 
 

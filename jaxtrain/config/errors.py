@@ -72,10 +72,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `word`, letter case ignored, or None when nothing is close."""
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
+    """The known name closest to `word`, letter case ignored, or None when nothing is close.
+
+    Args:
+      word: what was written.
+      known: what may be written.
+      cutoff: how close it is at least: `difflib`'s ratio, 1 for the same word.
+    """
     by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
 
 

@@ -10,53 +10,32 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import re
 import sys
 import tokenize
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gin import config_parser
 
+from jaxtrain.config.corrections import how_to_choose, no_value, of_a_choice, quoted
 from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
+from jaxtrain.config.registry import CONFIGURABLES
+from jaxtrain.config.registry import configurable as configurable
+from jaxtrain.config.synonyms import CHOSEN, meant, section_meant
 from jaxtrain.config.values import (
     ByName,
     by_name,
     check_value,
-    choices,
     hints,
     literal,
     missing,
     settings_of,
     takes_plain_values,
-    takes_text,
     unmarked,
 )
-
-_CONFIGURABLES: dict[str, type] = {}
-
-T = typing.TypeVar("T", bound=type)
-
-
-def configurable(cls: T) -> T:
-    """Registers a frozen dataclass under its own name, so that gin bindings can set its fields."""
-    assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
-    _CONFIGURABLES[cls.__name__] = cls
-    return cls
-
-
-def is_configurable(cls: type) -> bool:
-    """Whether gin bindings can set a class's fields."""
-    return _CONFIGURABLES.get(cls.__name__) is cls
-
-
-def is_known(name: str) -> bool:
-    """Whether gin bindings can set fields of a class of this name, were it defined again since."""
-    return name in _CONFIGURABLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +89,8 @@ class Binding:
 class _Bindings:
     """Everything that files and the command line said, the later over the earlier."""
 
-    def __init__(self, *, allow_imports: bool, search_path: Path, folder: Path) -> None:
+    def __init__(self, root: type, *, allow_imports: bool, search_path: Path, folder: Path) -> None:
+        self.root = root
         self.fields: dict[tuple[str, str], Binding] = {}
         self.macros: dict[str, Binding] = {}
         self.used_fields: set[tuple[str, str]] = set()
@@ -162,12 +142,15 @@ class _Bindings:
         with self._noting_what_is_lacking():
             try:
                 statements = _statements(text, origin)
-            except UserError:
-                quoted = _quoted(text)
-                if quoted is None:
+            except UserError as error:
+                in_quotes = quoted(text)
+                if in_quotes is None:
+                    name = text.partition("=")[0].strip()
+                    if name.isidentifier() and (hint := self._meant(None, name)):
+                        raise UserError(f"{origin}: {name} is no setting{hint}") from error
                     raise
-                statements = _statements(quoted, origin)
-                self.notes.append(f"{origin} is taken as text: {quoted}")
+                statements = _statements(in_quotes, origin)
+                self.notes.append(f"{origin} is taken as text: {in_quotes}")
         self.add([one for one in statements if not _is_import(one)], origin)
 
     @contextlib.contextmanager
@@ -202,23 +185,55 @@ class _Bindings:
         if not field:
             self.macros[name] = Binding(statement.value, where)
             return
-        if name not in _CONFIGURABLES:
+        if name not in CONFIGURABLES:
             if self.lacks_modules:
                 return
             raise UserError(
                 f"{where}: unknown name {name!r} in {name}.{field}"
-                f"{did_you_mean(name, _CONFIGURABLES)}"
+                f"{self._meant(name, field) or did_you_mean(name, CONFIGURABLES)}"
             )
-        known = settings_of(_CONFIGURABLES[name])
+        known = settings_of(CONFIGURABLES[name])
         if field not in known:
             close = nearest(field, known)
-            hint = _of_a_choice(_CONFIGURABLES[name], field) or (
-                f"; did you mean {close!r}?" if close is not None else ""
+            hint = (
+                of_a_choice(CONFIGURABLES[name], field)
+                or self._meant(name, field)
+                or (f"; did you mean {close!r}?" if close is not None else "")
             )
             raise UserError(
                 f"{where}: {name} has no setting {field!r}{hint} ({name} takes: {', '.join(known)})"
             )
         self.fields[name, field] = Binding(statement.value, where)
+
+    def _meant(self, section: str | None, word: str) -> str:
+        """`; did you mean 'Section.setting'?` where another section has it, under this name or
+        under another that the word stands for; else ''."""
+        chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._named_by(*place))}
+        used = {cls.__name__: cls for cls in sections(self.root).values()}
+        if section is not None and section not in CONFIGURABLES:
+            close = section_meant(section, chosen) or nearest(section, used, cutoff=0.7)
+            cls = CONFIGURABLES.get(close or "")
+            if cls is not None and word in settings_of(cls):
+                return f"; did you mean {f'{close}.{word}'!r}?"
+            return meant(close, word, used, chosen) or (
+                f"; did you mean {close!r}?" if close else ""
+            )
+        if section is not None:
+            used[section] = CONFIGURABLES[section]
+        return meant(section, word, used, chosen)
+
+    def _named_by(self, section: str, setting: str) -> type | None:
+        """The section that a setting names, as far as the bindings have been read."""
+        cls = CONFIGURABLES.get(section)
+        if cls is None or setting not in settings_of(cls):
+            return None
+        field, binding = settings_of(cls)[setting], self.fields.get((section, setting))
+        if binding is None:
+            return type(field.default) if type(field.default) in CONFIGURABLES.values() else None
+        if isinstance(binding.value, Reference):
+            return CONFIGURABLES.get(binding.value.name)
+        mark = by_name(hints(cls)[field.name])
+        return mark.choices().get(binding.value) if mark is not None else None
 
     def _import(self, module: str, where: str) -> None:
         if module.split(".")[0] != "jaxtrain" and not self.allow_imports:
@@ -261,7 +276,7 @@ class _Bindings:
                 elif is_required(field):
                     unread.add(field.name)
                     if not self.lacks_bindings:
-                        known = _CONFIGURABLES.values()
+                        known = CONFIGURABLES.values()
                         self.mistakes.append(missing(written, annotation, known))
             except NotRead:
                 unread.add(field.name)
@@ -315,17 +330,17 @@ class _Bindings:
             macro = self.macros[value.name]
             return self._resolve(macro.value, macro.origin, (*macros, value.name))
         if isinstance(value, Reference):
-            if value.name not in _CONFIGURABLES:
+            if value.name not in CONFIGURABLES:
                 if self.lacks_modules:
                     raise NotRead
                 raise UserError(
-                    f"{where}: {value}: unknown name{did_you_mean(value.name, _CONFIGURABLES)}"
+                    f"{where}: {value}: unknown name{did_you_mean(value.name, CONFIGURABLES)}"
                 )
             if not value.evaluate:
                 raise UserError(f"{where}: write @{value.name}() with the brackets")
             if value.name in self._being_built:
                 raise UserError(f"{where}: {value} would be a part of itself; refer to another")
-            return self.build(_CONFIGURABLES[value.name])
+            return self.build(CONFIGURABLES[value.name])
         if isinstance(value, list | tuple):
             return tuple(self._resolve(item, where, macros) for item in value)
         if isinstance(value, dict):
@@ -335,7 +350,10 @@ class _Bindings:
     def alone(self) -> "_Bindings":
         """The same bindings, to which others may be added without a trace here."""
         found = _Bindings(
-            allow_imports=self.allow_imports, search_path=self.search_path, folder=self.folder
+            self.root,
+            allow_imports=self.allow_imports,
+            search_path=self.search_path,
+            folder=self.folder,
         )
         found.fields, found.macros = dict(self.fields), dict(self.macros)
         return found
@@ -361,7 +379,7 @@ class _Bindings:
             else:
                 self.mistakes.append(
                     f"{binding.origin}: {name}.{field} is set, but nothing in this configuration "
-                    f"uses {name}{_how_to_choose(name)}"
+                    f"uses {name}{how_to_choose(name)}"
                 )
         for name, binding in macros.items():
             if file.macros.get(name) is binding and name in file.used_macros:
@@ -369,6 +387,7 @@ class _Bindings:
             else:
                 self.mistakes.append(
                     f"{binding.origin}: {name} = ... is set, but nothing refers to %{name}"
+                    f"{self._meant(None, name) or '; a setting is written Section.name = value'}"
                 )
         for reading, names in replaced.items():
             self.notes.append(
@@ -404,7 +423,7 @@ def load(
         everything at once.
     """
     folder = file.resolve().parent if isinstance(file, Path) else Path.cwd()
-    found = _Bindings(allow_imports=allow_imports, search_path=search_path, folder=folder)
+    found = _Bindings(root, allow_imports=allow_imports, search_path=search_path, folder=folder)
     for text in bindings:
         with contextlib.suppress(UserError):  # `add_single` says it
             statements = _statements(text, f"-b {text!r}")
@@ -430,31 +449,6 @@ def sections(root: type) -> dict[str, type]:
         for f in dataclasses.fields(root)
         if f.name not in ("imports", "notes")
     }
-
-
-def _marks(cls: type) -> list[ByName]:
-    return [mark for mark in map(by_name, hints(cls).values()) if mark is not None]
-
-
-def _of_a_choice(cls: type, setting: str) -> str:
-    """Where a setting belongs that a class has not, but what one of its settings names has."""
-    found = [
-        f"{choice.__name__}.{setting}"
-        for mark in _marks(cls)
-        for choice in mark.choices().values()
-        if setting in settings_of(choice)
-    ]
-    return f"; it belongs to what {cls.__name__} names: {', '.join(found)}" if found else ""
-
-
-def _how_to_choose(unused: str) -> str:
-    """The binding that makes a configuration use a class, where one names it."""
-    for cls in list(_CONFIGURABLES.values()):  # choices may import modules that register more
-        for mark in _marks(cls):
-            for name, choice in mark.choices().items():
-                if choice is _CONFIGURABLES[unused]:
-                    return f"; {cls.__name__}.{mark.binding} = {name!r} does"
-    return ""
 
 
 @contextlib.contextmanager
@@ -498,53 +492,11 @@ def _statements(text: str, origin: str) -> list[Any]:
         where = f"{origin}:{line}" if line and not _unnumbered(origin) else origin
         detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
         if isinstance(error, SyntaxError):
-            detail, example = _no_value(error) or (error.msg.strip(), example)
+            detail, example = no_value(error) or (error.msg.strip(), example)
         raise UserError(
             f"{where}: not a gin binding ({detail}); write Name.field = value, "
             f"with text in quotes: {example}"
         ) from error
-
-
-def _quoted(text: str) -> str | None:
-    """A binding whose value is text without quotes, with them; None where that is not obvious."""
-    name, _, value = (part.strip() for part in text.partition("="))
-    section, _, field = name.partition(".")
-    known = settings_of(_CONFIGURABLES[section]) if section in _CONFIGURABLES else {}
-    if field not in known:
-        return None
-    takes = hints(_CONFIGURABLES[section])[known[field].name]
-    mark = by_name(takes)
-    annotation = unmarked(takes) if mark is None else literal(mark.choices())
-    # Quotes, brackets, references and comments began something else; so did true, none and classes,
-    # but for a choice of that name.
-    other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _meant(value)
-    if value in choices(annotation) or (takes_text(annotation) and not other):
-        return f"{name} = {value!r}"
-    return None
-
-
-def _meant(word: str) -> str | None:
-    """What a word without quotes is in gin; None: nothing."""
-    known = {"True": "True", "False": "False", "None": "None"}
-    known |= {cls: f"@{cls}()" for cls in _CONFIGURABLES}
-    return known.get(word.removesuffix("()")) or known.get(word.capitalize())
-
-
-def _no_value(error: SyntaxError) -> tuple[str, str] | None:
-    """What is wrong with a value that is none, and the same line with quotes around it."""
-    name, _, rest = (error.text or "").partition("=")
-    name, value = name.strip(), rest.strip()
-    token = re.search(r"Failed to parse token '(.*)'", error.msg)
-    if not value or not (token or error.msg.startswith("Unable to parse value")):
-        return None
-    word = token.group(1) if token else value
-    if not value.startswith(word):  # one of several, in brackets
-        return f"{word} is no value", f"{name} = {value.replace(word, repr(word), 1)}"
-    if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
-        return f"{value} is no number that a setting takes", "TextData.source = 'notes.txt'"
-    meant = _meant(word)
-    hint = f"; did you mean {meant}?" if meant else ""
-    return f"{value} is no value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"
 
 
 def _gin_files(folder: Path) -> list[str]:

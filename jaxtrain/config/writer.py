@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.reader import is_known, sections
+from jaxtrain.config.reader import sections
+from jaxtrain.config.registry import is_known
 from jaxtrain.config.values import by_name, hints, located, settings_of
 
 
