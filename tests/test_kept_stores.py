@@ -5,7 +5,6 @@ import gzip
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
@@ -14,6 +13,7 @@ from jaxtrain.data.kept import with_stores
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.text import tokenizing
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.verified import Verified
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_store_is_made_once_and_is_the_text(large):
     assert f"{large / 'cache'}" in said[0]
     assert any("% tokenized, " in line for line in said[1:])
     found, expected = stored.open(seed=0), data.open(seed=0)
-    assert isinstance(found.train.tokens, np.memmap)
+    assert isinstance(found.train.tokens, Verified)
     assert found.digest == expected.digest
     said.clear()
     assert with_stores(data, said.append) == stored

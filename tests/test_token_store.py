@@ -7,10 +7,13 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -29,6 +32,7 @@ from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import STORE_FILE, open_store, sample_digest
 from jaxtrain.data.tokenizer import split_at_lines
+from jaxtrain.data.verified import Verified
 
 WORDS = ["def", "return", "\n", "\n    ", "x", "é", "你好", "=", " ", "'\U0001f600'", "\r\n"]
 
@@ -84,7 +88,7 @@ def assert_same(store: TextData, text: TextData) -> None:
     assert found.facts == {**expected.facts, "source": store.source}
     for split in ("train", "heldout"):
         rows, others = getattr(found, split), getattr(expected, split)
-        assert isinstance(rows.tokens, np.memmap)
+        assert isinstance(rows.tokens, Verified)  # mapped, not read
         everything = np.arange(len(others))
         jax.tree.map(
             np.testing.assert_array_equal, rows.examples(everything), others.examples(everything)
@@ -232,7 +236,11 @@ def test_opening_reads_next_to_nothing(tmp_path):
     tokens = tmp_path / "store" / "train.tokens"
     os.truncate(tokens, 40 * 10**9)
     said["parts"]["train"]["tokens"] = 40 * 10**9
+    of_zeros = [zlib.crc32(bytes(size)) for size in (1 << 16, 40 * 10**9 % (1 << 16))]
+    checksums = np.repeat(np.array(of_zeros, "<u4"), [40 * 10**9 >> 16, 1])
+    checksums.tofile(tmp_path / "store" / "train.crc32")
     said["parts"]["train"]["samples"][0] = sample_digest(tokens)
+    said["parts"]["train"]["checksums"][0] = crc_of_blocks(checksums.tobytes())
     (store.folder / STORE_FILE).write_text(json.dumps(said))
 
     def read() -> int:
@@ -245,6 +253,12 @@ def test_opening_reads_next_to_nothing(tmp_path):
     assert len(dataset.train) == (40 * 10**9 - 1) // 16 + 1
     dataset.train.example(2 * 10**9, None)
     assert read() - before < 20e6
+
+
+def crc_of_blocks(content: bytes) -> int:
+    """CRC-32 of the little-endian CRC-32s of the blocks of 64 kB."""
+    blocks = (content[begin : begin + 65536] for begin in range(0, len(content), 65536))
+    return zlib.crc32(b"".join(struct.pack("<I", zlib.crc32(block)) for block in blocks))
 
 
 def small(folder: Path) -> Path:
@@ -342,13 +356,72 @@ def test_a_store_whose_files_are_not_those_that_were_written_is_refused(stored):
     tokens.unlink()
     refused("lacks train.tokens")
     tokens.write_bytes(whole)
-    (folder / STORE_FILE).write_text(said.replace('"format": 1', '"format": 9'))
-    refused("has format 9; this version reads 1")
+    (folder / STORE_FILE).write_text(said.replace('"format": 2', '"format": 9'))
+    refused("has format 9; this version reads 2")
     for damaged in (said[:-20], "[]", said.replace('"uint8"', '"no such"')):
         (folder / STORE_FILE).write_text(damaged)
-        refused(f"{STORE_FILE} is damaged")
+        refused(rf"{STORE_FILE} is (damaged|no JSON).*; prepare the text anew")
     (folder / STORE_FILE).write_text(said)
     assert len(data.open(seed=0).train) > 0
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A store of 6 MB of tokens, of which a start reads less than 5."""
+    root = tmp_path_factory.mktemp("large")
+    (root / "big.txt").write_text("".join(f"line {n:>8} of many\n" for n in range(270_000)))
+    made(TextData(source=str(root / "big.txt")), root / "store")
+    return root / "store"
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit", "padded"])
+def test_a_damaged_block_of_tokens_is_reported_where_it_is_read(large, tmp_path, packing):
+    """In a block between the 64 samples that are read at the start."""
+    folder = shutil.copytree(large, tmp_path / "store")
+    data = TextData(
+        source=str(folder), sequence_length=100, packing=packing, separate_documents=True
+    )
+    rows = data.open(seed=0).train
+    everything = np.arange(len(rows))
+    whole = rows.examples(everything).inputs
+    tokens = folder / "train.tokens"
+    content = bytearray(tokens.read_bytes())
+    at = 40 * -(-len(content) // 64) + 65536 + 1000
+    content[at] ^= 4
+    tokens.write_bytes(content)
+    rows = data.open(seed=0).train
+    if packing == "stream":
+        clean = everything[: at // 65536 * 65536 // 100]
+        np.testing.assert_array_equal(rows.examples(clean).inputs, whole[clean])
+    begin = at // 65536 * 65536
+    with pytest.raises(UserError, match=rf"train.tokens is damaged: its bytes {begin:,} to "):
+        rows.examples(everything)
+
+
+@pytest.mark.parametrize("name", ["train.offsets", "heldout.offsets", "train.crc32"])
+def test_damaged_offsets_and_checksums_are_refused_at_the_start(large, tmp_path, name):
+    folder = shutil.copytree(large, tmp_path / "store")
+    content = bytearray((folder / name).read_bytes())
+    content[9] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name} was changed after it was prepared"):
+        open_store(folder)
+
+
+def test_a_store_of_format_1_is_read(large, tmp_path):
+    """Written before tokens had checksums."""
+    folder = shutil.copytree(large, tmp_path / "store")
+    said = json.loads((folder / STORE_FILE).read_text())
+    for part in said["parts"].values():
+        del part["checksums"]
+    (folder / STORE_FILE).write_text(json.dumps({**said, "format": 1}))
+    for file in folder.glob("*.crc32"):
+        file.unlink()
+    data, new = (TextData(source=str(path), sequence_length=100) for path in (folder, large))
+    rows, others = data.open(seed=0).train, new.open(seed=0).train
+    some = np.arange(500)
+    np.testing.assert_array_equal(rows.examples(some).inputs, others.examples(some).inputs)
+    assert isinstance(rows.tokens, np.memmap)
 
 
 def test_what_cannot_be_prepared_is_refused_and_nothing_is_lost(stored, tmp_path):

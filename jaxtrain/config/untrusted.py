@@ -7,7 +7,6 @@ the memory or exhausts Python's stack.
 import json
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,12 +122,15 @@ def _require_shallow(value: Any) -> None:
     raise MalformedError(f"nested more than {MAX_JSON_DEPTH} deep")
 
 
-def parse_json_object(content: bytes, *, named: str) -> dict[str, Any]:
+def parse_json_object(
+    content: bytes, *, named: str, advice: str = "fetch it again"
+) -> dict[str, Any]:
     """Return the object of a JSON file of another program.
 
     Args:
       content: of the file.
       named: the file, for messages.
+      advice: what to do, for messages.
 
     Raises:
       UserError: it is not a JSON object within the limits, or holds half of a surrogate pair,
@@ -139,18 +141,21 @@ def parse_json_object(content: bytes, *, named: str) -> dict[str, Any]:
         if b"\\ud" in content or b"\\uD" in content:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{named} holds half of a surrogate pair; fetch it again") from error
+        raise UserError(f"{named} holds half of a surrogate pair; {advice}") from error
     except MalformedError as error:
-        raise UserError(f"{named} is no JSON ({error}); fetch it again") from error
+        raise UserError(f"{named} is no JSON ({error}); {advice}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{named} is no JSON object; fetch it again")
+        raise UserError(f"{named} is no JSON object; {advice}")
     return value
 
 
-def read_json_object(path: Place, *, named: str | None = None) -> Mapping[str, Any]:
+def read_json_object(
+    path: Place, *, named: str | None = None, advice: str = "fetch it again"
+) -> dict[str, Any]:
     """Return the object of another program's JSON file: `read_bounded`, then `parse_json_object`.
 
     Raises:
       UserError: see both.
     """
-    return parse_json_object(read_bounded(path, named=named), named=named or str(path))
+    content = read_bounded(path, named=named)
+    return parse_json_object(content, named=named or str(path), advice=advice)

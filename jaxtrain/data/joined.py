@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxtrain.data.ranged import Ranged
+from jaxtrain.data.verified import Verified
 
 
 class Joined:
@@ -40,7 +41,7 @@ class Joined:
         return np.concatenate(found) if found else np.zeros(0, self.dtype)
 
 
-Tokens = np.ndarray | Joined | Ranged
+Tokens = np.ndarray | Joined | Ranged | Verified
 
 
 def windows(tokens: Tokens, starts: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:

@@ -12,7 +12,14 @@ from jaxtrain.config.disks import writing
 from jaxtrain.config.files import cache_folder, write_atomically
 from jaxtrain.data.once import alone, made_once
 from jaxtrain.data.source import part_digest
-from jaxtrain.data.text.store import SPLITS, STORE_FILE, TOKENIZER_FILE, files_of, is_store
+from jaxtrain.data.text.store import (
+    SPLITS,
+    STORE_FILE,
+    TOKENIZER_FILE,
+    checksums_of,
+    files_of,
+    is_store,
+)
 
 WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
 _RANGE_BYTES = 1 << 26  # asked for at a time
@@ -42,7 +49,8 @@ def fetched(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, Bucket
         sizes = {row.name: row.bytes for row in store.stored()}
         of_tokens = sum(sizes.get(file.name, 0) for file in tokens)
         whole = of_tokens <= WHOLE_BYTES
-        wanted = [file.name for file in (*others, *(tokens if whole else ()))] + [TOKENIZER_FILE]
+        wanted = [file.name for file in (*others, *(tokens if whole else ()))]
+        wanted += [*(checksums_of(folder, split).name for split in SPLITS), TOKENIZER_FILE]
         said = f"TextData.source = {str(store)!r}"
         say(
             f"{said}: fetched to {folder}, for the next starts too"

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.joined import Tokens, windows
 from jaxtrain.data.source import WholeBatches
+from jaxtrain.data.verified import Verified
 
 # Counting a slice at a time: bincount makes an int64 copy of what it counts.
 COUNT_SLICE = 1 << 22
@@ -50,12 +51,15 @@ class PackedText(WholeBatches):
         reals = np.minimum(length, len(self.tokens) - 1 - starts)
         short: list[int] = []
         inputs = np.empty((rows, length), np.int32)
-        if isinstance(self.tokens, np.ndarray) and indices.max() < whole:  # one gather of rows
-            inputs[...] = self.tokens[: whole * length].reshape(whole, length)[indices]
-            lasts = self.tokens[starts + reals]
+        tokens = self.tokens
+        if isinstance(tokens, Verified):
+            tokens = tokens.verify(starts, reals + 1)
+        if isinstance(tokens, np.ndarray) and indices.max() < whole:  # one gather of rows
+            inputs[...] = tokens[: whole * length].reshape(whole, length)[indices]
+            lasts = tokens[starts + reals]
         else:
             short = np.flatnonzero(reals < length).tolist()
-            found = windows(self.tokens, starts, reals + 1)
+            found = windows(tokens, starts, reals + 1)
             for row, window in enumerate(found):
                 inputs[row, : len(window) - 1] = window[:-1]
             lasts = [window[-1] for window in found]

@@ -9,7 +9,15 @@ from jaxtrain.data.once import alone
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import SPLITS, STORE_FILE, TOKENIZER_FILE, Store, files_of, is_store
+from jaxtrain.data.text.store import (
+    SPLITS,
+    STORE_FILE,
+    TOKENIZER_FILE,
+    Store,
+    checksums_of,
+    files_of,
+    is_store,
+)
 
 _PROBE = ".writable"
 
@@ -40,7 +48,8 @@ def prepare_in_bucket(
     """
     require("--out", out)
     folder = cache_folder("stores") / part_digest(f"made for {out}".encode())[:32]
-    names = [file.name for split in SPLITS for file in files_of(folder, split)] + [TOKENIZER_FILE]
+    names = [file.name for split in SPLITS for file in files_of(folder, split)]
+    names += [*(checksums_of(folder, split).name for split in SPLITS), TOKENIZER_FILE]
     there = {row.name: row.bytes for row in out.stored()} if out.exists() else {}
     if others := sorted(there.keys() - {*names, STORE_FILE, _PROBE}):
         raise UserError(

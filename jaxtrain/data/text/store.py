@@ -3,7 +3,9 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,16 +13,20 @@ import numpy as np
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.untrusted import read_json_object
+from jaxtrain.data.joined import Tokens
 from jaxtrain.data.ranged import Ranged
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.verified import Verified, block_checksums
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 STORE_FILE = "store.json"  # written last: a folder without it is no store, or not yet
 TOKENIZER_FILE = "tokenizer.json"  # a copy of what made the ids; of bytes there is none
-_FORMAT = 1
+_FORMAT = 2
+_READ = (1, 2)  # 1: without checksums of blocks
 # Of a file this many blocks, evenly spaced, are read when a store is opened.
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 
@@ -35,6 +41,8 @@ class Part:
       tokens: of all of them, ends of text included.
       digests: sha256 hex of the tokens and of the offsets, as `source.part_digest`.
       samples: sha256 hex of some blocks of each of the two files.
+      checksums: CRC-32 of the file of the tokens' block checksums and of the offsets; empty in
+        stores of format 1, of which only the samples are verified.
     """
 
     texts: int
@@ -42,6 +50,7 @@ class Part:
     tokens: int
     digests: Sequence[str]
     samples: Sequence[str]
+    checksums: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +95,19 @@ class Store:
     def packed(self, split: Split, sequence_length: int, *, separate: bool) -> PackedText:
         """A split's rows; of its tokens only those are read that rows are made of."""
         part = self.parts[split]
-        dtype, (tokens, offsets) = np.dtype(self.dtype), files_of(self.folder, split)
-        return PackedText(
-            _mapped(tokens, dtype, part.tokens)
-            if self.tokens_in is None
-            else Ranged(self.tokens_in / tokens.name, dtype, part.tokens),
-            _mapped(offsets, np.dtype(np.int64), part.documents + 1),
-            sequence_length,
-            separate,
-        )
+        _, offsets = files_of(self.folder, split)
+        places = _mapped(offsets, np.dtype(np.int64), part.documents + 1)
+        return PackedText(self._tokens(split), places, sequence_length, separate)
+
+    def _tokens(self, split: Split) -> Tokens:
+        part, dtype = self.parts[split], np.dtype(self.dtype)
+        file, _ = files_of(self.folder, split)
+        if self.tokens_in is not None:  # a bucket verifies its objects itself
+            return Ranged(self.tokens_in / file.name, dtype, part.tokens)
+        if part.checksums and part.tokens:
+            checksums = np.fromfile(checksums_of(self.folder, split), "<u4")
+            return Verified(file, dtype, part.tokens, checksums)
+        return _mapped(file, dtype, part.tokens)
 
     def refuse_tokenizer(self, tokenizer: Tokenizer, said: str) -> None:
         """Raises UserError where the run's tokenizer is not the store's.
@@ -136,7 +149,8 @@ def is_store(path: Place) -> bool:
 def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
     """The store of a folder.
 
-    Its files are looked at in some places alone: opening takes as long for 100 GB as for 1.
+    Of the tokens only samples are verified here, the rest as it is first read (`Verified`): opening
+    takes as long for 100 GB as for 1.
 
     Args:
       folder: of the store.
@@ -146,19 +160,7 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
       UserError: a file is missing, cut short or changed, or another version wrote it.
     """
     file = folder / STORE_FILE
-    try:
-        said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        written = said.pop("format")
-        if written != _FORMAT:
-            raise UserError(
-                f"{file} has format {written}; this version reads {_FORMAT}: prepare the text anew"
-            )
-        parts = {split: Part(**part) for split, part in said.pop("parts").items()}
-        store = Store(folder=folder, parts=parts, tokens_in=tokens_in, **said)
-        np.dtype(store.dtype)
-        assert set(parts) == set(SPLITS), "both splits"
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"{file} is damaged ({error}); prepare the text anew") from error
+    store = _described(folder, tokens_in, file)
     for split, part in store.parts.items():
         sizes = part.tokens * np.dtype(store.dtype).itemsize, (part.documents + 1) * 8
         files: list[Place] = list(files_of(folder, split))
@@ -173,7 +175,86 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
                     f"{path} was changed after it was prepared ({found:,} bytes, {size:,} were "
                     "written); prepare the text anew"
                 )
+        if part.checksums:
+            _verify_whole(checksums_of(folder, split), part.checksums[0])
+            _verify_whole(files_of(folder, split)[1], part.checksums[1])
     return store
+
+
+def _described(folder: Path, tokens_in: BucketPath | None, file: Path) -> Store:
+    """What STORE_FILE says, each value of its kind.
+
+    Raises:
+      UserError: it is damaged, or of another version.
+    """
+    said = read_json_object(file, advice="prepare the text anew")
+    written = said.pop("format", None)
+    if written not in _READ:
+        raise UserError(
+            f"{file} has format {written}; this version reads {_FORMAT}: prepare the text anew"
+        )
+    try:
+        rows = said.pop("parts")
+        parts = {split: Part(**rows.pop(split)) for split in SPLITS}
+        if rows or any(_misfits(part, _OF_PART) for part in parts.values()):
+            raise ValueError("parts")  # noqa: TRY301
+        store = Store(folder=folder, parts=parts, tokens_in=tokens_in, **said)
+        if wrong := _misfits(store, _OF_STORE):
+            raise ValueError(", ".join(wrong))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error}); prepare the text anew") from error
+    return store
+
+
+def _misfits(of: Part | Store, fits: Mapping[str, Callable[[Any], bool]]) -> list[str]:
+    return [name for name, fit in fits.items() if not fit(getattr(of, name))]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 56
+
+
+def _are_digests(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(one, str) and re.fullmatch("[0-9a-f]{64}", one) for one in value)
+    )
+
+
+_OF_PART: Mapping[str, Callable[[Any], bool]] = {
+    "texts": _is_count,
+    "documents": _is_count,
+    "tokens": _is_count,
+    "digests": _are_digests,
+    "samples": _are_digests,
+    "checksums": lambda value: value == () or len(value) == 2 and all(map(_is_count, value)),
+}
+_OF_STORE: Mapping[str, Callable[[Any], bool]] = {
+    "tokenizer": lambda value: isinstance(value, str),
+    "end_of_text": lambda value: value is None or _is_count(value),
+    "dtype": lambda value: value in ("uint8", "uint16", "uint32"),
+    "heldout_fraction": lambda value: value is None or isinstance(value, float),
+    "unigram_entropy": lambda value: isinstance(value, float),
+    "facts": lambda value: (
+        isinstance(value, dict) and all(isinstance(one, int | str) for one in value.values())
+    ),
+}
+
+
+def _verify_whole(file: Path, checksum: int) -> None:
+    if file_checksum(file) != checksum:
+        raise UserError(f"{file} was changed after it was prepared; prepare the text anew")
+
+
+def file_checksum(file: Path) -> int:
+    """Return the CRC-32 of a file's block checksums."""
+    return zlib.crc32(block_checksums(file).tobytes())
+
+
+def checksums_of(folder: Path, split: Split) -> Path:
+    """Where the checksums of the blocks of a split's tokens are: uint32, see `block_checksums`."""
+    return folder / f"{split}.crc32"
 
 
 def files_of(folder: Path, split: Split) -> tuple[Path, Path]:

@@ -32,12 +32,15 @@ from jaxtrain.data.text.store import (
     Part,
     Split,
     Store,
+    checksums_of,
+    file_checksum,
     files_of,
     is_store,
     open_store,
     sample_digest,
 )
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.verified import block_checksums
 
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
@@ -383,11 +386,13 @@ def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal)
     parts: dict[Split, Part] = {}
     for split, part in store.parts.items():
         arrays = packed[split].tokens, packed[split].offsets
-        files = files_of(folder, split)
+        files, blocks = files_of(folder, split), checksums_of(folder, split)
+        write_atomically(blocks, block_checksums(files[0]).tobytes())
         parts[split] = dataclasses.replace(
             part,
             digests=(part_digest(arrays[0]), part_digest(arrays[1])),
             samples=(sample_digest(files[0]), sample_digest(files[1])),
+            checksums=(file_checksum(blocks), file_checksum(files[1])),
         )
     store = dataclasses.replace(store, unigram_entropy=entropy, parts=parts)
     write_atomically(folder / STORE_FILE, store.save().encode())
