@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -22,8 +24,57 @@ PACKAGE = Path(__file__).parent.parent / "jaxtrain"
 def test_an_objective_is_found_by_the_name_in_its_file():
     assert isinstance(objective_named("next_token"), NextToken)
     assert isinstance(objective_named("classification"), Classification)
-    with pytest.raises(UserError, match=r"'next_tokens'.* did you mean 'next_token'\?"):
+    with pytest.raises(UserError, match=r"'next_tokens'.*did you mean 'next_token'\?"):
         objective_named("next_tokens")
+
+
+OWN = """
+import dataclasses
+from typing import ClassVar
+
+from jaxtrain.config import configurable
+from jaxtrain.models import GPT
+from jaxtrain.training.objectives.next_token import NextToken
+
+
+class Calm(NextToken):
+    name: ClassVar[str] = "calm"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalmGPT(GPT):
+    objective: ClassVar[str] = "calm"
+"""
+
+ASKS = """
+from jaxtrain.config.errors import UserError
+from jaxtrain.training.objectives.objective import objective_named
+from jaxtrain.training.settings import load_config
+
+try:
+    objective_named("calm")
+except UserError as error:
+    print(error)
+config = load_config("run.gin", allow_imports=True)
+print(type(config.train.task).__name__, objective_named("calm") is config.train.task)
+"""
+
+
+def test_one_outside_the_package_is_found_once_its_module_is_imported(tmp_path):
+    """In a process of its own: an objective is known until the process ends."""
+    (tmp_path / "own_objective.py").write_text(OWN)
+    (tmp_path / "run.gin").write_text(
+        "import own_objective\nTrain.model = @CalmGPT()\nTrain.data = @TextData()\n"
+        "Train.steps = 2\nTrain.global_batch_size = 8\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS], capture_output=True, text=True, cwd=tmp_path
+    )
+    before, after = done.stdout.splitlines()
+    assert "objective 'calm': there are auxiliary_classification, " in before
+    assert "write `import my_module` into the .gin file and pass --allow-imports" in before
+    assert after == "Calm True", done.stderr
 
 
 def test_only_models_and_its_own_file_say_an_objectives_name():

@@ -1,9 +1,8 @@
 """What a model is trained to do: the interface of every objective, and how one is found by name."""
 
 import abc
+import dataclasses
 import functools
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, final
 
@@ -13,6 +12,8 @@ from flax import nnx
 
 import jaxtrain.training.objectives
 from jaxtrain.config.errors import UserError, nearest
+from jaxtrain.config.partial import is_required
+from jaxtrain.config.registry import named_subclasses
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model
@@ -238,26 +239,32 @@ def at_least_one(count: jax.Array) -> jax.Array:
     return jnp.maximum(count, 1.0)
 
 
-@functools.cache
 def objective_named(name: str) -> Objective:
-    """The objective that a model's `objective` names, out of the files of this package.
+    """The objective that a model's `objective` names, out of this package or of a module that was
+    imported.
 
     Raises:
-      UserError: no file has one of this name.
+      UserError: none has this name, or it cannot be had without settings.
     """
-    found = {objective.name: objective for objective in _objectives()}
+    found = named_subclasses(Objective, jaxtrain.training.objectives)
     if name not in found:
         close = nearest(name, found)
-        hint = f"; did you mean {close!r}?" if close else ""
-        raise UserError(f"objective {name!r}: there are {', '.join(sorted(found))}{hint}")
-    return found[name]
+        hint = f" (did you mean {close!r}?)" if close else ""
+        raise UserError(
+            f"objective {name!r}: there are {', '.join(sorted(found))}{hint}. One of your own is "
+            "known once its module is imported: write `import my_module` into the .gin file and "
+            "pass --allow-imports, or import it in Python"
+        )
+    return _instance(found[name])
 
 
-def _objectives() -> Iterator[Objective]:
-    package = jaxtrain.training.objectives
-    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        module = importlib.import_module(info.name)
-        for cls in vars(module).values():
-            own = isinstance(cls, type) and cls.__module__ == module.__name__
-            if own and issubclass(cls, Objective) and not cls.__abstractmethods__:
-                yield cls()
+@functools.cache
+def _instance(cls: type[Objective]) -> Objective:
+    """The one of a class without settings: compiled steps are kept by it."""
+    settings: Any = cls
+    if dataclasses.is_dataclass(settings) and any(map(is_required, dataclasses.fields(settings))):
+        raise UserError(
+            f"objective {settings.name!r} has settings without a default; use "
+            f"Train.objective=@{settings.__name__}(), and set them"
+        )
+    return cls()

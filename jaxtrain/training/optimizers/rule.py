@@ -1,9 +1,7 @@
 """What an update rule says of itself, and the rules that there are: one file each beside this."""
 
 import abc
-import importlib
 import math
-import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -12,6 +10,7 @@ import optax
 
 import jaxtrain.training.optimizers
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.registry import named_subclasses
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.optimizers.groups import Decay
 from jaxtrain.training.optimizers.moments import Moments
@@ -82,18 +81,7 @@ class Rule(abc.ABC):
 
 def rules() -> Mapping[str, type[Rule]]:
     """Every rule by its name: those of this package, and those of modules imported so far."""
-    package = jaxtrain.training.optimizers
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
-    # Of two that are called alike the later counts: a notebook's cell was run again.
-    named = {cls.name: cls for cls in _below(Rule) if "name" in vars(cls)}
-    return dict(sorted(named.items()))
-
-
-def _below(cls: type[Rule]) -> Iterator[type[Rule]]:
-    for one in cls.__subclasses__():
-        yield one
-        yield from _below(one)
+    return dict(sorted(named_subclasses(Rule, jaxtrain.training.optimizers).items()))
 
 
 def refuse_rate(rule: Rule, *fields: str) -> None:
