@@ -102,7 +102,8 @@ INTERFACES = {
     *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
                                             "grouped_query", "bidirectional", "labels",
                                             "gemma_settings", "awq", "mxfp4", "float8",
-                                            "deepseek", "sentences", "qwen_mixture")),
+                                            "deepseek", "sentences", "qwen_mixture", "gguf_keys",
+                                            "gguf_tokenizer")),
 }  # fmt: skip
 
 

@@ -110,6 +110,15 @@ def test_blocks_give_back_the_numbers_that_they_stand_for(tmp_path):
         np.testing.assert_array_equal(tensor.open(), expected[name].astype(np.float32))
 
 
+SAID = {
+    "general.architecture": "llama", "llama.vocab_size": 300, "llama.block_count": 2,
+    "llama.embedding_length": 32, "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2, "llama.rope.dimension_count": 8,
+    "llama.feed_forward_length": 64, "llama.context_length": 48, "llama.rope.freq_base": 1e5,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
+
+
 # -- a whole model -----------------------------------------------------------------------------
 
 
@@ -153,11 +162,7 @@ def file(tmp_path_factory, tokenizer, tensors) -> Path:
     names = sorted(vocab, key=vocab.get)
     merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
     said = {
-        "general.architecture": "llama", "llama.vocab_size": 300, "llama.block_count": 2,
-        "llama.embedding_length": 32, "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 2, "llama.rope.dimension_count": 8,
-        "llama.feed_forward_length": 64, "llama.context_length": 48, "llama.rope.freq_base": 1e5,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "gpt2",
+        **SAID, "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": names,
         "tokenizer.ggml.token_type": [3 if name[:2] == "<|" else 1 for name in names],
         "tokenizer.ggml.merges": merges, "tokenizer.ggml.eos_token_id": 1,
@@ -246,6 +251,11 @@ ONE = {"x": ((2,), F32, b"\0" * 8)}
         ),
         (gguf({}, {"x": ((33,), Q8_0, b"\0" * 68)}), "x is [33]"),
         (gguf({"general.alignment": 0}, ONE), "an alignment of 0"),
+        (gguf({"a": "b", "A": "c"}, ONE).replace(text("A"), text("a")), "it has the key a twice"),
+        (
+            gguf({}, {**ONE, "y": ((2,), F32, b"\0" * 8)}).replace(text("y"), text("x")),
+            "it has two tensors of one name",
+        ),
         (
             gguf({"a": "b"}, {}).replace(struct.pack("<I", 8) + text("b"), b"\x63\0\0\0"),
             "of kind 99",
@@ -269,8 +279,7 @@ def test_another_architecture_is_refused(tmp_path):
 
 def test_another_tokenizer_does_not_come_along(tmp_path):
     file = tmp_path / "spm.gguf"
-    said = {"general.architecture": "llama", "tokenizer.ggml.model": "llama"}
-    file.write_bytes(gguf(said, ONE))
+    file.write_bytes(gguf({**SAID, "tokenizer.ggml.model": "llama"}, ONE))
     assert GgufFile(file).carried().keys() == {"config.json"}
 
 

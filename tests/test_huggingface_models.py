@@ -144,6 +144,8 @@ CASES = {
                     ["Mesh.pipe=2", "Mesh.expert=2"], "bfloat16"),
     "qwen3-yarn": ("Qwen3", {**SIZES, "head_dim": 8, "rope_parameters": YARN}, ["Mesh.pipe=2"],
                    "float32"),
+    "llama-linear": ("Llama", {**SIZES, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, ["Mesh.fsdp=8"], "float32"),
     "mamba": ("Mamba", MAMBA, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
     "mamba2": ("Mamba2", MAMBA2, ["Mesh.fsdp=4", "Mesh.tensor=2"], "bfloat16"),
     "mamba2-odd": ("Mamba2", {**MAMBA2, "vocab_size": 61, "hidden_size": 24, "num_heads": 9,

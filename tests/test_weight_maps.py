@@ -246,7 +246,7 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         "hidden_size = '12'; here it is a whole number",
         "vocab_size is missing; here it is a whole number",
         "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
-        "rope_type = 'dynamic'; here it is 'default', 'llama3' or 'yarn'",
+        "rope_type = 'dynamic'; here it is 'default', 'linear', 'llama3' or 'yarn'",
         "Llama.head_dim=7 is no even number above 0; the nearest is 8",
     ]
     assert refused(

@@ -25,7 +25,7 @@ class Gemma(GemmaSizes):
       mlp_dim: width inside the GeGLU (arXiv 2002.05202).
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3' or 'yarn'.
+      rope_type: how frequencies are slowed for a longer context: 'llama3', 'yarn' or 'linear'.
       rope_scaling: by how much; 1 leaves all as they are.
       rope_low_frequency_factor, rope_high_frequency_factor: which of them, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.

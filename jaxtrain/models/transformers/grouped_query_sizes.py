@@ -16,9 +16,9 @@ from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.grouped_query import GroupedQuery, Local
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.rotary import Rotary, Rotations, Yarn
+from jaxtrain.nn.rotary import Linear, Rotary, Rotations, Yarn
 
-RopeType = Literal["llama3", "yarn"]
+RopeType = Literal["llama3", "yarn", "linear"]
 
 
 class GroupedQuerySizes(DecoderSizes, Protocol):
@@ -228,6 +228,8 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
     @property
     def rotary(self) -> Rotations:
         """How positions turn queries and keys."""
+        if self.rope_type == "linear":
+            return Linear(theta=self.rope_theta, scaling=self.rope_scaling)
         settings: dict[str, Any] = {
             "theta": self.rope_theta,
             "scaling": self.rope_scaling,

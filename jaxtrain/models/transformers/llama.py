@@ -29,7 +29,8 @@ class Llama(GroupedQuerySizes):
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
       rope_type: how frequencies are slowed for a longer context: 'llama3' by their wavelengths;
-        'yarn' evenly from pair to pair, with a factor on queries and keys (arXiv 2309.00071).
+        'yarn' evenly from pair to pair, with a factor on queries and keys (arXiv 2309.00071);
+        'linear' all alike (arXiv 2306.15595).
       rope_scaling: by how much Llama 3.1 and later slow the frequencies whose wavelength is longer
         than rope_original_context_length; 1 leaves all as they are.
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than

@@ -45,7 +45,7 @@ class Mixtral(MixtureSizes):
         multiplied by, mean over layers.
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3' or 'yarn'.
+      rope_type: how frequencies are slowed for a longer context: 'llama3', 'yarn' or 'linear'.
       rope_scaling: by how much frequencies whose wavelength is longer than
         rope_original_context_length are slowed (Llama 3.1); 1 leaves all as they are.
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than

@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +22,8 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.family import Family, model_of
-
-if TYPE_CHECKING:
-    import tokenizers
+from jaxtrain.models.weights.gguf_keys import read_config
+from jaxtrain.models.weights.gguf_tokenizer import read_special_ids, tokenizer_files
 
 MAGIC = b"GGUF"
 _MOST = 1 << 24  # entries of a table, bytes of a text
@@ -146,31 +145,12 @@ class GgufFile:
 
     @functools.cached_property
     def content(self) -> Mapping[str, Any]:
-        """What config.json would say."""
-        said, tensors = self._read
-        kind = said.get("general.architecture")
-        if kind != "llama":
-            raise UserError(
-                f"{self.path}: GGUF files of 'llama' are read here, not of {kind!r}; take the "
-                "model's safetensors"
-            )
-        keys = {
-            "vocab_size": "vocab_size", "num_hidden_layers": "block_count",
-            "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
-            "num_key_value_heads": "attention.head_count_kv",
-            "head_dim": "rope.dimension_count", "intermediate_size": "feed_forward_length",
-            "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
-            "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-        }  # fmt: skip
-        found = {ours: said.get(f"llama.{theirs}") for ours, theirs in keys.items()}
+        """What config.json would hold; UserError names what of the metadata is not supported."""
+        metadata, tensors = self._read
+        tied = "lm_head.weight" not in tensors
         return {
-            **found,
-            "rope_scaling": {"type": said.get("llama.rope.scaling.type")},
-            "tie_word_embeddings": "lm_head.weight" not in tensors,
-            "bos_token_id": said.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": said.get("tokenizer.ggml.eos_token_id"),
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **read_config(metadata, tied=tied, where=str(self.path)),
+            **read_special_ids(metadata, where=str(self.path)),
         }
 
     @functools.cached_property
@@ -193,41 +173,8 @@ class GgufFile:
 
     def carried(self) -> dict[str, bytes]:
         """config.json, and the tokenizer and its chat template where they are known here."""
-        said = self._read[0]
-        files = {"config.json": json.dumps(self.content, indent=2).encode()}
-        tokenizer = _tokenizer(said)
-        if tokenizer is not None:
-            files["tokenizer.json"] = tokenizer.to_str().encode()
-            names = said["tokenizer.ggml.tokens"]
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            for token in ("bos", "eos"):
-                if f"tokenizer.ggml.{token}_token_id" in said:
-                    settings[f"{token}_token"] = names[said[f"tokenizer.ggml.{token}_token_id"]]
-            if "tokenizer.chat_template" in said:
-                settings["chat_template"] = said["tokenizer.chat_template"]
-            files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
-        return files
-
-
-def _tokenizer(said: Mapping[str, Any]) -> "tokenizers.Tokenizer | None":
-    """The byte-level tokenizer of a file; None where it has another."""
-    import tokenizers
-
-    split = {
-        "gpt-2": [],
-        "smollm": [tokenizers.pre_tokenizers.Digits(individual_digits=True)],
-    }.get(said.get("tokenizer.ggml.pre", "gpt-2"))
-    if said.get("tokenizer.ggml.model") != "gpt2" or split is None:
-        return None
-    names, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
-    merges = [tuple(pair.split(" ")) for pair in said["tokenizer.ggml.merges"]]
-    vocab = {name: number for number, name in enumerate(names)}
-    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, words])
-    found.decoder = tokenizers.decoders.ByteLevel()
-    found.add_special_tokens([name for name, kind in zip(names, kinds, strict=True) if kind == 3])
-    return found
+        config = json.dumps(self.content, indent=2).encode()
+        return {"config.json": config, **tokenizer_files(self._read[0], where=str(self.path))}
 
 
 class _Reader:
@@ -241,8 +188,15 @@ class _Reader:
         if self._stream.read(4) != MAGIC or self._number("I") not in (2, 3):
             raise ValueError("it does not begin as one of version 2 or 3")
         count, pairs = self._count(), self._count()
-        said = {self._text(): self._value(self._number("I")) for _ in range(pairs)}
+        said: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._text()
+            if key in said:
+                raise ValueError(f"it has the key {key} twice")
+            said[key] = self._value(self._number("I"))
         rows = [self._row() for _ in range(count)]
+        if len({row[0] for row in rows}) < count:
+            raise ValueError("it has two tensors of one name")
         align = said.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"an alignment of {align!r}")

@@ -199,15 +199,21 @@ def _read_rope(asked: Asked, theta: float, *, fraction: bool, whole_pairs: bool)
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             rope.only(key, [None], default=None)
         rope.only("truncate", [whole_pairs], default=True)
+    elif kind == "linear":
+        factor = rope.number("factor")
+        found |= {} if factor == 1 else {"rope_type": "linear", "rope_scaling": factor}
     elif kind != "default":
-        asked.refuse(f"rope_type = {kind!r}; here it is 'default', 'llama3' or 'yarn'")
+        asked.refuse(f"rope_type = {kind!r}; here it is 'default', 'linear', 'llama3' or 'yarn'")
     return found
 
 
 def write_sizes(model: GroupedQuerySizes) -> Mapping[str, Any]:
     """What config.json says of them, as transformers 4 and 5 both read it."""
-    scaling, (low, high) = None, _FACTORS[model.rope_type]
-    if model.rope_scaling != 1:
+    scaling = None
+    if model.rope_type == "linear":
+        scaling = {"rope_type": "linear", "factor": model.rope_scaling}
+    elif model.rope_scaling != 1:
+        low, high = _FACTORS[model.rope_type]
         scaling = {
             "rope_type": model.rope_type,
             "factor": model.rope_scaling,

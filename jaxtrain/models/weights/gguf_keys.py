@@ -1,0 +1,240 @@
+"""GGUF metadata: a table of its keys, and the config.json that the metadata of a Llama stands for.
+
+Defaults are those of llama.cpp, which wrote the format: see `load_hparams` in its llama-model.cpp
+and the keys in its gguf-py, gguf/constants.py.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, unsupported, used
+from jaxtrain.models.weights.asked import Asked
+
+ARCHITECTURE = "llama"
+
+
+def _of_others(reason: str, *keys: str) -> KeyTable:
+    """Return a table of keys that no supported file has."""
+    return dict.fromkeys(keys, Only((None,), reason=reason))
+
+
+_GENERAL: KeyTable = {
+    **used("general.architecture", "general.alignment"),
+    "general.type": Only(("model",), default="model", reason="the file holds no whole model"),
+    "general.quantization_version": Only((2,), default=2, reason="blocks are stored otherwise"),
+    **irrelevant("each tensor has its own type", "general.file_type"),
+    **irrelevant(
+        "it names or describes the file, its authors and its sources",
+        *(f"general.{key}" for key in (
+            "name", "author", "version", "organization", "finetune", "basename", "description",
+            "quantized_by", "size_label", "license", "license.name", "license.link", "url", "doi",
+            "uuid", "repo_url", "source.url", "source.doi", "source.uuid", "source.repo_url",
+            "source.huggingface.repository", "base_model.count", "dataset.count", "tags",
+            "languages", "datasets", "parameter_count",
+        )),
+        *(f"general.{what}.{{id}}.{key}" for what in ("base_model", "dataset") for key in (
+            "name", "author", "version", "organization", "description", "url", "doi", "uuid",
+            "repo_url",
+        )),
+    ),
+    **irrelevant(
+        "how tokens are drawn is set where text is generated",
+        *(f"general.sampling.{key}" for key in (
+            "sequence", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "temp",
+            "penalty_last_n", "penalty_repeat", "mirostat", "mirostat_tau", "mirostat_eta",
+        )),
+    ),
+    "split.count": Only(
+        (0, 1), default=1,
+        reason="it is one of several files; merge them with 'llama-gguf-split --merge'",
+    ),
+    **irrelevant("there is one file", "split.no", "split.tensors.count"),
+}  # fmt: skip
+
+_TOKENIZER: KeyTable = {
+    **used(
+        "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens",
+        "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
+        "tokenizer.ggml.eom_token_id", "tokenizer.ggml.unknown_token_id",
+        "tokenizer.ggml.padding_token_id", "tokenizer.ggml.add_bos_token",
+        "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix",
+        "tokenizer.chat_template",
+    ),
+    **irrelevant("byte-pair merges have ranks in place of scores", "tokenizer.ggml.scores"),
+    **irrelevant(
+        "it names a token for one kind of prompt, and the token is in the vocabulary anyway",
+        *(f"tokenizer.ggml.{key}_token_id" for key in (
+            "seperator", "mask", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep",
+            "prefix", "suffix", "middle", "cls",
+        )),
+    ),
+    **irrelevant(
+        "the template without a name is taken",
+        "tokenizer.chat_templates", "tokenizer.chat_template.{name}",
+    ),
+    **irrelevant(
+        "it belongs to a tokenizer of another model, none of which is imported",
+        "tokenizer.ggml.token_type_count", "tokenizer.ggml.add_sep_token",
+        "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap",
+        "tokenizer.rwkv.world",
+    ),
+    **irrelevant("the keys of tokenizer.ggml say the same", "tokenizer.huggingface.json"),
+}  # fmt: skip
+
+# The rest of a key behind the architecture's name.
+_SIZES = (
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+)  # fmt: skip
+_NO_EXPERTS = Only((0,), default=0, reason="mixtures of experts are not read from GGUF")
+_MODEL: KeyTable = {
+    **used(*_SIZES),
+    **irrelevant("rows of queries and keys are in one order in all files", "tensor_data_layout"),
+    **irrelevant("it says how the weights came about", "rope.scaling.finetuned"),
+    **dict.fromkeys((
+        "expert_count", "expert_used_count", "expert_shared_count", "expert_group_count",
+        "expert_group_used_count", "leading_dense_block_count", "nextn_predict_layers",
+    ), _NO_EXPERTS),
+    "use_parallel_residual": only(False),
+    "attention.causal": only(True),
+    "attention.sliding_window": Only((None, 0), reason="Llamas of GGUF have no window"),
+    "attention.max_alibi_bias": Only((0,), default=0, reason="positions are rotary"),
+    "attention.clamp_kqv": Only((0,), default=0, reason="keys, queries and values have no bound"),
+    "rope.scaling.attn_factor": only(1.0),
+    "rope.scaling.yarn_attn_factor": only(1.0),
+    "rope.scaling.yarn_ext_factor": only(1.0),
+    "rope.scaling.yarn_log_multiplier": only(0.0),
+    "rope.scaling.yarn_beta_fast": only(32.0),
+    "rope.scaling.yarn_beta_slow": only(1.0),
+    "hidden_activation": only("silu"),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), only(1.0)),
+    "pooling_type": Only((0,), default=0, reason="the model has no embedding head"),
+    **_of_others(
+        "it belongs to another architecture",
+        "embedding_length_out", "features_length", "expert_feed_forward_length",
+        "expert_shared_feed_forward_length", "expert_chunk_feed_forward_length",
+        "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_scale",
+        "experts_per_group", "moe_every_n_layers", "moe_latent_size", "n_deepstack_layers",
+        "deepstack_mapping",
+        "decoder_start_token_id", "decoder_block_count", "attn_logit_softcapping",
+        "router_logit_softcapping", "final_logit_softcapping", "swin_norm",
+        "rescale_every_n_layers", "time_mix_extra_dim", "time_decay_extra_dim",
+        "token_shift_count", "interleave_moe_layer_step", "full_attention_interval",
+        "activation_sparsity_scale", "altup.active_idx", "altup.num_inputs",
+        "embedding_length_per_layer_input", "swiglu_clamp_exp", "swiglu_clamp_shexp",
+        "{dense}_feat_in", "{dense}_feat_out", "attention.layer_norm_epsilon",
+        "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.q_lora_rank",
+        "attention.kv_lora_rank", "attention.decay_lora_rank", "attention.iclr_lora_rank",
+        "attention.value_residual_mix_lora_rank", "attention.gate_lora_rank",
+        "attention.relative_buckets_count", "attention.scale", "attention.output_scale",
+        "attention.temperature_length", "attention.temperature_scale", "attention.key_length_mla",
+        "attention.value_length_mla", "attention.key_length_swa", "attention.value_length_swa",
+        "attention.shared_kv_layers", "attention.sliding_window_pattern",
+        "attention.indexer.head_count", "attention.indexer.key_length", "attention.indexer.top_k",
+        "rope.dimension_count_swa", "rope.dimension_sections", "rope.freq_base_swa",
+        "rope.scaling.alpha", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size",
+        "ssm.time_step_rank", "ssm.group_count", "ssm.dt_b_c_rms", "kda.head_dim", "wkv.head_size",
+        "posnet.embedding_length", "posnet.block_count", "convnext.embedding_length",
+        "convnext.block_count", "shortconv.l_cache",
+    ),
+    **_of_others("a classifier is not read from GGUF", "classifier.output_labels"),
+}  # fmt: skip
+# Of everything that a reader may look at; other programs keep their own keys beside it, such as
+# quantize.imatrix.file.
+TABLE: KeyTable = {
+    **_GENERAL,
+    **_TOKENIZER,
+    **{f"{ARCHITECTURE}.{key}": entry for key, entry in _MODEL.items()},
+}
+_NAMESPACES = (
+    "general", "split", "tokenizer", ARCHITECTURE, "adapter", "imatrix", "clip", "diffusion",
+    "xielu",
+)  # fmt: skip
+
+
+def listed(key: str) -> str:
+    """Return a key as the table has it: numbers and names that a file chooses stand in braces."""
+    key = re.sub(r"^(general\.(?:base_model|dataset))\.\d+\.", r"\1.{id}.", key)
+    return re.sub(r"^(tokenizer\.chat_template)\..+", r"\1.{name}", key)
+
+
+def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[str, Any]:
+    """Return what config.json would hold.
+
+    Args:
+      metadata: the key-value pairs of the file.
+      tied: whether the embedding is the output matrix, too.
+      where: the file, for messages.
+
+    Raises:
+      UserError: the file is of another architecture, or has keys and values that are not supported.
+    """
+    kind = metadata.get("general.architecture")
+    if kind != ARCHITECTURE:
+        raise UserError(
+            f"{where}: GGUF files of {ARCHITECTURE!r} are read here, not of {kind!r}; take the "
+            "model's safetensors"
+        )
+    known = {listed(key): value for key, value in metadata.items()
+             if key.partition(".")[0] in _NAMESPACES}  # fmt: skip
+    asked = Asked({key.removeprefix(f"{ARCHITECTURE}."): value for key, value in known.items()})
+    for reason in unsupported(known, TABLE):
+        asked.refuse(reason)
+    tokens = known.get("tokenizer.ggml.tokens")
+    heads = _of_all_layers(asked, "attention.head_count")
+    width = asked.whole("embedding_length")
+    head_dim = asked.whole("attention.key_length", width // max(heads, 1))
+    for key in "attention.value_length", "rope.dimension_count":
+        asked.only(key, [head_dim], default=head_dim)
+    content = {
+        "vocab_size": asked.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        "num_hidden_layers": asked.whole("block_count"),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _of_all_layers(asked, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": _of_all_layers(asked, "feed_forward_length"),
+        "max_position_embeddings": asked.whole("context_length"),
+        "rope_theta": asked.number("rope.freq_base", 10000.0),
+        "rms_norm_eps": asked.number("attention.layer_norm_rms_epsilon"),
+        "rope_scaling": _rope_scaling(asked),
+        "tie_word_embeddings": tied,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": ARCHITECTURE,
+    }
+    if asked.reasons:
+        lines = "\n".join(f"  {reason}" for reason in asked.reasons)
+        raise UserError(f"{where}: its metadata has what is not supported here:\n{lines}")
+    return content
+
+
+def _of_all_layers(asked: Asked, key: str, default: int | None = None) -> int:
+    """A number that a file has once, or once a layer; the layers here are alike."""
+    value = asked.content.get(key)
+    if not isinstance(value, list):
+        return asked.whole(key, default)
+    if len(set(value)) != 1 or type(value[0]) is not int:
+        asked.refuse(f"{key} = {value}; here it is the same whole number for all layers")
+        return 1
+    return value[0]
+
+
+def _rope_scaling(asked: Asked) -> dict[str, Any] | None:
+    """A factor without a type is linear, and 0 is none."""
+    factor = asked.number("rope.scaling.factor", asked.number("rope.scale_linear", 0.0))
+    kind = asked.content.get("rope.scaling.type") or "linear"
+    asked.only("rope.scaling.type", ["none", "linear", "yarn"], default="linear")
+    if kind == "none" or factor in (0.0, 1.0):
+        return None
+    found: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = asked.whole("context_length")
+        key = "rope.scaling.original_context_length"
+        found["original_max_position_embeddings"] = asked.whole(key, original)
+    return found

@@ -1,0 +1,143 @@
+"""GGUF metadata: logits are those of the model that was written, and other keys are rejected."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is the peer of this test")
+pytest.importorskip("gguf", reason="gguf writes the files")
+
+import torch
+import transformers
+from gguf import GGMLQuantizationType
+from gguf.constants import Keys
+from gguf_files import SIZES, llama, metadata, write
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.models.weights.gguf import GgufFile
+from jaxtrain.models.weights.gguf_keys import TABLE, listed
+from jaxtrain.run.trainer import Trainer
+
+TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 64))
+
+
+def theirs(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS)).logits.numpy()
+
+
+def ours(path) -> np.ndarray:
+    return Trainer.from_huggingface(path, bindings=["Precision.compute='float32'"]).logits(TOKENS)
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Within float32 rounding in another order of summation."""
+    return bool(np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max())
+
+
+EVERY_HEAD = {"num_key_value_heads": 4}
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+YARN = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({}, {}),
+        (EVERY_HEAD, {}),
+        (EVERY_HEAD, {"llama.attention.head_count_kv": None}),
+        ({}, {"llama.attention.head_count_kv": [2, 2], "llama.attention.head_count": [4, 4],
+              "llama.feed_forward_length": [48, 48]}),
+        ({}, {"llama.rope.dimension_count": None, "llama.rope.freq_base": None}),
+        ({"head_dim": 16}, {"llama.attention.key_length": 16, "llama.attention.value_length": 16}),
+        ({}, {"llama.vocab_size": None, "tokenizer.ggml.tokens": [str(n) for n in range(61)]}),
+        (LINEAR, {"llama.rope.scaling.factor": 4.0}),
+        (LINEAR, {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "linear"}),
+        (LINEAR, {"llama.rope.scale_linear": 4.0}),
+        (LINEAR, {"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}),
+        ({}, {"llama.rope.scaling.type": "none"}),
+        ({}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
+        ({}, {"llama.rope.scaling.type": "linear"}),
+        ({}, {"llama.rope.scaling.factor": 0.0}),
+        (YARN, {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.original_context_length": 16}),
+        ({}, {"general.base_model.0.name": "x", "general.sampling.temp": 0.7,
+              "llama.expert_count": 0, "quantize.imatrix.file": "x", "someone.key": 3,
+              "llama.rope.scaling.attn_factor": 1.0, "general.tags": ["a"]}),
+    ],
+)  # fmt: skip
+def test_logits_are_those_of_the_model_that_was_written(tmp_path, model, said):
+    model = llama(**model)
+    path = write(tmp_path / "model.gguf", model, {**metadata(model), **said})
+    assert close(ours(path), theirs(model))
+
+
+def test_transformers_reads_the_same_from_a_quantized_file(tmp_path):
+    model = llama()
+    kind = GGMLQuantizationType.Q8_0
+    path = write(tmp_path / "model.gguf", llama(intermediate_size=64), {
+        **metadata(model), "llama.feed_forward_length": 64}, kind=kind)  # fmt: skip
+    read = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype="float32"
+    )
+    assert close(ours(path), theirs(read.eval()))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "longrope"},
+         "rope.scaling.type = 'longrope'; here it is 'none' or 'linear' or 'yarn'"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor = 1.5; here it is 1.0"),
+        ({"llama.attention.head_count_kv": [2, 4]},
+         "attention.head_count_kv = [2, 4]; here it is the same whole number for all layers"),
+        ({"llama.attention.head_count": None}, "attention.head_count is missing"),
+        ({"llama.attention.layer_norm_rms_epsilon": None},
+         "attention.layer_norm_rms_epsilon is missing"),
+        ({"llama.rope.dimension_count": 4}, "rope.dimension_count = 4; here it is 8"),
+        ({"llama.attention.value_length": 4}, "attention.value_length = 4; here it is 8"),
+        ({"llama.expert_count": 8}, "llama.expert_count = 8; here it is 0 (mixtures of experts"),
+        ({"llama.attention.sliding_window": 16}, "llama.attention.sliding_window = 16; here"),
+        ({"llama.attention.scale": 0.5},
+         "llama.attention.scale = 0.5; here it is None (it belongs to another architecture)"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5; here it is 1.0"),
+        ({"llama.rope.freq_bass": 5e5},
+         "llama.rope.freq_bass = 500000.0 is a key that is not known here (the nearest is "
+         "'llama.rope.freq_base')"),
+        ({"general.tipe": "adapter"}, "general.tipe = 'adapter' is a key that is not known here"),
+        ({"general.type": "adapter"}, "general.type = 'adapter'; here it is 'model'"),
+        ({"split.count": 2}, "split.count = 2; here it is 0 or 1 (it is one of several files"),
+        ({"tokenizer.ggml.add_bos_tokn": True}, "tokenizer.ggml.add_bos_tokn = True is a key that"),
+        ({"xielu.eps": 1.0}, "xielu.eps = 1.0 is a key that is not known here"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_logits_is_rejected_by_name(tmp_path, said, words):
+    model = llama()
+    path = write(tmp_path / "model.gguf", model, {**metadata(model), **said})
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        _ = GgufFile(path).asked
+    assert f"{path}: its metadata has what is not supported here:" in str(error.value)
+
+
+def keys_of(group: type) -> list[str]:
+    found = []
+    for value in vars(group).values():
+        if isinstance(value, type):
+            found += keys_of(value)
+        elif isinstance(value, str) and not value.startswith("gguf."):
+            found.append(value)
+    return found
+
+
+# Of files that hold no model, which general.type says, or of other architectures' settings.
+OF_NO_LLAMA = ("adapter.", "imatrix.", "clip.", "diffusion.", "xielu.")
+
+
+def test_the_table_has_every_key_that_the_package_gguf_knows():
+    every = [key.replace("{arch}", "llama") for key in keys_of(Keys) if "." in key]
+    assert len(every) > 250
+    known = [key for key in every if not key.startswith(OF_NO_LLAMA)]
+    assert [key for key in known if listed(key) not in TABLE] == []
