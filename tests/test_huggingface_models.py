@@ -267,7 +267,11 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
 
     written = trainer.export_huggingface(out)
     assert written.passed
-    assert np.array_equal(logits(from_pretrained(out), tokens), expected)
+    exported = from_pretrained(out)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
+    # PyTorch's sums are in another order where an array starts at another address.
+    np.testing.assert_allclose(logits(exported, tokens), expected, rtol=1e-6, atol=1e-5)
     back = parameters.read_parameters(Folder(out), program, model)
     same = jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), params, back)
     assert all(jax.tree.leaves(same))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -30,19 +31,30 @@ NOT_RUN = {
     "jaxtrain train hf:all-MiniLM-L6-v2": "tests/test_embeddings.py begins on such a body",
     "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
+
+
+def time_series(count: int) -> str:
+    """A `.ts` file of `count` sequences: 7 to 28 vectors of 12 values each, 9 classes."""
+    random = np.random.default_rng(0)
+    lines = ["@timeStamps false", "@classLabel true 1 2 3 4 5 6 7 8 9", "@data"]
+    for label in np.arange(count) % 9:
+        vectors = random.normal(label, size=(12, random.integers(7, 29)))
+        values = (",".join(f"{value:.2f}" for value in row) for row in vectors)
+        lines.append(":".join([*values, str(label + 1)]))
+    return "\n".join(lines)
+
+
+# Files of the reader's own that commands name. The `gin file=` blocks of a page are written, too.
+FILES = {"README.md": README, "train.ts": time_series(90), "unknown.ts": time_series(4)}
 # What makes a command of the docs short; everything else runs as it is written.
+SHORT = ["Train.steps = 2", "Train.eval_batches = 1"]
 SHORT_TEXT = [
-    "Train.steps = 2",
-    "Train.eval_batches = 1",
+    *SHORT,
     "GPT.num_layers = 2",
     "GPT.embed_dim = 32",
     "TextData.source = 'README.md'",
 ]
-SHORT_IMAGES = [
-    "Train.steps = 2",
-    "Train.eval_batches = 1",
-    "ResNet.width = 8",
-]
+SHORT_IMAGES = [*SHORT, "ResNet.width = 8"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,8 +96,10 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, *quick]
     if words[0] not in ("train", "supervise"):
         return words
-    images = any("resnet" in word for word in words)
-    bindings = SHORT_IMAGES if images else SHORT_TEXT
+    if any(word.endswith(".gin") for word in words):
+        bindings = SHORT
+    else:
+        bindings = SHORT_IMAGES if any("resnet" in word for word in words) else SHORT_TEXT
     if any("Finetune.unfreeze" in word for word in words):  # it waits for steps of the whole run
         bindings = [one for one in bindings if not one.startswith("Train.steps")]
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
@@ -109,7 +123,9 @@ SLOW_PAGES = (
 )
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text(README)  # what they train on
+    written = re.findall(r"```gin file=([\w.]+)\n(.*?)```", page.read_text(), re.S)
+    for name, text in {**FILES, **dict(written)}.items():
+        (tmp_path / name).write_text(text)
     for line in filter(is_run, command_lines(page)):
         program, *words = shlex.split(line, comments=True)
         if program == "make":

@@ -1,0 +1,83 @@
+"""What closes a whole run: the claims of its files, forbidden skips, and what had no time left."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from claims import CLAIMS, claim_of, table
+
+TESTS = Path(__file__).parent
+SUITE = """
+import pytest
+
+def test_passes():
+    pass
+
+def test_peer():
+    pytest.importorskip("a_package_of_the_registry")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(2))
+def test_takes_long(case):
+    assert case == 0
+"""
+
+
+def test_every_claim_has_files():
+    names = [path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")]
+    found = {claim_of(name) for name in names}
+    assert found == set(CLAIMS)
+
+
+def test_the_table_adds_up_by_claim():
+    reports = [
+        {"files": {"test_step.py": {"passed": 3, "seconds": 2.0}, "test_loss.py": {"failed": 1}}},
+        {"files": {"test_step.py": {"passed": 4, "not run": 2, "seconds": 5.0}}},
+    ]
+    rows = {line[:24].strip(): line[24:].split() for line in table(reports).splitlines()[1:]}
+    assert rows["parallelism"] == ["7", "0", "0", "2", "7"]
+    assert rows["numerics"] == ["0", "1", "0", "0", "0"]
+    assert rows["all"] == ["7", "1", "0", "2", "7"]
+
+
+@pytest.fixture
+def run_suite(tmp_path):
+    """Run pytest with the plugin on a suite of its own; returns its status, output and report."""
+    (tmp_path / "test_little.py").write_text(SUITE)
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\npytest_plugins = ['reporting']\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long\n")
+
+    def run(*options: str) -> tuple[int, str, dict]:
+        command = [sys.executable, "-m", "pytest", "--report", "report.json", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout, json.loads((tmp_path / "report.json").read_text())
+
+    return run
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="peers are installed for Python 3.11")
+def test_a_skipped_peer_fails_a_strict_run(run_suite):
+    status, printed, report = run_suite("-k", "passes or peer")
+    assert (status, report["files"]["test_little.py"]["skipped"]) == (0, 1)
+    assert "1 could not import 'a_package_of_the_registry'" in printed
+    status, printed, _ = run_suite("-k", "passes or peer", "--strict-skips")
+    assert status == 1
+    assert "FAILED: a test may not be skipped for: could not import 'a_package_of" in printed
+
+
+def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
+    status, printed, report = run_suite("-m", "slow", "--until", str(time.time() + 30))
+    assert status == 0  # a test without a record counts as a minute
+    assert report["files"]["test_little.py"]["not run"] == 2
+    assert "no time left for the tests of" in printed
+    status, _, report = run_suite("-m", "slow", "--until", str(time.time() + 3600))
+    assert status == 1
+    assert (
+        report["files"]["test_little.py"]["passed"],
+        report["files"]["test_little.py"]["failed"],
+    ) == (1, 1)
