@@ -239,9 +239,13 @@ class Layout:
     @contextlib.contextmanager
     def inside(self, *axes: str) -> Iterator["Layout"]:
         """The layout for code inside a `jax.shard_map` over these axes."""
-        layout = dataclasses.replace(self, manual=self.manual | set(axes))
+        layout = self.with_manual(*axes)
         with layout.current():
             yield layout
+
+    def with_manual(self, *axes: str) -> "Layout":
+        """The layout whose specs leave out these mesh axes too, beside those that are manual."""
+        return dataclasses.replace(self, manual=self.manual | set(axes))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

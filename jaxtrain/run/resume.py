@@ -348,7 +348,7 @@ def _restore(
         )
     wanted = program.layer_order or list(range(num_layers))
     state = checkpoints.restore(step, part(_in_order(program, present)), partial=partial)
-    whole = dataclasses.replace(program.layout, manual=frozenset({"pipe"}))
+    whole = program.layout.with_manual("pipe")
 
     def deal(state: Any) -> Any:
         def one(variable: Any) -> Any:
@@ -388,6 +388,6 @@ def _in_order(program: Program | ExchangeProgram, present: list[int]) -> TrainSt
     shapes = jax.tree.map(one, program.shapes(), is_leaf=is_variable)
     # Programs with another exchange have no stages.
     if isinstance(program, Program) and len(present) % program.layout.mesh.shape["pipe"]:
-        layout = dataclasses.replace(program.layout, manual=frozenset({"pipe"}))
+        layout = program.layout.with_manual("pipe")
         program = dataclasses.replace(program, layout=layout)
     return with_shardings(shapes, program.state_shardings(shapes))

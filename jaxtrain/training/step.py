@@ -568,7 +568,7 @@ class Program:
         """The module with the state's parameters in the compute dtype, on every stage."""
         weights = to_compute(state.weights, self.precision.compute)
         if self.stages is not None:
-            whole = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
+            whole = self.layout.with_manual("pipe")
             weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
         return nnx.merge(self._graphdef(), self._with_gradient(weights), state.statistics)
 

@@ -67,9 +67,8 @@ def rounded(size: int, *, least: int = 1, most: int | None = None) -> int:
 
 def for_one_text(layout: Layout) -> Layout:
     """The layout in which every device works on the same rows, and layers in their order."""
-    return dataclasses.replace(
-        layout, split_batch=False, sequence_parallel=False, manual=frozenset({"pipe"})
-    )
+    layout = layout.with_manual("pipe")
+    return dataclasses.replace(layout, split_batch=False, sequence_parallel=False)
 
 
 def for_texts(program: Program) -> Program:
@@ -77,9 +76,8 @@ def for_texts(program: Program) -> Program:
 
     Cached decoding always runs the reference kernel: one query a step is no work for the others.
     """
-    layout = dataclasses.replace(
-        program.layout, sequence_parallel=False, manual=frozenset({"pipe", "context"})
-    )
+    layout = program.layout.with_manual("pipe", "context")
+    layout = dataclasses.replace(layout, sequence_parallel=False)
     execution = dataclasses.replace(program.execution, kernel="reference", remat=POLICIES["none"])
     return dataclasses.replace(program, layout=layout, execution=execution)
 

@@ -118,7 +118,7 @@ class ExchangeProgram(abc.ABC):
         A dimension sharded over `data` and another axis would be gathered over that other axis on
         its way into `jax.shard_map`.
         """
-        rest = dataclasses.replace(self.layout, manual=frozenset({"data"}))
+        rest = self.layout.with_manual("data")
         spec = P("data", rest.activation(("batch",))[0])
 
         def one(x: jax.Array) -> jax.Array:

@@ -35,7 +35,9 @@ def parts_of(
     """
     graphdef = nnx.split(model, nnx.Param, ...)[0]
     if isinstance(objective, TokenObjective):
-        return TextParts(graphdef, objective, execution, loss, train, padded, seed)
+        text: Any = model
+        leading = len(text.leading)
+        return TextParts(graphdef, objective, execution, loss, train, padded, seed, None, leading)
     if isinstance(objective, AnswerObjective):
         assert isinstance(model, StackedPredictor), "images are of one stack"
         return ImageParts(graphdef, objective, execution, loss, train, padded, seed)

@@ -102,7 +102,7 @@ class Engine:
             return of_layers, by_rank, jax.lax.psum(sums, "pipe")
 
         # What stands around the layers is gathered over pipe once a step, not once a microbatch.
-        inside = dataclasses.replace(self.layout, manual=frozenset({"pipe"}))
+        inside = self.layout.with_manual("pipe")
         outer = reshard(outer, inside.parameter, inside)
         of_outer = reshard(of_outer, inside.gradient, inside)
         grads_layers, grads_outer, sums = along(

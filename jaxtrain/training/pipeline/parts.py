@@ -88,6 +88,16 @@ class Parts(abc.ABC):
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
         """The objective's own sums of what comes out of the last layer of the last pass."""
 
+    @property
+    def enter_has_layers(self) -> bool:
+        """Whether `enter` runs layers, which may have permutes."""
+        return False
+
+    @property
+    def head_has_layers(self) -> bool:
+        """Whether `head` runs layers of its own, which may have permutes."""
+        return False
+
     def in_pass(self, number: int, name: str) -> bool:
         """Whether parameters of the layers belong to this pass."""
         del number, name

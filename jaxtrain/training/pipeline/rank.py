@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.training.guard import selected
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.buffers import buffer, by_rows, put, take, zeros
@@ -210,8 +211,9 @@ class Rank:
         own, y, kept = run(own)
         if self._table.has_backward or not is_last:
             return own, y, kept
-        sums = jax.lax.cond(
+        sums = self._where(
             row["last"],
+            self._parts.head_has_layers,
             lambda sums: _add_sums(sums, self._head(self._of_outer, y, context)),
             lambda sums: sums,
             own["sums"],
@@ -243,8 +245,11 @@ class Rank:
             return gradient, own["outer"], own["sums"]
 
         if of.number == self._parts.passes - 1:
-            y_gradient, outer, sums = jax.lax.cond(
-                row["last"], lambda: self._head_gradients(own, y(), context), arrived
+            y_gradient, outer, sums = self._where(
+                row["last"],
+                self._parts.head_has_layers,
+                lambda: self._head_gradients(own, y(), context),
+                arrived,
             )
         else:
             y_gradient, outer, sums = arrived()
@@ -260,8 +265,9 @@ class Rank:
         leaves = [by_number.pop(of.count + place) for place in range(len(jax.tree.leaves(x)))]
         message = jax.tree.unflatten(jax.tree.structure(x), leaves)
         if of.number == 0:
-            outer = jax.lax.cond(
+            outer = self._where(
                 row["enters"],
+                self._parts.enter_has_layers,
                 lambda outer: self._entering(of, outer, message, kept, context)[0],
                 lambda outer: outer,
                 outer,
@@ -322,6 +328,23 @@ class Rank:
         (of_outer, y_gradient), sums = jax.grad(loss, (0, 1), has_aux=True)(self._of_outer, y)
         return y_gradient, _add(own["outer"], of_outer), _add_sums(own["sums"], sums)
 
+    def _where(
+        self,
+        has: jax.Array,
+        layers: bool,
+        run: Callable[..., Any],
+        other: Callable[..., Any],
+        *own: Any,
+    ) -> Any:
+        """`run(*own)` on the ranks that have something, `other(*own)` elsewhere.
+
+        Where `run` has `layers`, and these have permutes as those of the stages do, every rank
+        computes both: a permute waits for all devices.
+        """
+        if self._together and layers:
+            return selected(has, run(*own), other(*own))
+        return jax.lax.cond(has, run, other, *own)
+
     def _entering(
         self, of: "_Pass", outer: Any, gradient: Stream, before: Stream, context: Any
     ) -> tuple[Any, Stream]:
@@ -374,7 +397,12 @@ class Rank:
             before = self._before(of.number, self._received(carry, row))
             return self._enter(of.number, self._of_outer, before, context)
 
-        return jax.lax.cond(row["enters"], entering, lambda: self._received(carry, row))
+        return self._where(
+            row["enters"],
+            self._parts.enter_has_layers,
+            entering,
+            lambda: self._received(carry, row),
+        )
 
     def _received(self, carry: Carry, row: Row) -> Stream:
         return {name: take([waiting], row["input_slot"])[0]

@@ -19,9 +19,14 @@ from jaxtrain.training.pipeline.parts import Parts, Stream, Variables
 
 @dataclasses.dataclass(frozen=True)
 class TextParts(Parts):
-    """Those of a `Transformer`; its stream is [B, T, D]."""
+    """Those of a `Transformer`; its stream is [B, T, D].
+
+    Attributes:
+      leading: how many layers stand before the equal ones.
+    """
 
     objective: TokenObjective
+    leading: int = 0
 
     travels: ClassVar[Mapping[str, int]] = {"stream": 0}
 
@@ -56,6 +61,16 @@ class TextParts(Parts):
             run_layer, x["stream"], model.layers, numbers, self.execution
         )
         return {"stream": x_BTD}, auxiliary
+
+    @property
+    def enter_has_layers(self) -> bool:
+        """As in `Parts`: those before the equal ones."""
+        return self.leading > 0
+
+    @property
+    def head_has_layers(self) -> bool:
+        """As in `Parts`: the modules of multi-token prediction."""
+        return self.objective.tells_further
 
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
         """As in `Parts`."""

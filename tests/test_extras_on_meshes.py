@@ -1,0 +1,127 @@
+"""What models have besides plain layers equals one device on every pair of mesh axes.
+
+Multi-token prediction, shared experts, router biases, attention sinks, dropout of two stacks, of
+LoRA adapters and auxiliary classifiers: each is a layer, a loss or a random draw outside the loop
+over equal layers, where a mesh is easily forgotten.
+"""
+
+import functools
+import itertools
+
+import pytest
+from conftest import make_layout, make_program, text_batch
+from parity import assert_equal, evaluate
+from test_encoder_decoder import pairs
+from test_googlenet import images
+
+from jaxtrain.models.convolutional.googlenet import GoogLeNet
+from jaxtrain.models.transformers.deepseek import DeepSeek
+from jaxtrain.models.transformers.gpt_oss import GPTOSS
+from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.models.transformers.transformer import Transformer
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.training.balancing import biases, speed_of
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline
+
+DECODER = {
+    "vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2,
+    "mlp_dim": 16, "context_length": 16,
+}  # fmt: skip
+MODELS = {
+    "multi_token": DeepSeek(
+        vocab_size=64, num_layers=5, dense_layers=1, embed_dim=32, num_heads=4, query_rank=12,
+        key_value_rank=16, plain_dim=8, rotary_dim=4, value_dim=6, mlp_dim=24, expert_mlp_dim=16,
+        num_experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1,
+        context_length=32, balance_weight=0.0, rope_scaling=1.0, predicted_tokens=2,
+    ),
+    "sinks": GPTOSS(
+        **DECODER, head_dim=8, num_experts=4, experts_per_token=2, sliding_window=5
+    ),
+    "shared_experts": Mixtral(
+        **DECODER, num_experts=4, balance_weight=0.0, shared_mlp_dim=24, normalize_gates=False
+    ),
+    "dropout": Transformer(
+        vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=32, context_length=16,
+        dropout=0.2,
+    ),
+    "adapter_dropout": Llama(**DECODER),
+    "auxiliary_classifiers": GoogLeNet(num_classes=10, width=8, channels=1),
+}  # fmt: skip
+TEXTS = text_batch(rows=8, length=16, vocab_size=64)
+BATCHES = {
+    "dropout": pairs(rows=8, source=12, target=8, vocab_size=64),
+    "auxiliary_classifiers": images(32, 1, 10),
+}
+# The axes that can split something of a model; `mesh.refuse` and `finetune.refuse` reject others.
+AXES = {
+    "dropout": ("pipe", "data", "fsdp", "tensor"),
+    "adapter_dropout": ("data", "fsdp", "tensor"),
+    "auxiliary_classifiers": ("data", "fsdp", "tensor"),
+}
+PAIRS = [
+    (name, pair) for name in MODELS for pair in itertools.combinations(AXES.get(name, MESH_AXES), 2)
+]
+# DeepSeek-V3's own layout, and one of each kind of split beside it.
+FAST = (
+    ("multi_token", ("pipe", "expert")),
+    ("sinks", ("context", "tensor")),
+    ("shared_experts", ("fsdp", "expert")),
+)
+
+
+def program_of(name, layout, **changes):
+    sizes = MODELS[name]
+    settings = Finetune(lora_rank=4, lora_dropout=0.3) if name == "adapter_dropout" else Finetune()
+    tuning = tuning_of(settings, sizes.build, biases(sizes))
+    return make_program(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
+
+
+@functools.cache
+def alone(name):
+    return evaluate(program_of(name, make_layout()), BATCHES.get(name, TEXTS))
+
+
+def equals_one_device(name, sizes, **changes):
+    program = program_of(name, make_layout(**sizes), **changes)
+    assert_equal(evaluate(program, BATCHES.get(name, TEXTS)), alone(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case in FAST else pytest.mark.slow,
+            id=f"{case[0]}-{'-'.join(case[1])}",
+        )
+        for case in PAIRS
+    ],
+)
+def test_every_pair_of_axes_equals_one_device(name, pair):
+    pipeline = Pipeline(microbatches=2) if "pipe" in pair else Pipeline()
+    equals_one_device(name, dict.fromkeys(pair, 2), pipeline=pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ["recompute", "residuals"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_modules_with_experts_equal_one_device_in_every_schedule(schedule, backward):
+    """Their experts are split over `expert`, and no layer of a stage is theirs."""
+    virtual = 2 if schedule in ("interleaved", "dualpipe_v") else 1
+    pipeline = Pipeline(
+        schedule=schedule, virtual_stages=virtual, microbatches=4, backward=backward
+    )
+    equals_one_device("multi_token", {"pipe": 2, "expert": 2}, pipeline=pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_modules_in_rings_of_products_equal_one_device(schedule):
+    """A module behind the last stage has permutes along `tensor`, as the layers of every stage."""
+    layout = make_layout(pipe=2, tensor=2, sequence_parallel=True, collective_matmul=True)
+    program = program_of(
+        "multi_token", layout, pipeline=Pipeline(schedule=schedule, microbatches=2)
+    )
+    assert_equal(evaluate(program, TEXTS), alone("multi_token"))
