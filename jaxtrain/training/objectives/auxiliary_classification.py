@@ -6,9 +6,12 @@ network bring gradients there, their losses weighted by 0.3.
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.predictor import Predictor
 from jaxtrain.training.objectives.classification import Classification, label_loss
 from jaxtrain.training.objectives.losses import Loss, Sums
 
@@ -31,3 +34,10 @@ class AuxiliaryClassification(Classification):
             ]
             sums["auxiliary_loss"] = WEIGHT * sum(of_others, jnp.zeros(()))
         return sums
+
+    def logits(
+        self, model: Predictor, statistics: Any, batch: Batch, execution: Execution
+    ) -> jax.Array:
+        """The first head's logits, float32 [B, C]."""
+        (first_BC, *_), _ = model(batch.inputs, statistics, execution, train=False)
+        return first_BC.astype(jnp.float32)
