@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conftest import lower_step, make_layout
-from test_exchange import BATCHES, assert_close, program_on, run, synchronous, values
+from conftest import lower_step, make_layout, make_program
+from test_exchange import BATCHES, MODEL, assert_close, program_on, run, synchronous, values
 from test_exchange_compression import exchange
 from test_exchange_traffic import BATCH, by_kind, shard_sizes
 from test_exchange_traffic import program_on as traffic_program
@@ -20,10 +20,12 @@ from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.training.exchange import exchange as settings
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.graphs import neighbours
+from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.rules import mix_with_neighbours
 from jaxtrain.training.exchange.signs import Signs
 from jaxtrain.training.optimizers.matrices import sides
@@ -33,6 +35,11 @@ from jaxtrain.training.settings import load_config
 
 P = jax.P
 RATE = 0.1
+LLAMA = Llama(
+    vocab_size=40, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16,
+    context_length=8,
+)  # fmt: skip
+LONGER = dataclasses.replace(MODEL, context_length=16)  # than any batch
 # The model of test_exchange_traffic.
 OF_MODEL = [
     "GPT.vocab_size = 64", "GPT.num_layers = 2", "GPT.embed_dim = 32", "GPT.num_heads = 8",
@@ -86,18 +93,48 @@ def test_gradients_are_those_of_the_parameters_some_steps_ago(compensation):
 # -- signs -----------------------------------------------------------------------------------------
 
 
-def test_most_votes_win_and_ties_go_by_place():
+def test_votes_are_those_of_torch():
+    """A third of the gradients are exactly 0, some for all replicas; and there are ties."""
+    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
-    numbers = [rng.standard_normal((4, *shape)).astype(np.float32) for shape in ((7, 5), (300,))]
+    numbers = [rng.standard_normal((4, *shape)).astype(np.float32) for shape in ((7, 5), (301,))]
+    numbers = [x * (rng.random(x.shape) > 1 / 3) for x in numbers]
+    numbers[0][:, 2] = 0.0
+    numbers[0][:, 3] = -0.0
     sent, left = exchange(Signs())(numbers, [np.zeros_like(x) for x in numbers])
     assert left == []
-    place = 0
     for mine, told in zip(numbers, sent, strict=True):
-        votes = np.where(mine >= 0, 1, -1).sum(0).reshape(-1)
-        even = (place + np.arange(votes.size)) % 2 == 0
-        expected = np.where(votes == 0, np.where(even, 1, -1), np.sign(votes))
-        np.testing.assert_array_equal(told, np.stack([expected.reshape(mine.shape[1:])] * 4))
-        place += votes.size
+        expected = torch.tensor(mine).sign().sum(0).sign().numpy()
+        assert (expected == 0).any()
+        np.testing.assert_array_equal(told, np.stack([expected] * 4))
+
+
+def test_a_vote_that_is_not_finite_is_seen():
+    numbers = np.ones((4, 9), np.float32)
+    numbers[2, 3], numbers[1, 5] = np.inf, np.nan
+    (told,), _ = exchange(Signs())([numbers], [np.zeros_like(numbers)])
+    np.testing.assert_array_equal(np.isnan(told[0]), [i in (3, 5) for i in range(9)])
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "read"),
+    [
+        (LLAMA, "token_embedding", np.unique([batch.inputs for batch in BATCHES])),
+        (LONGER, "position_embedding", np.unique([batch.positions for batch in BATCHES])),
+    ],
+    ids=["tokens", "positions"],
+)
+def test_what_no_replica_reads_does_not_move(model, name, read):
+    plain = Optimizer(rule=SGD(momentum=0.9), weight_decay=0.0, clip_norm=None)
+    optimizer = make_optimizer(plain, optax.constant_schedule(RATE))
+    settings = Exchange(method="sign_sgd")
+    program = with_exchange(settings, make_program(model, make_layout(data=4), optimizer=optimizer))
+    before = np.asarray(by_name(program.create(seed=0).params)[name].get_value())
+    state, _ = run(program, BATCHES)
+    moved = np.abs(np.asarray(by_name(state.params)[name].get_value()) - before).max(-1)
+    is_read = np.isin(np.arange(len(moved)), read)
+    assert not is_read.all()
+    np.testing.assert_array_equal(moved > 0, is_read)
 
 
 def narrow_bytes(r: int) -> int:
@@ -113,7 +150,7 @@ def narrow_bytes(r: int) -> int:
     "method", ["sign_sgd", "power_sgd", pytest.param("gossip", marks=pytest.mark.slow)]
 )
 def test_what_moves_is_its_formula(method):
-    """Signs: a bit a number each way. An exponential graph of four: two permutes of all."""
+    """Signs: two bits an element each way. An exponential graph of four: two permutes of all."""
     sizes = {"data": 4, "fsdp": 2}
     graph = "exponential" if method == "gossip" else "ring"
     text = lower_step(traffic_program(sizes, method=method, graph=graph), BATCH).compile().as_text()
@@ -128,7 +165,7 @@ def test_what_moves_is_its_formula(method):
         assert found.keys() == {("all-reduce", "f32")}
         assert 0 <= found["all-reduce", "f32"] - narrow_bytes(4) <= 64
     else:
-        each = math.ceil(sum(shards) / 32)  # bytes of a replica's part
+        each = math.ceil(sum(shards) / 16)  # bytes of a replica's part
         assert found.pop(("all-to-all", "u8")) == 4 * each
         assert found.pop(("all-gather", "u8")) == each
         assert found.keys() <= {("all-reduce", "f32")}

@@ -46,8 +46,8 @@ class Exchange:
         parameters and moments every `period` steps; 'diloco' (arXiv 2311.08105) gives the mean
         movement of that many steps to an outer Nesterov optimizer; 'int8' and 'top_k' compress the
         gradients on both ways, with error feedback (arXiv 1905.05957); 'power_sgd' tells two narrow
-        matrices of `rank` columns of each, with it too (arXiv 1905.13727); 'sign_sgd' makes 1 or -1
-        of each number of the gradient, as most replicas vote (arXiv 1810.05291); 'gossip' averages
+        matrices of `rank` columns of each, with it too (arXiv 1905.13727); 'sign_sgd' votes
+        on the sign of each element, 1, 0 or -1 (arXiv 1810.05291); 'gossip' averages
         parameters with the neighbours in a graph after every step (D-PSGD, arXiv 1705.09056);
         'asynchronous' takes gradients at the parameters of `staleness` steps ago, on any mesh.
       period: inner steps between two exchanges, for local_sgd and diloco.

@@ -1,4 +1,4 @@
-"""Signs of gradients, told in a bit each, and what most of the replicas say.
+"""Signs of gradients in two bits each (signSGD), and the majority vote of the replicas.
 
 Letters: k replicas, M bytes of a part.
 """
@@ -11,16 +11,20 @@ import jax.numpy as jnp
 
 from jaxtrain.training.exchange.compression import Arrays, from_flat, to_flat
 
-_BITS = 8
+# Codes of two bits: 0, 1 and -1, and one that makes NaN of the result, so that a gradient which
+# overflowed is seen by the guard and by a dynamic loss scale.
+_IN_A_BYTE, _NOT_FINITE = 4, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Signs:
-    """signSGD with majority vote (arXiv 1810.05291): each number becomes 1 or -1, as most say.
+    """signSGD with majority vote (arXiv 1810.05291): sign(sum over replicas of sign(gradient)).
 
-    For n numbers a device sends n/8 bytes (k-1)/k twice: its bits to those who count, each a part,
-    and what they counted back to all; 1/32 of an all-reduce of float32. Nothing is kept of what is
-    lost. Where as many say the one as the other, numbers at even places go up, the others down.
+    As in `torch.sign`, 0 has the sign 0: what no replica reads does not move, as rows of an
+    embedding, experts and positions without a token. Where as many replicas vote up as down the
+    result is 0 too. For n elements a device sends n/4 bytes (k-1)/k twice: its votes to the owners
+    of their parts, and each owner's result to all; 1/16 of an all-reduce of float32. Nothing is
+    kept of what is lost.
     """
 
     keeps_rest: ClassVar[bool] = False
@@ -29,24 +33,25 @@ class Signs:
         """As in Codec; nothing is left."""
         k = jax.lax.axis_size("data")
         flat = to_flat(pending)
-        padded = jnp.pad(flat, (0, -flat.size % (_BITS * k)))
-        bits_kM = _packed(padded >= 0).reshape(k, -1)
-        bits_kM = jax.lax.all_to_all(bits_kM, "data", 0, 0)
-        votes = jnp.where(_unpacked(bits_kM), 1, -1).sum(0)
-        even = jnp.arange(votes.size) % 2 == 0
-        won_kM = jax.lax.all_gather(_packed((votes > 0) | ((votes == 0) & even)), "data")
-        signs = jnp.where(_unpacked(won_kM).reshape(-1)[: flat.size], 1.0, -1.0)
-        return from_flat(signs, pending), []
+        padded = jnp.pad(flat, (0, -flat.size % (_IN_A_BYTE * k)))
+        votes_kM = jax.lax.all_to_all(_packed(padded).reshape(k, -1), "data", 0, 0)
+        won_kM = jax.lax.all_gather(_packed(_unpacked(votes_kM).sum(0)), "data")
+        return from_flat(_unpacked(won_kM).reshape(-1)[: flat.size], pending), []
 
 
-def _packed(bits: jax.Array) -> jax.Array:
-    """Eight booleans [8 M] a byte, uint8 [M]."""
-    powers = jnp.uint8(1) << jnp.arange(_BITS, dtype=jnp.uint8)
-    return (bits.reshape(-1, _BITS) * powers).sum(-1, dtype=jnp.uint8)
+def _packed(x: jax.Array) -> jax.Array:
+    """The signs of [4 M] numbers, four a byte, uint8 [M]."""
+    codes = (x > 0).astype(jnp.uint8) + 2 * (x < 0).astype(jnp.uint8)
+    codes = jnp.where(jnp.isfinite(x), codes, _NOT_FINITE)
+    return (codes.reshape(-1, _IN_A_BYTE) << _places()).sum(-1, dtype=jnp.uint8)
 
 
 def _unpacked(codes: jax.Array) -> jax.Array:
-    """The booleans [..., 8 M] of bytes [..., M]."""
-    places = jnp.arange(_BITS, dtype=jnp.uint8)
-    bits = (codes[..., None] >> places) & jnp.uint8(1)
-    return (bits > 0).reshape(*codes.shape[:-1], -1)
+    """The signs float32 [..., 4 M] of bytes [..., M]."""
+    each = (codes[..., None] >> _places()) & jnp.uint8(3)
+    signs = (each & 1).astype(jnp.float32) - (each >> 1).astype(jnp.float32)
+    return jnp.where(each == _NOT_FINITE, jnp.nan, signs).reshape(*codes.shape[:-1], -1)
+
+
+def _places() -> jax.Array:
+    return 2 * jnp.arange(_IN_A_BYTE, dtype=jnp.uint8)

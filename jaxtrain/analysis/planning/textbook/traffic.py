@@ -85,9 +85,9 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
                 yield Expected("all-to-all", "data", 1, blocks * width, cause, "n (k-1)/k")
                 yield Expected("all-gather", "data", 1, blocks * width // k, cause, "n (k-1)/k")
         case "sign_sgd":
-            size = math.ceil(sum(_shards(facts)) / 8 / k) * k
+            size = math.ceil(sum(_shards(facts)) / 4 / k) * k
             for kind, own in (("all-to-all", size), ("all-gather", size // k)):
-                yield Expected(kind, "data", 1, own, "replicas: signs of gradients", "n/8 (k-1)/k")
+                yield Expected(kind, "data", 1, own, "replicas: signs of gradients", "n/4 (k-1)/k")
         case "power_sgd":
             yield from _narrow_matrices(facts, settings.rank)
         case "top_k":
