@@ -82,6 +82,20 @@ def test_values_macros_references_and_defaults():
     assert isinstance(garden.depth, float)
 
 
+def test_settings_with_dicts_have_a_hash_as_equal_ones_have():
+    @configurable
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Beds:
+        sizes: dict[str, float]
+        later: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    one = Beds(sizes={"a": 1.0, "b": 2.0}, later={3: {"a": 1.0, "b": 0.0}})
+    other = Beds(sizes={"b": 2.0, "a": 1.0}, later={3: {"b": 0.0, "a": 1.0}})
+    assert one == other and hash(one) == hash(other)
+    assert hash(one) != hash(Beds(sizes={"a": 1.0, "b": 2.0}))
+    assert {Root(Garden(size=1, tool=one)): 1}[Root(Garden(size=1, tool=other))] == 1
+
+
 def test_the_later_binding_wins_and_blocks_are_read(tmp_path):
     (tmp_path / "base.gin").write_text("Garden.size = 1\nGarden.name = 'base'\n")
     run = tmp_path / "run.gin"

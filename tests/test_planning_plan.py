@@ -230,6 +230,23 @@ def test_an_estimate_needs_no_compiler_and_says_what_it_is():
     assert 0 < found["mfu"] < CHIPS["v5p"].bf16_flops
 
 
+@pytest.mark.parametrize("search", [False, True])
+def test_a_mixture_is_planned_as_the_text_that_it_mixes(tiny_config, search):
+    bindings = [
+        "Train.data = @Mixture()",
+        "Mixture.data = @TextData()",
+        "Mixture.sources = {'code': 'src', 'web': 'pages'}",
+        "Mixture.weights = {'code': 0.75, 'web': 0.25}",
+        "Mixture.stages = {2: {'code': 0.5, 'web': 0.5}}",
+        "TextData.source = 'embedded'",
+    ]
+    text, mixture = (
+        plan(load_config(tiny_config, some), target="v5e:2x4", compile=False, search=search)
+        for some in ([], bindings)
+    )
+    assert mixture.to_json()["memory"] == text.to_json()["memory"]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_pipeline_whose_layers_do_not_divide_is_planned(schedule):
     """12 layers on 8 stages: the longest has 2, the others are padded to that."""

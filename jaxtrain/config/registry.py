@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -17,8 +18,23 @@ C = typing.TypeVar("C")
 def configurable(cls: T) -> T:
     """Registers a frozen dataclass under its own name, so that gin bindings can set its fields."""
     assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
+    if any(re.search(r"\bdict\b", str(field.type)) for field in dataclasses.fields(cls)):
+        # Figures of a plan are cached by configuration, and a dict has no hash of its own.
+        setattr(cls, "__hash__", _hash_settings)  # noqa: B010
     CONFIGURABLES[cls.__name__] = cls
     return cls
+
+
+def _hash_settings(settings: typing.Any) -> int:
+    """The hash of a dataclass whose fields may hold dicts."""
+    return hash(tuple(_hashable(getattr(settings, f.name)) for f in dataclasses.fields(settings)))
+
+
+def _hashable(value: typing.Any) -> typing.Any:
+    """A value by which equal ones have the same hash, whatever the order of their dicts."""
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(one)) for key, one in value.items())
+    return value
 
 
 def is_configurable(cls: type) -> bool:

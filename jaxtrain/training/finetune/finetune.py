@@ -54,7 +54,7 @@ class Finetune:
     """
 
     freeze: tuple[str, ...] = ()
-    unfreeze: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    unfreeze: dict[str, int] = dataclasses.field(default_factory=dict)
     fresh: tuple[str, ...] = ()
     lora_rank: int | None = None
     lora_alpha: float = 16.0

@@ -57,8 +57,8 @@ class Optimizer:
     rule: Annotated[Rule, ByName("name", rules)] = AdamW()
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
-    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    weight_decays: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    weight_decays: dict[str, float] = dataclasses.field(default_factory=dict)
     l1: float = 0.0
     l2: float = 0.0
     clip_value: float | None = None

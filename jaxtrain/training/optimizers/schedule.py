@@ -61,7 +61,7 @@ class Schedule:
     final_fraction: float = 0.1
     decay_steps: int = 0
     power: float = 2.0
-    factors: dict[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    factors: dict[int, float] = dataclasses.field(default_factory=dict)
     plateau_patience: int = 0
     plateau_factor: float = 0.5
     plateau_window: int = 100
