@@ -91,7 +91,8 @@ def test_settings_with_dicts_have_a_hash_as_equal_ones_have():
 
     one = Beds(sizes={"a": 1.0, "b": 2.0}, later={3: {"a": 1.0, "b": 0.0}})
     other = Beds(sizes={"b": 2.0, "a": 1.0}, later={3: {"b": 0.0, "a": 1.0}})
-    assert one == other and hash(one) == hash(other)
+    assert one == other
+    assert hash(one) == hash(other)
     assert hash(one) != hash(Beds(sizes={"a": 1.0, "b": 2.0}))
     assert {Root(Garden(size=1, tool=one)): 1}[Root(Garden(size=1, tool=other))] == 1
 

@@ -4,6 +4,8 @@ A run that goes on reads the reference that it began with.
 """
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from chat_model import NAMES, save_model, save_tokenizer, write_lines
 from conftest import make_layout, make_program, text_batch
 from parity import assert_equal, evaluate
 
+from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.preferences import PreferenceData
 from jaxtrain.data.text.source import TextData
@@ -224,3 +227,18 @@ def one_device():
 def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
     program = make_program(GPT2, make_layout(**layout), objective=DPO(beta=0.2), **changes)
     assert_equal(evaluate(program, some_pairs()), one_device)
+
+
+def test_the_file_of_the_guide_trains_as_it_is_printed(folder, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "finetuning.md").read_text()
+    (text,) = re.findall(r"```gin\n(include .*?)```", page, re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("preferences.gin").write_text(text)
+    Path("pairs.jsonl").write_bytes((folder / "pairs.jsonl").read_bytes())
+    short = ["Train.steps = 1", "Train.eval_batches = 1", "PreferenceData.heldout_fraction = 0.3",
+             "GPT.num_layers = 1", "GPT.embed_dim = 32"]  # fmt: skip
+    words = [word for binding in short for word in ("-b", binding)]
+    assert main(["train", "preferences.gin", "--simulate-devices", "8", *words]) == 0
+    said = capsys.readouterr().out
+    assert "by preferences.gin nothing uses TextData" in said
+    assert "eval_margin" in said

@@ -107,6 +107,36 @@ def test_what_an_override_leaves_unread_is_left_out_with_a_line(tmp_path):
     assert load_config(again).notes == ()
 
 
+def test_what_a_file_overrides_of_its_base_is_left_out_with_a_line(tmp_path):
+    (tmp_path / "base.gin").write_text(
+        "WIDTH = 64\nTrain.model = @GPT()\nGPT.num_layers = 2\nGPT.embed_dim = %WIDTH\n"
+        "Train.data = @TextData()\nTextData.source = 'synthetic'\nTrain.steps = 1\n"
+        "Train.global_batch_size = 8\n"
+    )
+    file = tmp_path / "run.gin"
+    own = "include 'base.gin'\n" + "\n".join(LLAMA).replace("=", " = ")
+    file.write_text(own + "\nTrain.data = @ChatData()\nChatData.source = 'talks.jsonl'\n")
+    config = load_config(file)
+    by = f"left out, since by {file} nothing"
+    assert config.notes == (
+        f"GPT.num_layers, GPT.embed_dim: {by} uses GPT",
+        f"TextData.source: {by} uses TextData",
+        f"WIDTH: {by} refers to %WIDTH",
+    )
+    assert config.train.data.source == "talks.jsonl"
+    # The command line overrides the file, which overrides the base.
+    config = load_config(file, ["Train.data=@SpanData()", "SpanData.text=@TextData()"])
+    assert f"TextData.source: {by} uses TextData" not in config.notes
+    assert "ChatData.source: left out, since by the bindings of the command line nothing uses " in (
+        "\n".join(config.notes)
+    )
+    assert config.train.data.text.source == "synthetic"
+    # What the file sets itself is no leftover of its base.
+    file.write_text(own + "\nGPT.num_layers = 3\n")
+    with pytest.raises(UserError, match="GPT.num_layers is set, but nothing in this"):
+        load_config(file)
+
+
 def test_what_nothing_could_read_stays_refused(tmp_path):
     file = tmp_path / "run.gin"
     file.write_text(

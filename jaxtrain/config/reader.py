@@ -103,6 +103,8 @@ class _Bindings:
         self.allow_imports = allow_imports
         self.search_path = search_path
         self.folder = folder
+        # What others override: the bindings until then, and what messages call those others.
+        self._overridden: list[tuple[_Bindings, str]] = []
         self._being_built: list[str] = []
 
     def add_file(self, file: Path | Text, *, included_from: Path | None = None) -> None:
@@ -125,6 +127,7 @@ class _Bindings:
                             " a run file includes at most one base, and a base includes nothing"
                         )
                     self.add_file(self._base(path, statement.filename), included_from=path)
+                self.let_override(str(path))
             else:
                 with self._noting_what_is_lacking():
                     self._add(statement, str(path))
@@ -347,53 +350,62 @@ class _Bindings:
             return {key: self._resolve(item, where, macros) for key, item in value.items()}
         return value
 
-    def alone(self) -> "_Bindings":
-        """The same bindings, to which others may be added without a trace here."""
-        found = _Bindings(
+    def let_override(self, others: str) -> None:
+        """Let bindings that are added from here on make earlier ones unused.
+
+        Args:
+          others: what messages call the later ones.
+        """
+        before = _Bindings(
             self.root,
             allow_imports=self.allow_imports,
             search_path=self.search_path,
             folder=self.folder,
         )
-        found.fields, found.macros = dict(self.fields), dict(self.macros)
-        return found
+        before.fields, before.macros = dict(self.fields), dict(self.macros)
+        self._overridden.append((before, others))
 
-    def refuse_unused(self, root: type, file: "_Bindings") -> None:
-        """Refuses the bindings that nothing read, but for those of the file that were overridden.
+    def has_used(self, key: str | tuple[str, str], binding: Binding) -> bool:
+        """Whether this binding, of a macro or a field, was read when something was built."""
+        if isinstance(key, str):
+            return self.macros.get(key) is binding and key in self.used_macros
+        return self.fields.get(key) is binding and key in self.used_fields
 
-        Args:
-          root: what was built of the bindings.
-          file: the bindings of the file alone.
-        """
+    def refuse_unused(self) -> None:
+        """Reject the bindings that nothing read; those that later bindings override get a note."""
         if self.lacks_bindings or self.lacks_modules:
             return
         fields = {key: one for key, one in self.fields.items() if key not in self.used_fields}
         macros = {key: one for key, one in self.macros.items() if key not in self.used_macros}
-        if fields or macros:
-            for cls in sections(root).values():
-                file.build(cls)
+        overridden = self._overridden[::-1] if fields or macros else []
+        for before, _ in overridden:
+            for cls in sections(self.root).values():
+                before.build(cls)
+
+        def overridden_by(key: str | tuple[str, str], binding: Binding) -> str | None:
+            return next((others for one, others in overridden if one.has_used(key, binding)), None)
+
         replaced: dict[str, list[str]] = {}
-        for (name, field), binding in fields.items():
-            if file.fields.get((name, field)) is binding and (name, field) in file.used_fields:
-                replaced.setdefault(f"uses {name}", []).append(f"{name}.{field}")
+        for key, binding in fields.items():
+            name, field = key
+            if (others := overridden_by(key, binding)) is not None:
+                unused = f"by {others} nothing uses {name}"
+                replaced.setdefault(unused, []).append(f"{name}.{field}")
             else:
                 self.mistakes.append(
                     f"{binding.origin}: {name}.{field} is set, but nothing in this configuration "
                     f"uses {name}{how_to_choose(name)}"
                 )
         for name, binding in macros.items():
-            if file.macros.get(name) is binding and name in file.used_macros:
-                replaced.setdefault(f"refers to %{name}", []).append(name)
+            if (others := overridden_by(name, binding)) is not None:
+                replaced.setdefault(f"by {others} nothing refers to %{name}", []).append(name)
             else:
                 self.mistakes.append(
                     f"{binding.origin}: {name} = ... is set, but nothing refers to %{name}"
                     f"{self._meant(None, name) or '; a setting is written Section.name = value'}"
                 )
-        for reading, names in replaced.items():
-            self.notes.append(
-                f"{', '.join(names)}: left out, since by the bindings of the command line nothing "
-                f"{reading}"
-            )
+        for unused, names in replaced.items():
+            self.notes.append(f"{', '.join(names)}: left out, since {unused}")
 
 
 def load(
@@ -430,11 +442,11 @@ def load(
             found.add([one for one in statements if _is_import(one)], f"-b {text!r}")
     if file is not None:
         found.add_file(file)
-    of_file = found.alone()
+    found.let_override("the bindings of the command line")
     for text in bindings:
         found.add_single(text)
     built = {name: found.build(cls) for name, cls in sections(root).items()}
-    found.refuse_unused(root, of_file)
+    found.refuse_unused()
     loaded = root(imports=tuple(found.imports), notes=tuple(found.notes), **built)
     if found.mistakes:
         raise ConfigError(found.mistakes, loaded)
