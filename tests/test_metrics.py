@@ -19,8 +19,10 @@ from jaxtrain.parallel import chips
 from jaxtrain.run import metrics, metrics_file
 from jaxtrain.run.show.plot import loss_png
 from jaxtrain.training.guard import BadStepError
+from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
 
 RATES = {"tokens_per_second", "step_seconds", "mfu"}
+YARDSTICK = Yardstick(baselines=(Baseline("loss", "unigram entropy", 3.25),))
 TRAIN_KEYS = {"step", "loss", "grad_norm", "learning_rate"} | RATES
 
 
@@ -277,12 +279,12 @@ def test_a_drawing_holds_no_more_of_a_run_than_its_points(tmp_path):
             for step in range(steps)
         )
     )
-    loss_png([{"step": 1, "loss": 1.0}], {})  # fonts
+    loss_png([{"step": 1, "loss": 1.0}])  # fonts
     tracemalloc.start()
     seen = sum(1 for _ in metrics_file.each_line(file))
     of_reading = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
-    loss_png(metrics_file.each_line(file), {})
+    loss_png(metrics_file.each_line(file))
     of_drawing = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert seen == steps
@@ -291,7 +293,7 @@ def test_a_drawing_holds_no_more_of_a_run_than_its_points(tmp_path):
     loss_free = tmp_path / "short.jsonl"
     loss_free.write_text('{"step": 1, "loss": 1.5}\n')
     tracemalloc.start()
-    loss_png(metrics_file.each_line(loss_free), {})
+    loss_png(metrics_file.each_line(loss_free))
     of_picture = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert of_drawing - of_picture < file.stat().st_size
@@ -389,7 +391,7 @@ def test_event_files_hold_the_same_metrics(tmp_path):
 
 
 def test_the_plot_is_a_picture_at_evaluations_and_at_the_end(tmp_path):
-    log = make_log(tmp_path, references={"unigram entropy": 3.25})
+    log = make_log(tmp_path, yardstick=YARDSTICK)
     run(log, 1, 4)
     log.now(4, {"eval_loss": 4.5})
     log._files._drawing.result()
@@ -411,7 +413,7 @@ def test_runs_of_one_process_draw_with_the_same_fonts(tmp_path):
     """As a notebook's, which trains again and again: matplotlib keeps each thread's fonts open."""
     counts = []
     for number in range(4):
-        files = metrics_file.MetricsFiles(tmp_path / f"{number}", 0, {})
+        files = metrics_file.MetricsFiles(tmp_path / f"{number}", 0, Yardstick())
         files.write({"step": 1, "loss": 2.0})
         files.close()
         counts.append(len(list(Path("/proc/self/fd").iterdir())))

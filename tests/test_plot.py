@@ -6,7 +6,8 @@ import numpy as np
 from PIL import Image
 
 from jaxtrain.run.show.picture import Picture
-from jaxtrain.run.show.plot import loss_figure, loss_png, reference_losses
+from jaxtrain.run.show.plot import loss_figure, loss_png
+from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
 
 
 def test_the_plot_shows_the_lines_given():
@@ -16,7 +17,9 @@ def test_the_plot_shows_the_lines_given():
         {"step": 2, "eval_loss": 4.5},
         {"step": 3, "loss": 4.0},
     ]
-    (axes,) = loss_figure(lines, {"unigram entropy": 3.25}).axes
+    beaten = Baseline("loss", "unigram entropy", 3.25)
+    (axes,) = loss_figure(lines, Yardstick("nats a token", baselines=(beaten,))).axes
+    assert axes.get_ylabel() == "loss (nats a token)"
     curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert curves["training loss"][0] == [1, 5]
     assert curves["training loss"][2] == [3, 4]
@@ -27,13 +30,13 @@ def test_the_plot_shows_the_lines_given():
 
 def test_the_bytes_are_a_picture():
     lines = [{"step": step, "loss": 5.0 - step} for step in range(4)]
-    with Image.open(io.BytesIO(loss_png(lines, {}))) as image:
+    with Image.open(io.BytesIO(loss_png(lines))) as image:
         image.load()
         assert image.format == "PNG"
 
 
 def test_a_run_without_lines_gives_empty_axes():
-    (axes,) = loss_figure([], {}).axes
+    (axes,) = loss_figure([]).axes
     assert axes.get_lines() == []
     assert axes.get_legend() is None
 
@@ -43,8 +46,3 @@ def test_a_picture_is_the_same_in_files_and_notebooks():
     with Image.open(io.BytesIO(picture._repr_png_())) as image:
         assert image.size == (240, 120)
     assert picture.png() == picture._repr_png_()
-
-
-def test_a_text_must_be_beaten_at_its_entropy_and_images_at_nothing():
-    assert reference_losses({"unigram_entropy": 3.25, "documents": 7}) == {"unigram entropy": 3.25}
-    assert reference_losses({"train_images": 4000}) == {}

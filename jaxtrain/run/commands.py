@@ -149,15 +149,12 @@ def _quickstart_devices(console: Console) -> list[str]:
 
 
 def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdir: Place) -> None:
-    facts = trainer.dataset.facts
+    train, facts = trainer.config.train, trainer.dataset.facts
     words = ", ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items())
     console.print(f"Held out: {words}")
-    if "unigram_entropy" in facts:
-        console.print(
-            f"Held-out loss {values['eval_loss']:.4f} nats a token, against the text's unigram "
-            f"entropy {facts['unigram_entropy']:.4f}"
-        )
-    tokenizer, model = trainer.dataset.tokenizer, trainer.config.train.model
+    if (line := train.task.yardstick(train.model, facts).sentence(values)) is not None:
+        console.print(line)
+    tokenizer, model = trainer.dataset.tokenizer, train.model
     if tokenizer is not None and reads_pairs(model):
         example = trainer.dataset.heldout.example(0, None)
         source_S: Any = example.source

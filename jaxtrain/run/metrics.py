@@ -22,10 +22,10 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.chips import peak_flops
 from jaxtrain.run.metrics_file import MetricsFiles, lines_of, numbers_of, strict
 from jaxtrain.run.show.confusion import class_names
-from jaxtrain.run.show.plot import reference_losses
 from jaxtrain.run.show.progress import Display
 from jaxtrain.training.exchange.shares import means
 from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
+from jaxtrain.training.objectives.yardstick import Yardstick
 from jaxtrain.training.program.program import flops_per_step
 from jaxtrain.training.settings import Config
 
@@ -60,7 +60,7 @@ class MetricsLog:
         first_step: int,
         log_every: int,
         terminal: Console,
-        references: Mapping[str, float] | None = None,
+        yardstick: Yardstick = Yardstick(),  # noqa: B008 - frozen
         class_names: Sequence[str] = (),
         guard: Guard = Guard(),  # noqa: B008 - frozen
         history: list[dict[str, Any]] | None = None,
@@ -78,7 +78,7 @@ class MetricsLog:
             past `first_step` are dropped.
           log_every: steps between two lines.
           terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
-          references: horizontal lines of loss.png, label to loss.
+          yardstick: what loss.png draws, and compares it with.
           class_names: of confusion.png; none: classes have numbers alone.
           guard: what happens at a bad step.
           history: takes the lines where no file does; those past `first_step` are dropped.
@@ -97,7 +97,7 @@ class MetricsLog:
         self._pending: collections.deque[_Dispatched] = collections.deque()
         is_writer = jax.process_index() == 0
         self._files = (
-            MetricsFiles(workdir, first_step, references or {}, class_names)
+            MetricsFiles(workdir, first_step, yardstick, class_names)
             if is_writer and workdir
             else None
         )
@@ -328,7 +328,7 @@ def open_log(
         first_step=first,
         log_every=train.log_every,
         terminal=terminal,
-        references=reference_losses(dataset.facts),
+        yardstick=train.task.yardstick(train.model, dataset.facts),
         class_names=class_names(dataset.facts),
         guard=config.guard,
         history=history,

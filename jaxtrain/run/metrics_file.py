@@ -20,6 +20,7 @@ from jaxtrain.run.appended import Appended
 from jaxtrain.run.event_file import EventFile
 from jaxtrain.run.show.confusion import CONFUSION, confusion_figure
 from jaxtrain.run.show.plot import loss_png
+from jaxtrain.training.objectives.yardstick import Yardstick
 
 METRICS_FILE = "metrics.jsonl"
 DAMAGED_FILE = "metrics.damaged.jsonl"  # lines that a resume found damaged
@@ -36,14 +37,14 @@ class MetricsFiles:
         self,
         workdir: Path,
         first_step: int,
-        references: Mapping[str, float],
+        yardstick: Yardstick,
         class_names: Sequence[str] = (),
     ) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         self._metrics = workdir / METRICS_FILE
         self._image = workdir / PLOT_FILE
         self._matrix = workdir / CONFUSION_FILE
-        self._references, self._class_names = dict(references), tuple(class_names)
+        self._yardstick, self._class_names = yardstick, tuple(class_names)
         self._confusion: list[list[int]] | None = None  # of this attempt's last evaluation
         drop_lines_past(self._metrics, first_step)
         self._lines = Appended(self._metrics)
@@ -66,7 +67,7 @@ class MetricsFiles:
 
     def _draw(self) -> None:
         # One line at a time: a run's memory would grow with its length by what all of them take.
-        write_atomically(self._image, loss_png(each_line(self._metrics), self._references))
+        write_atomically(self._image, loss_png(each_line(self._metrics), self._yardstick))
         if self._confusion is not None:
             write_atomically(
                 self._matrix, confusion_figure(self._confusion, self._class_names).png()

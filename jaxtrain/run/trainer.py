@@ -50,7 +50,7 @@ from jaxtrain.run.reference import first_reference, stored_reference
 from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import notebook, report
-from jaxtrain.run.show.plot import loss_figure, reference_losses
+from jaxtrain.run.show.plot import loss_figure
 from jaxtrain.run.show.progress import quiet, say
 from jaxtrain.run.tracking.services import Track
 from jaxtrain.run.tracking.tracking import Tracking, trackings
@@ -540,8 +540,9 @@ class Trainer:
         return list(self._lines) if folder is None else lines_of(folder)
 
     def plot(self) -> "Picture":
-        """The training and evaluation loss so far, beside what a model must beat."""
-        return loss_figure(self.history, reference_losses(self.dataset.facts))
+        """The loss and the objective's other metrics so far, with what a model must beat."""
+        train = self.config.train
+        return loss_figure(self.history, train.task.yardstick(train.model, self.dataset.facts))
 
     def plot_sharding(self, name: str) -> "Picture":
         """Which devices hold which part of the parameter that `table` calls so.

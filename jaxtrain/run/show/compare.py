@@ -80,7 +80,7 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
 def table(runs: Iterable[Run]) -> Table:
     """Where each run stands: the last values it has."""
     runs = list(runs)
-    names = ["step", "loss", "eval_loss", *_accuracies(runs), "learning_rate"]
+    names = ["step", "loss", "eval_loss", *_metrics(runs), "learning_rate"]
     shown = Table(title="Runs, at their last step", title_justify="left")
     shown.add_column("run", overflow="fold")
     for name in names:
@@ -93,12 +93,14 @@ def table(runs: Iterable[Run]) -> Table:
 
 
 def figure(runs: Sequence[Run]) -> "Picture":
-    """Losses, accuracies and learning rates over steps, a panel each."""
+    """Losses, the objectives' metrics and learning rates over steps, a panel each."""
     from jaxtrain.run.show.picture import Picture
 
-    panels = [("loss", ("loss", "eval_loss"))]
-    panels += [(name.replace("_", " "), (name,)) for name in _accuracies(runs)]
-    panels.append(("learning rate", ("learning_rate",)))
+    drawn: dict[str, list[str]] = {"loss": ["loss", "eval_loss"]}
+    for name in _metrics(runs):
+        drawn.setdefault(name.removeprefix("eval_"), []).append(name)
+    panels = [(names[0].replace("_", " "), names) for names in drawn.values()]
+    panels.append(("learning rate", ["learning_rate"]))
     picture = Picture(8, 1 + 2.6 * len(panels))
     several = picture.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, names) in zip(several, panels, strict=True):
@@ -153,7 +155,15 @@ def curve(
     return steps, values
 
 
-def _accuracies(runs: Iterable[Run]) -> list[str]:
-    """The names of the metrics that are accuracies, in any run."""
-    names = {name for run in runs for line in run.lines for name in line}
-    return sorted(name for name in names if "accuracy" in name)
+def _metrics(runs: Iterable[Run]) -> list[str]:
+    """The objectives' metrics other than the loss: those of both training and evaluation lines,
+    and accuracies."""
+    names = {name for run in runs for line in run.lines for name in line} - {"loss", "eval_loss"}
+    found = (
+        name
+        for name in names
+        if "accuracy" in name
+        or f"eval_{name}" in names
+        or (name.startswith("eval_") and name.removeprefix("eval_") in names)
+    )
+    return sorted(found, key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))

@@ -1,6 +1,6 @@
 """The class of each image or vector: classifiers. Letters: B batch, C classes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +18,7 @@ from jaxtrain.training.objectives.confusion import evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
 
 class Classification(AnswerObjective, TellsLogits[Predictor]):
@@ -38,6 +39,12 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
                 f"classes; use at least {found}"
             )
         return dataset
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Nats an example, the accuracy, and a uniform guess."""
+        del facts
+        _, classes = classes_of(model)
+        return Yardstick("nats an example", ("accuracy",), uniform_guess(classes))
 
     def of_answers(
         self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool

@@ -24,6 +24,7 @@ from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, perplexity, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
 from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import load_config
 
@@ -130,6 +131,12 @@ class Distillation(TokenObjective):
                 f"{said} with Exchange.method={exchange!r}: such replicas train all parameters; "
                 "use Exchange.method='synchronous'"
             )
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """The loss is a mixture of its two parts; the cross entropy is compared with the text's."""
+        del model
+        metrics = ("cross_entropy", "divergence")
+        return Yardstick(metrics=metrics, baselines=text_entropy(facts, "cross_entropy"))
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
         """`perplexity`, of the cross entropy."""

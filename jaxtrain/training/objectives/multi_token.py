@@ -4,7 +4,8 @@ Source: arXiv 2412.19437, section 2.2, equations 21 to 25. Letters: B batch, T l
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtrain.nn.transformer import PredictsMore
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.next_token import NextToken
 from jaxtrain.training.objectives.tokens import added, token_loss
+from jaxtrain.training.objectives.yardstick import Yardstick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,11 @@ class MultiToken(NextToken):
             further_tokens=model.predicted_tokens - 1,
             further_weight=model.prediction_weight,
         )
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """That of the next token, and what is minimised with it."""
+        whole = super().yardstick(model, facts)
+        return dataclasses.replace(whole, metrics=("multi_token_loss",))
 
     def in_order(self, batch: Batch) -> Batch:
         """With the rows further on beside it."""

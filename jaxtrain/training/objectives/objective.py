@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.confusion import CONFUSION, metrics_of
 from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.yardstick import Yardstick
 
 # The modules that it trains.
 M = TypeVar("M")
@@ -173,6 +174,16 @@ class Objective(abc.ABC, Generic[M]):
         """What of held-out examples is told beside the means over `evaluated`, given by name."""
         del means
         return {}
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """What its metrics are measured in and compared with, in a run's end line and pictures.
+
+        Args:
+          model: the model's settings.
+          facts: of the data, as in `Dataset`.
+        """
+        del model, facts
+        return Yardstick()
 
     @final
     def evaluation(self, sums: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ Source: Rafailov et al. 2023 (arXiv 2305.18290), equation 7. Letters: B batch, T
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ from jaxtrain.config.errors import refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.text.preferences import CHOSEN
+from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
 
 
 @configurable
@@ -54,6 +57,17 @@ class DPO(TokenObjective):
         """Nothing: the loss is of no token."""
         del means
         return {}
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Nats a pair; the model that the run starts from has a margin of 0."""
+        del model, facts
+        label = "the reference model"
+        baselines = (
+            Baseline("loss", label, math.log(2)),
+            Baseline("accuracy", "a guess", 0.5),
+            Baseline("margin", label, 0.0),
+        )
+        return Yardstick("nats a pair", ("accuracy", "margin"), baselines)
 
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool

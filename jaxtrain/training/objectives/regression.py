@@ -1,7 +1,7 @@
 """The numbers of each vector: least squares. Letters: B batch, K numbers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +12,7 @@ from jaxtrain.models.model import Inputs, Model, vector_model
 from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.losses import Loss, Sums, refuse_unread
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.yardstick import Yardstick
 
 
 class Regression(AnswerObjective):
@@ -23,6 +24,11 @@ class Regression(AnswerObjective):
     def told(self, batch: Batch) -> jax.Array:
         """The numbers [B, K] that are to be told."""
         return batch.targets
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Squared errors, which fall over orders of magnitude, and absolute ones."""
+        del model, facts
+        return Yardstick("squared error", ("absolute_error",), scale="log")
 
     def of_answers(
         self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool

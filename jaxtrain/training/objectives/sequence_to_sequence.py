@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective, TellsLogits
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.yardstick import Yardstick
 
 
 class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
@@ -43,6 +44,11 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     def over(self, name: str) -> str:
         """`rows` for exact matches, `weight` for all else."""
         return "rows" if name in ("rows", "exact_match") else "weight"
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Nats a token; the tokens and the whole targets that are predicted."""
+        del model, facts
+        return Yardstick("nats a token", ("accuracy", "exact_match"))
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
         """`perplexity`."""

@@ -4,17 +4,18 @@ Letters: B batch, T length, D embed, C classes.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import ClassModel, TokenModel
+from jaxtrain.models.model import ClassModel, Model, TokenModel
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.confusion import CONFUSION, TOP, evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
 
 class TokenClassification(TokenObjective):
@@ -50,6 +51,12 @@ class TokenClassification(TokenObjective):
             right_BT = logits_BTC.argmax(-1) == batch.targets
         sums = {"loss": told_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
         return sums if train else sums | evaluation_sums(logits_BTC, batch.targets, mask_BT)
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Nats a label, the accuracy, and a uniform guess."""
+        del facts
+        assert isinstance(model, ClassModel), "refused before"
+        return Yardstick("nats a label", ("accuracy",), uniform_guess(model.num_classes))
 
     def told(self, model: TokenModel) -> tuple[str, int]:
         """Its classes."""

@@ -41,6 +41,7 @@ from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective, TellsLogits, objective_named
 from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
 
 RESIDUAL = ("batch", "residual_length", "embed")
 
@@ -162,6 +163,11 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
         """`perplexity`."""
         return {"perplexity": perplexity(means["loss"])}
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Nats a token, and the unigram entropy of the text."""
+        del model
+        return Yardstick("nats a token", baselines=text_entropy(facts))
 
     def sums(
         self,
