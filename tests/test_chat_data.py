@@ -210,5 +210,6 @@ def test_a_folder_and_a_part_held_out(tmp_path):
         "a9!",
         "b9!",
     ]  # files in order, the tenth of each ten
-    with pytest.raises(UserError, match=r"cannot part the 20 records.*use at least 0.05"):
-        ChatData(source=str(tmp_path), heldout_fraction=0.01).open(seed=0)
+    write_lines(tmp_path / "one.jsonl", lines[:1])
+    with pytest.raises(UserError, match=r"cannot split the 1 record .*give at least 2 records"):
+        ChatData(source=str(tmp_path / "one.jsonl")).open(seed=0)

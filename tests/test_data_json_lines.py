@@ -108,15 +108,16 @@ def test_files_that_are_no_text_are_counted_by_ending_and_said(tmp_path):
     facts = documents(tmp_path)[1]
     assert facts["files"] == 1
     assert facts["files_left_out"] == 4
-    assert facts["endings_left_out"] == ".png 2, .pdf 1, no ending 1"
+    assert facts["endings_left_out"] == ".png 2, .pdf 1, no ending and not UTF-8 text 1"
     printed = io.StringIO()
     show_facts(Console(file=printed, width=40), facts, "0" * 64)
     told = printed.getvalue().splitlines()
     assert told[1] == (
-        "Left out 4 files beside the 1 that are read, for endings that are not text's: "
-        ".png 2, .pdf 1, no ending 1"
+        "Left out 4 files next to the 1 that are read (.png 2, .pdf 1, no ending and not UTF-8 "
+        "text 1): their endings are not those of text; a pattern as the source, 'DIR/**', reads "
+        "all files"
     )
     assert ".png" not in told[0]
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(UserError, match=r"empty text.*; 4 files are left out.*\.png 2, \.pdf 1"):
+    with pytest.raises(UserError, match=r"empty text.*; Left out 4 files.*\.png 2, \.pdf 1"):
         documents(tmp_path)

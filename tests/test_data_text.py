@@ -276,13 +276,6 @@ def test_a_split_shorter_than_a_row_is_refused(tmp_path):
     assert "its training part" in refusal(source=str(path), sequence_length=300)
 
 
-def test_a_fraction_that_holds_out_nothing_is_refused_with_the_least_that_does(folder):
-    message = refusal(source=str(folder), heldout_fraction=0.04, sequence_length=8)
-    assert "TextData.heldout_fraction = 0.04 holds out none of the 20 documents" in message
-    assert "use at least 0.05" in message
-    assert TextData(source=str(folder), heldout_fraction=0.05, sequence_length=8).open(seed=0)
-
-
 def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (folder / "a" / "link.txt").symlink_to(tmp_path / "secret.txt")

@@ -178,4 +178,4 @@ def test_what_is_left_out_of_a_folder_is_said(tiny_config, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some words\n" * 100)
     (tmp_path / "b.pdf").write_bytes(np.arange(9, dtype=np.uint8).tobytes())
     out = shown(capsys, tiny_config, "-b", f"TextData.source = {str(tmp_path)!r}", "--examples", 0)
-    assert "Left out 1 files beside the 1 that are read" in out
+    assert "Left out 1 file next to the 1 that are read" in out

@@ -457,8 +457,8 @@ def test_what_cannot_be_prepared_is_refused_and_nothing_is_lost(stored, tmp_path
         made(text, own)
     assert [file.name for file in own.iterdir()] == ["notes"]
     (tmp_path / "two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    with pytest.raises(UserError, match=r"holds out none of the 2 documents"):
-        made(TextData(source=str(tmp_path / "two.jsonl")), tmp_path / "none held out")
+    two = made(TextData(source=str(tmp_path / "two.jsonl")), tmp_path / "two")
+    assert [two.parts[split].texts for split in ("train", "heldout")] == [1, 1]
 
 
 def test_the_command_says_what_it_made_and_refuses_with_2(tmp_path, capsys, tokenizer_file):

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.left_out import merged
 from jaxtrain.data.mixing import Mixing, Source, shares_by_size
 from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
 from jaxtrain.data.text.fill_in_middle import filled
@@ -186,6 +187,7 @@ class Mixture:
         for name in ("documents", "train_tokens", "heldout_tokens"):
             facts[name] = sum(int(one.facts[name]) for one in opened.values())
         facts["vocab_size"] = self.vocab_size
+        facts |= merged({name: one.facts for name, one in opened.items()})
         # Of a model that knows which source it reads, and how often each token is there.
         nats = sum(
             float(one.facts["unigram_entropy"]) * int(one.facts["heldout_tokens"])

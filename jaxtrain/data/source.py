@@ -115,6 +115,14 @@ def is_heldout(count: int, fraction: float) -> np.ndarray:
     return np.diff(_held_before(np.arange(count + 1), fraction)) > 0
 
 
+def hold_out(count: int, fraction: float) -> np.ndarray:
+    """bool [count]: as `is_heldout`; the last of two or more where the fraction holds out none."""
+    held = is_heldout(count, fraction)
+    if count > 1 and not held.any():
+        held[-1] = True
+    return held
+
+
 def is_held_out(place: int, fraction: float) -> bool:
     """Whether `is_heldout` holds out this place, however many follow."""
     return bool(np.diff(_held_before(np.arange(place, place + 2), fraction))[0] > 0)

@@ -10,6 +10,7 @@ from jaxtrain.config.buckets import BucketPath, Place, place
 from jaxtrain.config.errors import UserError, counted
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.shipped import shipped_headers
+from jaxtrain.data.left_out import sentences
 from jaxtrain.data.text.prepare import prepare, source_characters
 from jaxtrain.data.text.sending import prepare_in_bucket
 from jaxtrain.data.text.source import TextData
@@ -87,10 +88,4 @@ def _tell(console: Console, store: Store, out: Place, data: TextData) -> None:
         f"To train on them: -b 'TextData.source=\"{out}\"'"
         + ("" if data.tokenizer == "byte" else f" -b 'TextData.tokenizer=\"{data.tokenizer}\"'"),
     ]
-    if "files_left_out" in store.facts:
-        left, endings = store.facts["files_left_out"], store.facts["endings_left_out"]
-        lines.insert(0, f"Left out: {left:,} files whose endings are not those of text ({endings})")
-    if "bad_records" in store.facts:
-        bad, first = store.facts["bad_records"], store.facts["first_bad_records"]
-        lines.insert(0, f"Left out: {bad:,} records ({first})")
-    say(console, *lines)
+    say(console, *sentences(store.facts), *lines)

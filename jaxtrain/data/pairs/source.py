@@ -14,12 +14,14 @@ from jaxtrain.config.errors import UserError, refuse_below
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.left_out import heldout_facts
 from jaxtrain.data.pairs import files
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
     digest,
     existing_path,
+    hold_out,
     is_heldout,
 )
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
@@ -124,7 +126,7 @@ class PairData:
         else:
             tokenizer = self.open_tokenizer()
             pairs, count = self._fitting(self._texts(), tokenizer)
-        held = is_heldout(len(pairs), self.heldout_fraction)
+        held = hold_out(len(pairs), self.heldout_fraction)
         if held.all() or not held.any():
             raise UserError(
                 f"PairData.source = {self.source!r}: of its {count} pairs {len(pairs)} fit into "
@@ -143,6 +145,9 @@ class PairData:
         }
         if most > 1:
             facts["answers"] = sum(len(targets) for _, targets in pairs)
+        if not is_heldout(len(pairs), self.heldout_fraction).any():
+            setting = "PairData.heldout_fraction"
+            facts |= heldout_facts(setting, self.heldout_fraction, len(pairs), "pair")
         if count > len(pairs):
             facts["pairs_left_out"] = count - len(pairs)
         header = {

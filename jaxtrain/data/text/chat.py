@@ -57,7 +57,7 @@ class ChatData(Templated):
         def encoded(record: dict[str, Any]) -> Encoded:
             return written(record, template, self.messages_field).encoded(tokenizer)
 
-        *splits, records = self.split(encoded)
+        *splits, left_out = self.split(encoded)
         train, heldout = (self._packed(split, tokenizer) for split in splits)
         header = {
             "kind": "chat",
@@ -77,7 +77,7 @@ class ChatData(Templated):
             "vocab_size": tokenizer.vocab_size,
             "unigram_entropy": _unigram_entropy(train, heldout, tokenizer.vocab_size),
             "train_padding": train.rows.padding,
-            **records.facts(),
+            **left_out,
         }
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
 

@@ -9,9 +9,17 @@ from pathlib import Path, PurePosixPath
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.left_out import ending_of, file_facts
 from jaxtrain.data.source import walk_files
 from jaxtrain.data.text import array_records, columnar, csv_lines, json_lines, saved_datasets
-from jaxtrain.data.text.pieces import COMPRESSED, Document, Text, TextFile, plain_name
+from jaxtrain.data.text.pieces import (
+    COMPRESSED,
+    Document,
+    Text,
+    TextFile,
+    begins_with_text,
+    plain_name,
+)
 from jaxtrain.data.text.records import BadRecord, Records
 
 Reader = Callable[[Place, str], Iterator[str | BadRecord]]
@@ -48,9 +56,6 @@ EMBEDDED_EXCLUDED_FOLDERS = frozenset(
 )
 
 
-NO_ENDING = "no ending"
-
-
 @dataclasses.dataclass(frozen=True)
 class Files:
     """The text files of a source.
@@ -65,14 +70,7 @@ class Files:
 
     def facts(self) -> dict[str, int | str]:
         """Of a folder from which files are left out: how many, and their endings, most first."""
-        if not self.left_out:
-            return {}
-        most = sorted(self.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
-        return {
-            "files": len(self.paths),
-            "files_left_out": sum(self.left_out.values()),
-            "endings_left_out": ", ".join(f"{ending} {count:,}" for ending, count in most),
-        }
+        return file_facts(len(self.paths), self.left_out)
 
     def documents(self, records: Records) -> Iterator[Document]:
         """A document a file, or a record of the files of records; blank ones too.
@@ -118,7 +116,8 @@ def is_packed(path: Place) -> bool:
 def files_of(source: Place, split: str, setting: str) -> Files:
     """The file itself, or every text file under a folder, in order of its path.
 
-    A file is text by its ending: one of TEXT_SUFFIXES or of a format of records.
+    A file is text by its ending: one of TEXT_SUFFIXES or of a format of records. One without an
+    ending is text if it begins with UTF-8 text.
 
     Args:
       source: a file or a folder.
@@ -135,10 +134,11 @@ def files_of(source: Place, split: str, setting: str) -> Files:
     paths, left_out = [], Counter[str]()
     for path, *_ in walk_files(source, "TextData.source"):
         ending = PurePosixPath(plain_name(path)).suffix
-        if ending in TEXT_SUFFIXES or reader_of(path) is not None:
+        is_text = ending in TEXT_SUFFIXES if ending else begins_with_text(path)
+        if is_text or reader_of(path) is not None:
             paths.append(path)
         else:
-            left_out[path.suffix.lower() or NO_ENDING] += 1
+            left_out[ending_of(path.name) + (" and not UTF-8 text" if not ending else "")] += 1
     return Files(paths, left_out)
 
 

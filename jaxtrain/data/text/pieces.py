@@ -17,6 +17,7 @@ from jaxtrain.data.tokenizer import PIECE_CHARACTERS, split_at_lines
 READ_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
 COMPRESSED = (".gz", ".zst")
+_HEAD_BYTES = 1 << 13  # that tell text from other files
 
 
 class Document(Protocol):
@@ -137,6 +138,21 @@ def opened(path: Place) -> Iterator[BinaryIO]:
             yield stream
     except PermissionError as error:
         raise UserError(f"TextData.source: {path} cannot be read: permission denied") from error
+
+
+def begins_with_text(path: Place) -> bool:
+    """Whether the first bytes of a file, which may be packed, are UTF-8 text without a NUL."""
+    if isinstance(path, BucketPath) and path.suffix.lower() not in COMPRESSED:
+        head = path.read_range(0, _HEAD_BYTES)
+    else:
+        with reading(path) as stream:
+            head = stream.read(_HEAD_BYTES)
+    try:
+        # The last character may be cut.
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
 
 
 def plain_name(path: Place) -> str:

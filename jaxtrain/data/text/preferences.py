@@ -50,7 +50,7 @@ class PreferenceData(Templated):
         del seed
         tokenizer = self.open_tokenizer()
         template: Template = functools.cache(self.open_template)
-        *splits, records = self.split(lambda record: _pair(record, template, tokenizer))
+        *splits, left_out = self.split(lambda record: _pair(record, template, tokenizer))
         train, heldout = (self._rows(split) for split in splits)
         header = {
             "kind": "preferences",
@@ -71,7 +71,7 @@ class PreferenceData(Templated):
             "cut_documents": train.cut + heldout.cut,
             "vocab_size": tokenizer.vocab_size,
             "unigram_entropy": _unigram_entropy((train, heldout), tokenizer.vocab_size),
-            **records.facts(),
+            **left_out,
         }
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
 

@@ -16,6 +16,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.globs import glob_files, is_glob
+from jaxtrain.data.left_out import heldout_facts, sentences
 from jaxtrain.data.source import (
     Dataset,
     WholeBatches,
@@ -24,6 +25,7 @@ from jaxtrain.data.source import (
     digest,
     digest_of,
     existing_path,
+    hold_out,
     is_heldout,
 )
 from jaxtrain.data.text import documents, saved_datasets, token_files
@@ -205,6 +207,8 @@ class TextData:
         entropy = unigram_entropy(train, heldout, tokenizer.vocab_size)
         parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
         more = {} if files is None else {**files["train"].facts(), **records.facts()}
+        if self.heldout_split is None:
+            more |= self._heldout_rule(sum(texts))
         made = digest(self._header(tokenizer), parts)
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
@@ -221,6 +225,8 @@ class TextData:
         parts = [made for split in SPLITS for made in store.parts[split].digests]
         made = digest_of(self._header(tokenizer), parts)
         more = {name: fact for name, fact in store.facts.items() if name != "source"}
+        if store.heldout_fraction is not None:
+            more |= self._heldout_rule(sum(texts))
         entropy = store.unigram_entropy
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
@@ -298,6 +304,13 @@ class TextData:
         facts["train_padding"] = fitted.padding
         return Dataset(fitted, held, made, facts, tokenizer, "tokens")
 
+    def _heldout_rule(self, count: int) -> dict[str, str]:
+        """The fact that of so many documents the last is held out, where the fraction has none."""
+        if count < 2 or is_heldout(count, self.heldout_fraction).any():
+            return {}
+        setting = "TextData.heldout_fraction"
+        return heldout_facts(setting, self.heldout_fraction, count, "document")
+
     def _refuse_rowless(self, *rows: int) -> None:
         """Raises UserError where one of these numbers of rows is 0."""
         if not all(rows):
@@ -366,14 +379,7 @@ class TextData:
         if len(texts) == 1:
             cut = cut_at_line(texts[0], 1.0 - self.heldout_fraction)
             return [texts[0][:cut]], [texts[0][cut:]]
-        held = is_heldout(len(texts), self.heldout_fraction)
-        if not held.any():
-            least = math.ceil(1e4 / len(texts)) / 1e4
-            raise UserError(
-                f"TextData.heldout_fraction = {self.heldout_fraction} holds out none of the "
-                f"{counted(len(texts), 'document')} of TextData.source = {self.source!r}; use at "
-                f"least {least}"
-            )
+        held = hold_out(len(texts), self.heldout_fraction)
         train = [text for text, out in zip(texts, held, strict=True) if not out]
         return train, [text for text, out in zip(texts, held, strict=True) if out]
 
@@ -477,11 +483,7 @@ def _not_blank(texts: Iterable[str]) -> list[str]:
 
 
 def _without(files: documents.Files) -> str:
-    """What a refusal says of the files that are left out."""
+    """What a message says of the files that are left out."""
     if not files.left_out:
         return ""
-    facts = files.facts()
-    return (
-        f"; {facts['files_left_out']:,} files are left out, whose endings are not those of text "
-        f"({facts['endings_left_out']})"
-    )
+    return "; " + "; ".join(sentences(files.facts()))

@@ -2,16 +2,18 @@
 
 import dataclasses
 import datetime
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, counted, refuse_below
 from jaxtrain.config.values import PathOr
+from jaxtrain.data.left_out import ending_of, file_facts, heldout_facts
 from jaxtrain.data.source import (
     check_heldout_fraction,
     existing_path,
+    hold_out,
     is_heldout,
     walk_files,
 )
@@ -90,8 +92,11 @@ class Templated:
         day = today if self.date is None else self._day()
         return open_template(self._section, self.chat_template, self._tokenizer_path(), day)
 
-    def split(self, take: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[T], Records]:
-        """What `take` makes of the records to train on and of those held out, and their count.
+    def split(
+        self, take: Callable[[dict[str, Any]], T]
+    ) -> tuple[list[T], list[T], dict[str, int | str]]:
+        """What `take` makes of the records to train on and of those held out, and facts of what is
+        left out.
 
         Raises:
           UserError: a file cannot be read, too many records are bad, or a split has none.
@@ -103,36 +108,34 @@ class Templated:
             refused=f"{setting} = {self.source!r}",
             ways=f"or set {self._section}.bad_records",
         )
-        found = list(self._taken(setting, self.source, records, take))
+        left_out = Counter[str]()
+        files = _files(setting, self.source, left_out)
+        found = list(_taken(files, records, take))
         if self.heldout_source is not None:
             own = f"{self._section}.heldout_source"
-            heldout = list(self._taken(own, self.heldout_source, records, take))
+            more = _files(own, self.heldout_source, left_out)
+            heldout = list(_taken(more, records, take))
             records.refuse()
             for name, part in ((setting, found), (own, heldout)):
                 if not part:
                     raise UserError(f"{name}: there is no record in it; give at least one")
-            return found, heldout, records
+            facts = file_facts(len(files) + len(more), left_out)
+            return found, heldout, facts | records.facts()
         records.refuse()
-        held = is_heldout(len(found), self.heldout_fraction)
+        held = hold_out(len(found), self.heldout_fraction)
+        fraction = f"{self._section}.heldout_fraction"
         if not held.any() or held.all():
-            least = math.ceil(1e4 / max(len(found), 1)) / 1e4
-            way = f"use at least {least}, or {self._section}.heldout_source"
+            way = f"use a smaller one, or {self._section}.heldout_source"
             raise UserError(
-                f"{self._section}.heldout_fraction = {self.heldout_fraction} cannot part the "
+                f"{fraction} = {self.heldout_fraction} cannot split the "
                 f"{counted(len(found), 'record')} of {setting} = {self.source!r}; "
                 + (way if len(found) > 1 else "give at least 2 records")
             )
+        facts = file_facts(len(files), left_out) | records.facts()
+        if not is_heldout(len(found), self.heldout_fraction).any():
+            facts |= heldout_facts(fraction, self.heldout_fraction, len(found), "record")
         train = [one for one, out in zip(found, held, strict=True) if not out]
-        return train, [one for one, out in zip(found, held, strict=True) if out], records
-
-    def _taken(
-        self, setting: str, source: str, records: Records, take: Callable[[dict[str, Any]], T]
-    ) -> Iterator[T]:
-        for path in _files(setting, source):
-            read_taken = (
-                columnar.read_taken if columnar.is_columnar(path) else json_lines.read_taken
-            )
-            yield from records.texts(read_taken(path, take))
+        return train, [one for one, out in zip(found, held, strict=True) if out], facts
 
     def _tokenizer_path(self) -> Place | None:
         if self.tokenizer == "byte":
@@ -149,13 +152,28 @@ class Templated:
             ) from error
 
 
-def _files(setting: str, source: str) -> list[Place]:
-    """The file itself, or those of records under a folder, in order of their paths."""
+def _taken(
+    files: list[Place], records: Records, take: Callable[[dict[str, Any]], T]
+) -> Iterator[T]:
+    for path in files:
+        read_taken = columnar.read_taken if columnar.is_columnar(path) else json_lines.read_taken
+        yield from records.texts(read_taken(path, take))
+
+
+def _files(setting: str, source: str, left_out: Counter[str]) -> list[Place]:
+    """The file itself, or those of records under a folder, in order of their paths.
+
+    Args:
+      setting: the binding that names the source.
+      source: its value.
+      left_out: takes how many other files a folder has, by ending.
+    """
     path = existing_path(setting, source)
     if not path.is_dir():
         return [path]
     walked = [one for one, *_ in walk_files(path, setting)]
     found = [one for one in walked if plain_name(one).endswith(_ENDINGS)]
+    left_out.update(ending_of(one.name) for one in walked if not plain_name(one).endswith(_ENDINGS))
     if not found:
         raise UserError(
             f"{setting} = {source!r}: none of its {counted(len(walked), 'file')} is one of "

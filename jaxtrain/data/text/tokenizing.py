@@ -20,8 +20,9 @@ from typing import BinaryIO
 import numpy as np
 
 from jaxtrain.config.disks import writing
-from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.data.left_out import sentences
 from jaxtrain.data.once import LOCK, alone
 from jaxtrain.data.source import is_held_out, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
@@ -262,8 +263,21 @@ def _split(texts: Texts) -> Iterator[tuple[Split, Document, int, int | None]]:
         yield "train", first[0], 0, cut
         yield "heldout", first[0], cut, None
         return
+    # As `hold_out`: the last one where none before it is held out.
+    waiting, any_held = None, False
     for place, document in enumerate(itertools.chain(first, found)):
-        yield "heldout" if is_held_out(place, fraction) else "train", document, 0, None
+        if waiting is not None:
+            yield "train", waiting, 0, None
+        waiting = None
+        if is_held_out(place, fraction):
+            any_held = True
+            yield "heldout", document, 0, None
+        elif any_held:
+            yield "train", document, 0, None
+        else:
+            waiting = document
+    if waiting is not None:
+        yield "heldout", waiting, 0, None
 
 
 @contextlib.contextmanager
@@ -362,11 +376,14 @@ def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal)
     facts = texts.facts()
     source = facts["source"]
     if not count:
-        raise UserError(f"TextData.source = {source!r}: empty text, nothing to learn from")
+        left_out = "".join(f"; {sentence}" for sentence in sentences(facts))
+        raise UserError(
+            f"TextData.source = {source!r}: empty text, nothing to learn from{left_out}"
+        )
     if not journal.parts["heldout"].texts:
         raise UserError(
-            f"TextData.heldout_fraction = {texts.heldout_fraction} holds out none of the "
-            f"{counted(count, 'document')} of TextData.source = {source!r}; use more"
+            f"TextData.source = {source!r}: its held-out split has no text; use another "
+            "TextData.heldout_split"
         )
     store = Store(
         folder=folder,

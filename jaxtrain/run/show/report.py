@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import counted
+from jaxtrain.data.left_out import SENTENCES, sentences
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
@@ -232,23 +233,10 @@ def show_config(console: Console, gin_text: str) -> None:
 
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
     """Prints what is known of the data, and which files and records of it are left out."""
-    endings, bad = facts.get("endings_left_out"), facts.get("first_bad_records")
-    long = ("endings_left_out", "first_bad_records")
-    words = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in long]
+    words = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in SENTENCES]
     told = f"{', '.join(words)}; " if words else ""
     console.print(f"Data: {told}sha256 {digest[:16]}", soft_wrap=True)
-    if endings is not None:
-        left_out, read = facts["files_left_out"], facts["files"]
-        console.print(
-            f"Left out {_fact(left_out)} files beside the {_fact(read)} that are read, for endings "
-            f"that are not text's: {endings}",
-            soft_wrap=True,
-            markup=False,
-        )
-    if bad is not None:
-        console.print(
-            f"Left out {_fact(facts['bad_records'])} records: {bad}", soft_wrap=True, markup=False
-        )
+    say(console, *sentences(facts))
 
 
 def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:

@@ -1,0 +1,102 @@
+"""What a data source leaves out or decides by itself, as facts and as sentences for people.
+
+Facts of this kind are `files`, `files_left_out` and `endings_left_out` of a folder,
+`bad_records` and `first_bad_records` of files of records, and `heldout_rule`.
+"""
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from jaxtrain.config.errors import counted
+
+Facts = dict[str, float | int | str]
+
+NO_ENDING = "no ending"
+
+# Facts that are sentences or lists: shown on lines of their own.
+SENTENCES = ("endings_left_out", "first_bad_records", "heldout_rule")
+_COUNTS = ("files", "files_left_out", "bad_records")
+
+
+def ending_of(name: str) -> str:
+    """The ending of a file's name in lower case, or that it has none."""
+    return PurePosixPath(name).suffix.lower() or NO_ENDING
+
+
+def file_facts(read: int, left_out: Mapping[str, int]) -> dict[str, int | str]:
+    """Facts of a folder from which files are left out; none where all are read.
+
+    Args:
+      read: how many files are read.
+      left_out: how many are not, by ending.
+    """
+    if not left_out:
+        return {}
+    most = sorted(left_out.items(), key=lambda pair: (-pair[1], pair[0]))
+    return {
+        "files": read,
+        "files_left_out": sum(left_out.values()),
+        "endings_left_out": ", ".join(f"{ending} {count:,}" for ending, count in most),
+    }
+
+
+def heldout_facts(setting: str, fraction: float, count: int, unit: str) -> dict[str, str]:
+    """The fact that one example is held out where the fraction alone would hold out none.
+
+    Args:
+      setting: the binding of the fraction.
+      fraction: its value.
+      count: of all examples, those held out too.
+      unit: what they are, such as "document".
+    """
+    return {
+        "heldout_rule": f"Held out the last of {counted(count, unit)}, because {setting} = "
+        f"{fraction} of them is less than one"
+    }
+
+
+def merged(facts: Mapping[str, Mapping[str, object]]) -> Facts:
+    """The facts of this kind of several sources together.
+
+    Args:
+      facts: by the name of the source.
+    """
+    found: Facts = {}
+    for name in _COUNTS:
+        values = [one[name] for one in facts.values() if name in one]
+        if values:
+            found[name] = sum(value for value in values if isinstance(value, int))
+    for name in SENTENCES:
+        told = [f"{source}: {one[name]}" for source, one in facts.items() if name in one]
+        if told:
+            found[name] = "; ".join(told)
+    return found
+
+
+def sentences(facts: Mapping[str, object]) -> list[str]:
+    """What people are told of these facts, a sentence each."""
+    told = []
+    if "files_left_out" in facts:
+        told.append(
+            f"Left out {counted(_int(facts['files_left_out']), 'file')} next to the "
+            f"{_int(facts['files']):,} that are read ({facts['endings_left_out']}): " + _way(facts)
+        )
+    if "first_bad_records" in facts:
+        bad = counted(_int(facts["bad_records"]), "record")
+        told.append(f"Left out {bad}: {facts['first_bad_records']}")
+    if "heldout_rule" in facts:
+        told.append(str(facts["heldout_rule"]))
+    return told
+
+
+def _way(facts: Mapping[str, object]) -> str:
+    if "train_images" in facts:
+        return "only PNG and JPEG files are read; convert the others"
+    if "cut_documents" in facts:
+        return "only files of records are read"
+    return "their endings are not those of text; a pattern as the source, 'DIR/**', reads all files"
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value
