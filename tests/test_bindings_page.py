@@ -1,10 +1,13 @@
 """docs/bindings.md is what the settings' docstrings say now, and says it of every setting."""
 
+import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
+import jaxtrain
 from jaxtrain.analysis import bindings
 from jaxtrain.config.registry import CONFIGURABLES
 from jaxtrain.config.values import settings_of
@@ -27,6 +30,24 @@ def test_every_field_that_a_config_can_set_stands_on_the_page():
         section = rest.partition("\n## ")[0]
         for name in settings_of(cls):
             assert f"\n| `{cls.__name__}.{name}` | " in section, f"{cls.__name__}.{name}"
+
+
+def test_every_setting_that_a_string_names_exists():
+    """Messages, hints, help and docstrings: `Section.setting` is one that a config can set."""
+    load_config("gpt_quickstart")
+    absent = []
+    for path in Path(jaxtrain.__file__).parent.rglob("*.py"):
+        if path.name == "synonyms.py":  # what people type in place of ours
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            for section, name in re.findall(r"(?<![\w.@/])([A-Z]\w*)\.([a-z]\w*)", node.value):
+                cls = CONFIGURABLES.get(section)
+                if cls and name not in settings_of(cls) and not hasattr(cls, name):
+                    absent.append(f"{path.name}:{node.lineno}: {section}.{name}")
+    # A method of the class in nn/, which has the name of the model that is made of it.
+    assert [one for one in absent if not one.endswith(": Transformer.run_layer")] == []
 
 
 def test_choices_units_and_defaults_are_spelled_out():
