@@ -226,7 +226,7 @@ def test_an_imported_file_is_a_run_with_its_tokenizer(file, tmp_path, capsys):
         "-b", "TextData.sequence_length=16", "-b", "Train.eval_batches=1",
     ]  # fmt: skip
     assert main(words) == 0
-    assert "transformers is compared with folders" in capsys.readouterr().out
+    assert "Parity: the largest difference of a logit" in capsys.readouterr().out
     data = load_config(workdir / "config.gin").train.data
     assert data.tokenizer == str(workdir / "huggingface" / "tokenizer.json")
     assert main(["eval", "--workdir", str(workdir)]) == 0

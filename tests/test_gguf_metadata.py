@@ -1,5 +1,6 @@
 """GGUF metadata: logits are those of the model that was written, and other keys are rejected."""
 
+import json
 import re
 
 import numpy as np
@@ -14,6 +15,7 @@ from gguf import GGMLQuantizationType
 from gguf.constants import Keys
 from gguf_files import SIZES, llama, metadata, write
 
+from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.gguf import GgufFile
 from jaxtrain.models.weights.gguf_keys import TABLE, listed
@@ -84,6 +86,37 @@ def test_transformers_reads_the_same_from_a_quantized_file(tmp_path):
         tmp_path, gguf_file=path.name, dtype="float32"
     )
     assert close(ours(path), theirs(read.eval()))
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "words"),
+    [
+        ({}, {}, None),
+        ({}, {"general.name": None, "llama.rope.scaling.type": "none"}, None),
+        (EVERY_HEAD, {"llama.attention.head_count_kv": None},
+         "leaves rows interleaved where attention.head_count_kv is missing"),
+        ({}, {"llama.attention.head_count_kv": [2, 2]},
+         "does not read the list attention.head_count_kv"),
+        ({"head_dim": 16}, {"llama.attention.key_length": 16, "llama.attention.value_length": 16,
+                            "llama.rope.dimension_count": None}, "ignores attention.key_length"),
+        (LINEAR, {"llama.rope.scaling.factor": 4.0}, "ignores the scaling of rotary positions"),
+    ],
+)  # fmt: skip
+def test_a_receipt_says_parity_only_of_transformers_reading(tmp_path, capsys, model, said, words):
+    model = llama(**model)
+    path = write(tmp_path / "model.gguf", model, {**metadata(model), **said})
+    assert main(["import-hf", str(path), "--workdir", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "run" / "huggingface" / "parity.json").read_text())
+    assert found["passed"]
+    if words is None:
+        assert "Parity: the largest difference of a logit over 32 inputs is" in shown
+        assert found["compared_with"] == f"transformers {transformers.__version__}"
+        return
+    assert "Parity" not in shown
+    assert "Compared with itself: 21 of 21 tensors are bit for bit those of" in shown
+    assert f"No other program's reading was compared: transformers {words}" in shown
+    assert found["compared_with"] == "itself"
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,7 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     assert not found.differing
     assert found.logits is not None
     assert found.logits.largest_difference < 1e-4
+    assert found.compared_with == f"transformers {transformers.__version__}"
 
     # As a run: read back from its checkpoint.
     again = load_config(workdir / "config.gin")

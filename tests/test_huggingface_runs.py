@@ -98,6 +98,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 def test_the_receipt_has_the_digests_of_the_files(run, source, capsys):
     said = json.loads((run / "huggingface" / "parity.json").read_text())
     assert said["passed"]
+    assert said["compared_with"] == "itself"
     assert said["why_not"] == "transformers and PyTorch are not installed"
     assert said["digests"] == {
         name: sha256(raw(value)).hexdigest() for name, value in tensors(source).items()
@@ -140,6 +141,8 @@ def test_it_trains_on_and_what_it_became_is_exported(run, source, tmp_path, caps
         assert main(out) == 0
     said = capsys.readouterr().out
     assert f"bit for bit those of {tmp_path / '2'} (GPT2LMHeadModel" in said
+    assert "Parity" not in said  # nothing else has read them
+    assert said.count("No other program's reading was compared: transformers and PyTorch are") == 2
     before, after = tensors(tmp_path / "0"), tensors(tmp_path / "2")
     for name, value in tensors(source).items():
         assert np.array_equal(raw(before[name]), raw(value)), name

@@ -228,6 +228,7 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     assert main(["export-hf", "--workdir", str(few), "--out", str(out), "--awq"]) == 0
     receipt = json.loads((out / "parity.json").read_text())
     assert receipt["passed"]
+    assert receipt["compared_with"] == "itself"
     assert "this run's codes" in receipt["logits"]["against"]
     assert receipt["logits"]["largest_logit"] > 0.1
     assert receipt["logits"]["largest_difference"] < 1e-5

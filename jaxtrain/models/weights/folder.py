@@ -98,6 +98,11 @@ class Folder:
         content = {**self.content, **said_beside(self._read)}
         return model_of(content, where=str(self.path / CONFIG))
 
+    @property
+    def read_otherwise(self) -> str | None:
+        """Why transformers reads another model of the same files; None: it reads this one."""
+        return None
+
     def carried(self) -> dict[str, bytes]:
         """The files that go along with the weights, by name."""
         files = {name: self.path / name for name in CARRIED}

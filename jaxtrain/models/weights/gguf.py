@@ -22,7 +22,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.family import Family, model_of
-from jaxtrain.models.weights.gguf_keys import read_config
+from jaxtrain.models.weights.gguf_keys import read_config, read_otherwise
 from jaxtrain.models.weights.gguf_tokenizer import read_special_ids, tokenizer_files
 
 MAGIC = b"GGUF"
@@ -157,6 +157,11 @@ class GgufFile:
     def asked(self) -> tuple[Family, Model]:
         """The family and the sizes; UserError says what cannot be done here."""
         return model_of(self.content, where=str(self.path))
+
+    @property
+    def read_otherwise(self) -> str | None:
+        """As of `folder.Folder`."""
+        return read_otherwise(self._read[0])
 
     def tensors(self) -> dict[str, GgufTensor]:
         """Every tensor by the name that it has in a Hugging Face folder."""

@@ -214,6 +214,25 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
     return content
 
 
+def read_otherwise(metadata: Mapping[str, Any]) -> str | None:
+    """Return why transformers' reading of a file is not llama.cpp's; None where it is.
+
+    Its `load_gguf_checkpoint` turns queries and keys back only where both counts of heads are
+    there, has the width of a head from the rotary positions, and knows no scaling of a Llama's.
+    """
+    own = {key.removeprefix(f"{ARCHITECTURE}."): value for key, value in metadata.items()}
+    if own.get("attention.head_count_kv") is None:
+        return "transformers leaves rows interleaved where attention.head_count_kv is missing"
+    for key in "attention.head_count", "attention.head_count_kv", "feed_forward_length":
+        if isinstance(own[key], list):
+            return f"transformers does not read the list {key}"
+    if "attention.key_length" in own and "rope.dimension_count" not in own:
+        return "transformers ignores attention.key_length"
+    if _rope_scaling(Asked(own)) is not None:
+        return "transformers ignores the scaling of rotary positions in GGUF files of a Llama"
+    return None
+
+
 def _of_all_layers(asked: Asked, key: str, default: int | None = None) -> int:
     """A number that a file has once, or once a layer; the layers here are alike."""
     value = asked.content.get(key)

@@ -94,7 +94,10 @@ def _written(
     shapes, tensors = shapes_of(program), source.tensors()
     stored = match(family, model, shapes, tensors, where=str(config.train.start_from))
     made = their_tensors(family.names(model), params, program.layer_order)
-    found = receipt.compare(source.path, family.architecture, stored, made, program, model, params)
+    found = receipt.compare(
+        source.path, family.architecture, stored, made, program, model, params,
+        read_otherwise=source.read_otherwise,
+    )  # fmt: skip
     content = json.dumps(found.to_json(), indent=1).encode()
     write_atomically(carried / receipt.FILE, content)
     found.show(console)

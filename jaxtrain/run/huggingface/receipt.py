@@ -1,7 +1,8 @@
-"""What an import or an export ends with: how the two sides were compared, and how far they agree.
+"""Parity report of an import or an export: what was compared with what, and how far they agree.
 
-Every tensor is compared bit by bit with what the map makes of our parameters. Where transformers is
-installed the same tokens go through both models as well.
+Every tensor is compared bit by bit with what the map makes of our parameters: that finds a tensor
+that was lost, and not a file that was misunderstood, since both sides were read here. Where
+transformers can read the files, the same tokens go through both models; only that is parity.
 """
 
 import dataclasses
@@ -47,18 +48,22 @@ class Logits:
       largest_difference: of all logits after all of them.
       largest_logit: the largest absolute value, theirs.
       against: whose logits ours are compared with.
+      independent: whether another program read the files for them.
     """
 
     tokens: int
     largest_difference: float
     largest_logit: float
     against: str
+    independent: bool
 
     @classmethod
-    def of(cls, ours: np.ndarray, theirs: np.ndarray, tokens: int, against: str) -> "Logits":
+    def of(
+        cls, ours: np.ndarray, theirs: np.ndarray, tokens: int, against: str, *, independent: bool
+    ) -> "Logits":
         """The comparison of two models' logits."""
         difference = float(np.abs(ours - theirs).max())
-        return cls(tokens, difference, float(np.abs(theirs).max()), against)
+        return cls(tokens, difference, float(np.abs(theirs).max()), against, independent)
 
     @property
     def agree(self) -> bool:
@@ -77,7 +82,7 @@ class Receipt:
       digests: sha256 of each of its tensors as it lies in its file.
       differing: names of the tensors that are not what our parameters are there.
       logits: of both models; None where they were not compared.
-      why_not: the reason, where they were not.
+      why_not: the reason, where they were not compared with another program's.
       ancestors: of an export, the run's checkpoint and what it came from: see `run.ancestry`.
     """
 
@@ -95,25 +100,36 @@ class Receipt:
         """Whether both sides are the same model."""
         return not self.differing and (self.logits is None or self.logits.agree)
 
+    @property
+    def compared_with(self) -> str:
+        """The program whose reading of the files this one's was compared with."""
+        return self.logits.against if self.logits and self.logits.independent else "itself"
+
     def to_json(self) -> dict[str, Any]:
         """Everything, for parity.json."""
-        return {"passed": self.passed, **dataclasses.asdict(self)}
+        head = {"passed": self.passed, "compared_with": self.compared_with}
+        return {**head, **dataclasses.asdict(self)}
 
     def show(self, console: Console) -> None:
         """Prints what was compared and how it came out."""
         count = len(self.digests)
-        same = f"{count - len(self.differing)} of {count} tensors are bit for bit those of"
-        lines = [f"Parity: {same} {self.folder} ({self.architecture}, {self.parameters:,})"]
-        if self.differing:
-            lines.append(f"Differing: {', '.join(self.differing[:8])}")
-        if self.logits is None:
-            lines.append(f"Logits not compared: {self.why_not}")
-        else:
+        same = (
+            f"{count - len(self.differing)} of {count} tensors are bit for bit those of "
+            f"{self.folder} ({self.architecture}, {self.parameters:,})"
+        )
+        lines = []
+        if self.logits is not None:
+            name = "Parity" if self.logits.independent else "Compared with itself"
             lines.append(
-                f"Largest difference of a logit over {self.logits.tokens} inputs: "
+                f"{name}: the largest difference of a logit over {self.logits.tokens} inputs is "
                 f"{self.logits.largest_difference:.2e}, of logits up to "
                 f"{self.logits.largest_logit:.3g} ({self.logits.against})"
             )
+        lines.append(f"Compared with itself: {same}")
+        if self.differing:
+            lines.append(f"Differing: {', '.join(self.differing[:8])}")
+        if self.compared_with == "itself":
+            lines.append(f"No other program's reading was compared: {self.why_not}")
         say(console, *lines)
 
 
@@ -127,11 +143,12 @@ def compare(
     params: nnx.State,
     *,
     called: Path | None = None,
+    read_otherwise: str | None = None,
 ) -> Receipt:
     """Compares a folder's tensors with what our parameters are there, and both models' logits.
 
     Args:
-      folder: of the published model.
+      folder: of the published model, or its one file.
       architecture: what it calls itself.
       stored: its tensors by the map's names.
       made: the same of our parameters.
@@ -139,6 +156,7 @@ def compare(
       model: their sizes.
       params: themselves.
       called: what the folder is going to be called.
+      read_otherwise: why transformers' reading of the files is another, and so no comparison.
     """
     digests, differing = compare_tensors(stored, made)
     count = sum(math.prod(tensor.shape) for tensor in stored.values())
@@ -148,8 +166,10 @@ def compare(
         or importlib.util.find_spec("torch") is None
     ):
         why_not = "transformers and PyTorch are not installed"
-    elif folder.is_file():
-        why_not = "transformers is compared with folders, and this is one file"
+    elif read_otherwise is not None:
+        why_not = read_otherwise
+    elif folder.is_file() and importlib.util.find_spec("gguf") is None:
+        why_not = "transformers reads GGUF with the package gguf, which is not installed"
     elif model.experts is not None and model.experts.capacity_factor is not None:
         why_not = "experts with a capacity leave tokens out, which transformers' do not"
     elif count > MOST_PARAMETERS:
@@ -165,7 +185,8 @@ def compare(
                 ours = ours[:, 0]  # a text's class is told by its first token
             version = importlib.metadata.version("transformers")
             told = math.prod(next(iter(given.values())).shape[: 1 if reads_images(model) else 2])
-            found = Logits.of(ours, theirs, told, f"transformers {version}")
+            against = f"transformers {version}"
+            found = Logits.of(ours, theirs, told, against, independent=True)
     return Receipt(str(called or folder), architecture, count, digests, differing, found, why_not)
 
 
@@ -246,11 +267,13 @@ def _logits_of_transformers(
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    files: dict[str, Any] = {"use_safetensors": True}
+    if folder.is_file():
+        folder, files = folder.parent, {"gguf_file": folder.name}
     try:
         model = getattr(transformers, architecture).from_pretrained(
-            folder, dtype="float32", local_files_only=True, use_safetensors=True,
-            trust_remote_code=False,
-        )  # fmt: skip
+            folder, dtype="float32", local_files_only=True, trust_remote_code=False, **files
+        )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         return f"transformers cannot load it ({str(error).splitlines()[0]})"
     with torch.no_grad():
