@@ -117,7 +117,7 @@ def test_without_marks_an_answer_is_what_it_adds(folder, peer):
     # Of a prompt and a completion only the completion's, in text as in messages.
     for form, answer in (
         ({"prompt": TALK[:4], "completion": TALK[4:]}, "6<|im_end|>\n"),
-        ({"prompt": "2 + 2 = ", "completion": "4"}, "4</s>"),
+        ({"prompt": "2 + 2 = ", "completion": "4"}, "4<|im_end|>"),
     ):
         ids, told = written(form, lambda: ours).encoded(tokenizer)
         assert tokenizer.decode(ids[told]) == answer

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer, split_at_lines
+from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer
 
 CORPUS = [
     "def f(x):\n    return x + 1\n",
@@ -97,23 +97,6 @@ def test_vocab_size_covers_holes_in_the_ids(tmp_path):
     assert tokenizer.vocab_size == 70_001
     assert tokenizer.end_of_text is None
     assert tokenizer.dtype == np.uint32
-
-
-def test_pieces_join_and_begin_at_lines():
-    text = "".join(f"line {n}\n" + " indented\n\n" * (n % 3) for n in range(200))
-    pieces = split_at_lines(text, size=50)
-    assert "".join(pieces) == text
-    assert len(pieces) > 20
-    assert all(piece.endswith("\n") and not piece[0].isspace() for piece in pieces)
-    assert split_at_lines("no line end" * 20, size=10) == ["no line end" * 20]
-
-
-def test_a_long_document_has_the_ids_of_the_whole(bpe, bpe_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.tokenizer.split_at_lines", lambda t: split_at_lines(t, 40))
-    monkeypatch.setattr("jaxtrain.data.tokenizer.BATCH_CHARACTERS", 200)
-    texts = ["".join(CORPUS), "short", "", "\n\n  \n".join(CORPUS)]
-    found = list(FileTokenizer(bpe_path).encode_documents(texts))
-    assert [ids.tolist() for ids in found] == [bpe.encode(text).ids for text in texts]
 
 
 @pytest.mark.parametrize("content", [b"", b"not json", b"[1, 2]", b'{"model": {}}', b"\xff\xfe"])

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.data import long_texts
 from jaxtrain.data.source import is_held_out, is_heldout
 from jaxtrain.data.text import pieces, tokenizing
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import STORE_FILE, open_store, sample_digest
-from jaxtrain.data.tokenizer import split_at_lines
 from jaxtrain.data.verified import Verified
 
 WORDS = ["def", "return", "\n", "\n    ", "x", "é", "你好", "=", " ", "'\U0001f600'", "\r\n"]
@@ -132,8 +132,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_stopped_start_goes_on_to_the_same_bytes(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizing, "JOB_CHARACTERS", 200)
-    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(pieces, "split_at_lines", lambda text: split_at_lines(text, 100))
+    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(long_texts, "AROUND", 30)
     data = TextData(source=source, sequence_length=16)
     made(data, tmp_path / "straight")
     calls = 0
@@ -269,7 +269,7 @@ def small(folder: Path) -> Path:
     return root
 
 
-# -- pieces ----------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 @given(
@@ -278,19 +278,16 @@ def small(folder: Path) -> Path:
     end=st.none() | st.integers(60, 320),
     fraction=st.floats(0.01, 0.99),
 )
-def test_a_file_read_in_parts_has_the_pieces_of_the_whole_text(
+def test_a_file_read_in_parts_has_the_characters_of_the_whole_text(
     tmp_path_factory, text, begin, end, fraction
 ):
     file = tmp_path_factory.getbasetemp() / "pieces.txt"
     file.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pieces, "READ_BYTES", 7)
-        patched.setattr(pieces, "PIECE_CHARACTERS", 10)
-        patched.setattr(pieces, "split_at_lines", lambda text: split_at_lines(text, 10))
         document = pieces.TextFile(file)
-        part = text[begin:end]
-        assert list(document.pieces(begin, end)) == (split_at_lines(part, 10) if part else [])
-        assert "".join(document.pieces()) == text
+        assert "".join(document.parts(begin, end)) == text[begin:end]
+        assert "".join(document.parts()) == text
         assert document.is_blank() == (not text.strip())
         assert document.cut_at_line(fraction) == pieces.cut_at_line(text, fraction)
 

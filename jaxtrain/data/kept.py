@@ -14,6 +14,7 @@ from jaxtrain.data.text.fetching import fetched
 from jaxtrain.data.text.prepare import identity, prepare, source_bytes, source_characters
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import is_store
+from jaxtrain.data.text.tokenizing import PIECES
 
 LARGE_BYTES = 1 << 28  # of files; less is tokenized into memory in seconds
 _TELL_SECONDS = 30.0
@@ -55,7 +56,10 @@ def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
     if size is None or size < LARGE_BYTES:
         return data
     tokenizer = data.open_tokenizer()
-    described = f"{identity(data)} {tokenizer.digest} {tokenizer.end_of_text}"
+    described = (
+        f"{identity(data)} {tokenizer.digest} {tokenizer.end_of_text} {tokenizer.before} "
+        f"{tokenizer.after} {PIECES}"
+    )
     folder = cache_folder("stores") / part_digest(described.encode())[:32]
     named = f"TextData.source = {data.source!r}"
     if is_store(folder):

@@ -1,23 +1,26 @@
 """Text to token ids and back: bytes, or a Hugging Face tokenizer.json file."""
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path
+from jaxtrain.config.key_table import validate_keys
+from jaxtrain.data.long_texts import Border, TextPiece, border_at, encode_texts, tokens_of
+from jaxtrain.data.tokenizer_folder import TOKENIZER_KEYS, TokenizerFolder, read_folder
 
 if TYPE_CHECKING:
     import tokenizers
 
-# Longer documents are encoded in pieces cut at line ends, so that memory stays bounded.
-PIECE_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 1 << 23
 
+# Taken where the files next to a tokenizer.json name no end of a text.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
 
@@ -27,16 +30,23 @@ class Tokenizer(Protocol):
     Attributes:
       vocab_size: ids are in [0, vocab_size).
       end_of_text: the id that ends a document, or None.
+      before, after: special tokens that are put around a text, such as Llama's begin-of-text token.
       digest: sha256 hex of what defines the ids.
+      file_digest: of the file alone, which is the digest in stores of earlier versions.
       dtype: the smallest unsigned numpy dtype that holds every id.
     """
 
     vocab_size: int
     end_of_text: int | None
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     digest: str
+    file_digest: str
     dtype: np.dtype
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids, without special tokens around them."""
+        ...
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """The ids, and of each the place of its first character in the text."""
@@ -53,8 +63,35 @@ class Tokenizer(Protocol):
         ...
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each text in turn, as arrays of `dtype`, without the end-of-text token."""
+        """The ids of each text in turn, as arrays of `dtype`, without special tokens around."""
         ...
+
+    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
+        """Likewise of pieces of texts."""
+        ...
+
+    def border(self, left: str, right: str) -> Border | None:
+        """The tokens on either side of the border of two texts, when they are read as one; None
+        where a token crosses it."""
+        ...
+
+
+def with_special_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
+    """The tokens of a prompt: a text's with the special tokens that are put around it."""
+    return [*tokenizer.before, *ids, *tokenizer.after]
+
+
+def closing(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends a document: the special tokens after a text, and the end-of-text token."""
+    end, after = tokenizer.end_of_text, tokenizer.after
+    return after if end is None or after[-1:] == (end,) else (*after, end)
+
+
+def special_tokens_header(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    """What special tokens around texts add to the description of a run's data; nothing where there
+    are none, so that descriptions of earlier versions stay what they were."""
+    around = [list(tokenizer.before), list(tokenizer.after)]
+    return {"special_tokens": around} if any(around) else {}
 
 
 class ByteTokenizer:
@@ -66,7 +103,10 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_text: int | None = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     digest = hashlib.sha256(b"byte, end of text 0").hexdigest()
+    file_digest = digest
     dtype = np.dtype(np.uint8)
 
     def encode(self, text: str) -> list[int]:
@@ -100,49 +140,94 @@ class ByteTokenizer:
         for text in texts:
             yield np.frombuffer(text.encode("utf-8"), self.dtype)
 
+    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
+        return self.encode_documents(piece.text for piece in pieces)
+
+    def border(self, left: str, right: str) -> Border | None:
+        return left.encode("utf-8")[-1], right.encode("utf-8")[0]
+
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`.
+    """A Hugging Face `tokenizer.json` with what the files next to it say of special tokens.
 
     Args:
       path: the file.
-      end_of_text: the token that ends a document; None takes the first of END_OF_TEXT_NAMES that
-        the vocabulary has, and does without where it has none.
+      end_of_text: the token that ends a document; None takes the folder's own (`eos_token` of
+        tokenizer_config.json, or the first `eos_token_id` of the model), else the first of
+        END_OF_TEXT_NAMES that the vocabulary has, and does without where it has none.
+      add_special_tokens: whether special tokens are put around a text; None: as the tokenizer has
+        it; True: that, or where it has none the beginning-of-text token that it names.
       section: whose settings these are, for messages.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, or has no such end-of-text token.
+      UserError: the file cannot be read, is no tokenizer.json, or has no such tokens.
     """
 
     def __init__(
-        self, path: Place, *, end_of_text: str | None = None, section: str = "TextData"
+        self,
+        path: Place,
+        *,
+        end_of_text: str | None = None,
+        add_special_tokens: bool | None = None,
+        section: str = "TextData",
     ) -> None:
         import tokenizers
 
         named = f"{section}.tokenizer = {str(path)!r}"
         with refused_path(named, needs="use a tokenizer.json that can be read"):
             content = path.read_bytes() if path.is_file() else b""
-        _check_content(named, path, content)
+        tree = _checked_content(named, path, content)
+        validate_keys(tree, TOKENIZER_KEYS, where=str(path))
+        folder = read_folder(path, tree)
         self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         # A file may ask for cutting and padding, which would lose or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # It adds special tokens, which few ask for, and may leave spaces out of the places.
-        self._around = self._tokenizer.post_processor
+        changes = _complete(self._tokenizer, folder)
+        self.before, self.after = _around(self._tokenizer)
+        # It may leave spaces out of the places.
         self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         # The largest id and not the count: files with holes in their ids exist.
         self.vocab_size = max(vocab.values()) + 1
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
-        self.digest = hashlib.sha256(content).hexdigest()
-        if end_of_text is None:
-            end_of_text = next((name for name in END_OF_TEXT_NAMES if name in vocab), None)
-        elif end_of_text not in vocab:
+        self.file_digest = self.digest = hashlib.sha256(content).hexdigest()
+        if changes:
+            self.digest = hashlib.sha256(content + json.dumps(changes).encode()).hexdigest()
+        if end_of_text is not None and end_of_text not in vocab:
             raise UserError(
                 f"{section}.end_of_text = {end_of_text!r}: {path} has no such token"
                 f"{did_you_mean(end_of_text, _special_tokens(self._tokenizer))}"
             )
-        self.end_of_text = None if end_of_text is None else vocab[end_of_text]
+        self.end_of_text = (
+            self._own_end(folder, vocab) if end_of_text is None else vocab[end_of_text]
+        )
+        if add_special_tokens is False:
+            self.before = self.after = ()
+        elif add_special_tokens and not (self.before or self.after):
+            self.before = (self._own_begin(folder, vocab, f"{section}.add_special_tokens", path),)
+
+    def _own_end(self, folder: TokenizerFolder, vocab: Mapping[str, int]) -> int | None:
+        """The token that ends a text, as the folder or the vocabulary has it."""
+        named = folder.special.get("eos_token")
+        if named is not None:
+            return vocab[named]
+        special = self._tokenizer.get_added_tokens_decoder()
+        for one in folder.ends:
+            if one in special and special[one].special:
+                return one
+        return next((vocab[name] for name in END_OF_TEXT_NAMES if name in vocab), None)
+
+    def _own_begin(
+        self, folder: TokenizerFolder, vocab: Mapping[str, int], setting: str, path: Place
+    ) -> int:
+        named = folder.special.get("bos_token")
+        if named is None:
+            raise UserError(
+                f"{setting} = True: {path} puts none around a text, and no tokenizer_config.json "
+                "next to it names a bos_token; leave it None"
+            )
+        return vocab[named]
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -150,12 +235,8 @@ class FileTokenizer:
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
         """The ids of a text with those that the file puts around it, such as [CLS] and [SEP], and
         whether it was cut: of what is longer than so many tokens the rest is left out."""
-        encoded, around = self._tokenizer.encode(text, add_special_tokens=False), self._around
-        own = 0 if around is None else around.num_special_tokens_to_add(False)
-        room = max(at_most - own, 0)
-        cut = len(encoded.ids) > room
-        encoded.truncate(room)
-        return (encoded if around is None else around.process(encoded)).ids, cut
+        ids, room = self.encode(text), max(at_most - len(self.before) - len(self.after), 0)
+        return with_special_tokens(self, ids[:room]), len(ids) > room
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -175,37 +256,35 @@ class FileTokenizer:
         return found
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        for batch in _batches(texts):
-            pieces = [split_at_lines(text) for text in batch]
-            encoded = iter(
-                self._tokenizer.encode_batch_fast(
-                    [piece for of_text in pieces for piece in of_text], add_special_tokens=False
-                )
-            )
-            for of_text in pieces:
-                yield np.concatenate([np.asarray(next(encoded).ids, self.dtype) for _ in of_text])
+        yield from encode_texts(texts, self.border, self.encode_pieces)
 
+    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
+        for batch in _batches(pieces):
+            whole = [piece.text for piece in batch if piece.is_whole]
+            found = iter(self._tokenizer.encode_batch_fast(whole, add_special_tokens=False))
+            # With the places of the tokens, which take several times as long.
+            longer = [p.before + p.text + p.after for p in batch if not p.is_whole]
+            others = iter(self._tokenizer.encode_batch(longer, add_special_tokens=False))
+            for piece in batch:
+                if piece.is_whole:
+                    yield np.asarray(next(found).ids, self.dtype)
+                else:
+                    one = next(others)
+                    yield np.asarray(tokens_of(piece, one.ids, one.offsets), self.dtype)
 
-def split_at_lines(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
-    """`text` in pieces of about `size` characters that join to it again.
-
-    A piece begins at a line that begins with no white space: there byte-pair tokenizers with
-    GPT-2's kind of word pattern cut anyway, so the ids are those of the whole text.
-    """
-    pieces, begin = [], 0
-    while len(text) - begin > size:
-        end = text.find("\n", begin + size)
-        while end != -1 and end + 1 < len(text) and text[end + 1].isspace():
-            end = text.find("\n", end + 1)
-        if end == -1 or end + 1 >= len(text):
-            break
-        pieces.append(text[begin : end + 1])
-        begin = end + 1
-    return [*pieces, text[begin:]]
+    def border(self, left: str, right: str) -> Border | None:
+        encoded = self._tokenizer.encode(left + right, add_special_tokens=False)
+        number = border_at(encoded.ids, encoded.offsets, len(left))
+        return None if number is None else (encoded.ids[number - 1], encoded.ids[number])
 
 
 def open_tokenizer(
-    path_or_byte: str, *, end_of_text: str | None, path: Place | None, section: str = "TextData"
+    path_or_byte: str,
+    *,
+    end_of_text: str | None,
+    path: Place | None,
+    add_special_tokens: bool | None = None,
+    section: str = "TextData",
 ) -> ByteTokenizer | FileTokenizer:
     """The tokenizer that a setting names; `path` is where its file was found."""
     if path is None:
@@ -215,16 +294,63 @@ def open_tokenizer(
                 f"{section}.end_of_text = {end_of_text!r}: the byte tokenizer ends documents with "
                 f"byte 0; leave it None, or set {section}.tokenizer to a tokenizer.json file"
             )
+        if add_special_tokens:
+            raise UserError(
+                f"{section}.add_special_tokens = True: the byte tokenizer has none but the end of "
+                f"a document; leave it None, or set {section}.tokenizer to a tokenizer.json file"
+            )
         return ByteTokenizer()
-    return FileTokenizer(path, end_of_text=end_of_text, section=section)
+    return FileTokenizer(
+        path, end_of_text=end_of_text, add_special_tokens=add_special_tokens, section=section
+    )
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _complete(tokenizer: "tokenizers.Tokenizer", folder: TokenizerFolder) -> list[Any]:
+    """Make of a tokenizer.json what the folder has; returns what that changes."""
+    import tokenizers
+
+    changes: list[Any] = []
+    for text, special in folder.more:
+        if tokenizer.token_to_id(text) is None:
+            tokenizer.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)])
+            changes.append([text, special])
+    if folder.split_special:
+        tokenizer.encode_special_tokens = True
+        changes.append("split_special_tokens")
+    if folder.prefix is not None:
+        before = tokenizer.normalizer, tokenizer.pre_tokenizer
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme=folder.prefix, split=False
+        )
+        if (tokenizer.normalizer, str(tokenizer.pre_tokenizer)) != (before[0], str(before[1])):
+            changes.append(f"prefix {folder.prefix}")
+    return changes
+
+
+def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that a tokenizer's post-processor puts before and after a text."""
+    around = tokenizer.post_processor
+    if around is None or not around.num_special_tokens_to_add(False):
+        return (), ()
+    # Any text with a token shows where they are put.
+    vocab, added = tokenizer.get_vocab(with_added_tokens=False), _special_tokens(tokenizer)
+    for probe in itertools.chain("a0", sorted(vocab.keys() - set(added))[:1000]):
+        own = tokenizer.encode(probe, add_special_tokens=False).ids
+        if own:
+            whole = tokenizer.encode(probe).ids
+            starts = range(len(whole) - len(own) + 1)
+            begin = next(at for at in starts if whole[at : at + len(own)] == own)
+            return tuple(whole[:begin]), tuple(whole[begin + len(own) :])
+    return (), ()
+
+
+def _batches(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     characters = 0
     for text in texts:
         batch.append(text)
-        characters += len(text)
+        characters += len(text.text)
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -232,7 +358,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _check_content(named: str, path: Place, content: bytes) -> None:
+def _checked_content(named: str, path: Place, content: bytes) -> dict[str, Any]:
     if path.is_dir():
         inside = path / "tokenizer.json"
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""
@@ -247,6 +373,8 @@ def _check_content(named: str, path: Place, content: bytes) -> None:
             f"{named} is not a Hugging Face tokenizer.json "
             "(JSON with a model and its vocab); it takes 'byte' or the path of such a file"
         )
+    assert tree is not None, "rejected above"
+    return tree
 
 
 def _special_tokens(tokenizer: "tokenizers.Tokenizer") -> list[str]:

@@ -29,10 +29,11 @@ def hidden_tokens(
     texts, called, places = list[list[int]](), list[str](), list[tuple[int, int]]()
     for text in texts_of(given, model):
         first, *others = (tokenizer.encode(piece) for piece in text.split(MASK))
-        ids, of_text = list(first), list[int]()
+        ids, of_text = [*tokenizer.before, *first], list[int]()
         for piece in others:
             of_text.append(len(ids))
             ids += [mask, *piece]
+        ids += tokenizer.after
         if not of_text:
             raise UserError(
                 f"predict: {type(model).__name__} tells hidden tokens; write {MASK} where one is, "

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from jaxtrain.data.long_texts import Border, TextPiece
 from jaxtrain.data.tokenizer import Tokenizer
 
 NAME = "<extra_id_{}>"  # of the first 0, as T5's tokenizer calls them
@@ -24,7 +25,9 @@ class WithSentinels:
         """
         self.text, self.count = text, count
         self.vocab_size, self.end_of_text = text.vocab_size + count, text.end_of_text
+        self.before, self.after = text.before, text.after
         self.digest = hashlib.sha256(f"{text.digest} {count} sentinels".encode()).hexdigest()
+        self.file_digest = self.digest
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
 
     def sentinel(self, number: int) -> int:
@@ -74,3 +77,12 @@ class WithSentinels:
         """As in Tokenizer."""
         for text in texts:
             yield np.asarray(self.encode(text), self.dtype)
+
+    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
+        """As in Tokenizer, of whole texts: there is no border in others."""
+        return self.encode_documents(piece.text for piece in pieces)
+
+    def border(self, left: str, right: str) -> Border | None:
+        """As in Tokenizer: none is known."""
+        del left, right
+        return None

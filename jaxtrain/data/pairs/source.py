@@ -24,7 +24,7 @@ from jaxtrain.data.source import (
     hold_out,
     is_heldout,
 )
-from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer, with_special_tokens
 
 WORDS = ("addition", "synthetic")
 SYNTHETIC_PAIRS = 4096
@@ -48,6 +48,8 @@ class PairData:
         pairs with none that fits, are left out; the facts say how many pairs.
       tokenizer: `'byte'`, or the path of a Hugging Face `tokenizer.json`.
       end_of_text: the token that ends a target; None takes the tokenizer's own.
+      add_special_tokens: whether the special tokens that the tokenizer puts around a text, such as
+        T5's end, are put around sources; None: as it does by default.
       begin: the id of the token that the decoder's first is told from (T5's is its padding's, 0).
       heldout_fraction: share of the pairs that is held out, evenly spaced over their order.
       addition_digits: of the two numbers that `'addition'` adds; their sums have one more.
@@ -62,6 +64,7 @@ class PairData:
     target_length: int = 16
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
+    add_special_tokens: bool | None = None
     begin: int = 0
     heldout_fraction: float = 0.05
     addition_digits: int = 3
@@ -102,7 +105,10 @@ class PairData:
         path = None
         if self.tokenizer != "byte":
             path = existing_path("PairData.tokenizer", self.tokenizer, words=("byte",))
-        tokenizer = open_tokenizer(self.tokenizer, end_of_text=self.end_of_text, path=path)
+        tokenizer = open_tokenizer(
+            self.tokenizer, end_of_text=self.end_of_text, path=path, section="PairData",
+            add_special_tokens=self.add_special_tokens,
+        )  # fmt: skip
         if tokenizer.end_of_text is None:
             raise UserError(
                 f"PairData.tokenizer = {self.tokenizer!r} has no token that is known to end a "
@@ -184,10 +190,10 @@ class PairData:
         found, count, end = [], 0, tokenizer.end_of_text
         for source, targets in texts:
             count += 1
-            tokens = tokenizer.encode(source)
+            tokens = with_special_tokens(tokenizer, tokenizer.encode(source))
             told = ([*tokenizer.encode(target), end] for target in targets)
             fit = [np.array(one, np.int32) for one in told if len(one) <= self.target_length]
-            if 0 < len(tokens) <= self.source_length and fit:
+            if source and len(tokens) <= self.source_length and fit:
                 found.append((np.array(tokens, np.int32), fit))
         return found, count
 

@@ -17,6 +17,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
 from jaxtrain.data.source import existing_path
+from jaxtrain.data.tokenizer_folder import SETTINGS, read_json, special_tokens
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -33,10 +34,7 @@ CHATML = (
 )
 WORDS: Mapping[str, str] = {"chatml": CHATML}  # templates that need no file
 
-_FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
-_SPECIAL = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
-)  # fmt: skip
+_FILE = "chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same, by age
 _LEAST_JINJA = (3, 1, 6)  # sandboxes of older ones are known to have holes
 # Characters that no text has: what marks stand for while a template is rendered.
@@ -198,8 +196,8 @@ def open_template(
         if found is None:
             where = "the byte tokenizer has" if tokenizer is None else f"{tokenizer.parent} holds"
             raise UserError(
-                f"{named}: {where} no chat template ({_FILE}, or chat_template in {_CONFIG}); name "
-                f"a file of Jinja or one of {', '.join(map(repr, WORDS))}"
+                f"{named}: {where} no chat template ({_FILE}, or chat_template in {SETTINGS}); "
+                f"name a file of Jinja or one of {', '.join(map(repr, WORDS))}"
             )
         return found
     if word_or_path in WORDS:
@@ -207,7 +205,7 @@ def open_template(
     else:
         path = existing_path(f"{section}.chat_template", word_or_path, words=WORDS)
         source = _read(path, named)
-    special = {} if tokenizer is None else _special_tokens(tokenizer.parent)
+    special = {} if tokenizer is None else special_tokens(tokenizer.parent)
     return ChatTemplate(source, named, special, today).checked()
 
 
@@ -222,38 +220,17 @@ def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTempla
         named = f"the chat template {folder / _FILE}"
         source: Any = _read(folder / _FILE, named)
     else:
-        named = f"the chat template of {folder / _CONFIG}"
-        source = _json(folder / _CONFIG).get("chat_template")
+        named = f"the chat template of {folder / SETTINGS}"
+        source = read_json(folder / SETTINGS).get("chat_template")
         if isinstance(source, list):  # several by name, in files of some years
             pairs = [one for one in source if isinstance(one, dict)]
             source = {one.get("name"): one.get("template") for one in pairs}.get("default")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, named, _special_tokens(folder), today).checked()
+    return ChatTemplate(source, named, special_tokens(folder), today).checked()
 
 
 # -- the tokenizer's folder ----------------------------------------------------------------------
-
-
-def _special_tokens(folder: Place) -> dict[str, str]:
-    said = {**_json(folder / _TOKENS), **_json(folder / _CONFIG)}
-    found = {}
-    for name in _SPECIAL:
-        value = said.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            found[name] = value
-    return found
-
-
-def _json(path: Place) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_read(path, str(path)))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); get it anew") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _read(path: Place, named: str) -> str:

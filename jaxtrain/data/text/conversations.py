@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.data.text.chat_template import ChatTemplate, Message, Span, TemplateError
 from jaxtrain.data.text.json_lines import BadLineError, kind, string
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, closing
 
 ANSWERS = "assistant"  # the role of the model
 
@@ -28,7 +28,8 @@ class Written:
     Attributes:
       text: all of it.
       told: the places, in characters, of what the model is to write.
-      ends: whether the tokenizer's end of a text follows, which the model writes too.
+      ends: whether it is a whole text, which the tokenizer's special tokens surround; those behind
+        it and the end of a text the model writes too.
     """
 
     text: str
@@ -45,8 +46,10 @@ class Written:
         told = np.zeros(len(ids), bool)
         for begin, end in self.told:
             told |= (places >= begin) & (places < end)
-        if self.ends and tokenizer.end_of_text is not None:
-            ids, told = [*ids, tokenizer.end_of_text], np.append(told, True)
+        if self.ends:
+            begin, end = tokenizer.before, closing(tokenizer)
+            ids = [*begin, *ids, *end]
+            told = np.concatenate([np.zeros(len(begin), bool), told, np.ones(len(end), bool)])
         return np.asarray(ids, tokenizer.dtype), told
 
 

@@ -94,7 +94,7 @@ class Files:
             records.refuse()
             return
         for document in self.documents(records):
-            yield "".join(document.pieces())
+            yield "".join(document.parts())
 
 
 def reader_of(path: Place) -> Reader | None:
@@ -159,7 +159,7 @@ def read_embedded() -> Iterator[str]:
             "set TextData.source to a text file or folder"
         )
     for path in sorted(paths, key=lambda path: path.relative_to(root).parts):
-        yield "".join(TextFile(path).pieces())
+        yield "".join(TextFile(path).parts())
     for name in sorted(topics):
         yield topics[name]
 
@@ -176,4 +176,4 @@ def _read(path: Place, text_field: str) -> list[str | BadRecord]:
     reader = reader_of(path)
     if reader is not None:
         return list(reader(path, text_field))
-    return ["".join(TextFile(path).pieces())]
+    return ["".join(TextFile(path).parts())]

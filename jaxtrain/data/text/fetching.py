@@ -15,7 +15,7 @@ from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.store import (
     SPLITS,
     STORE_FILE,
-    TOKENIZER_FILE,
+    TOKENIZER_FILES,
     checksums_of,
     files_of,
     is_store,
@@ -50,7 +50,7 @@ def fetched(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, Bucket
         of_tokens = sum(sizes.get(file.name, 0) for file in tokens)
         whole = of_tokens <= WHOLE_BYTES
         wanted = [file.name for file in (*others, *(tokens if whole else ()))]
-        wanted += [*(checksums_of(folder, split).name for split in SPLITS), TOKENIZER_FILE]
+        wanted += [*(checksums_of(folder, split).name for split in SPLITS), *TOKENIZER_FILES]
         said = f"TextData.source = {str(store)!r}"
         say(
             f"{said}: fetched to {folder}, for the next starts too"

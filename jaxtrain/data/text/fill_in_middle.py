@@ -13,7 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, Examples, HasDocuments, digest_of
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, closing
 
 
 @configurable
@@ -114,9 +114,9 @@ class FilledRows:
         return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
 
     def _moved(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A document with its middle at its end, before its end-of-text token."""
-        end = tokens[-1:] if tokens[-1] == self.tokenizer.end_of_text else tokens[:0]
-        own = tokens[: len(tokens) - len(end)].tolist()
+        """A document with its middle at its end, between the special tokens that surround it."""
+        begin, end = self._special(tokens)
+        own = tokens[begin : len(tokens) - end].tolist()
         text = self.tokenizer.decode(own)
         # What a row has of a document may begin or end within a character: then tokens are cut.
         whole: str | list[int] = text if self.tokenizer.encode(text) == own else own
@@ -130,7 +130,15 @@ class FilledRows:
             parts = [before_prefix, before_suffix, *suffix, before_middle, *prefix, *middle]
         else:
             parts = [before_prefix, *prefix, before_suffix, *suffix, before_middle, *middle]
-        return np.concatenate([np.asarray(parts, tokens.dtype), end])
+        last = tokens[len(tokens) - end :]
+        return np.concatenate([tokens[:begin], np.asarray(parts, tokens.dtype), last])
+
+    def _special(self, tokens: np.ndarray) -> tuple[int, int]:
+        """How many special tokens a document, or what a row has of it, begins and ends with."""
+        begin, end = self.tokenizer.before, closing(self.tokenizer)
+        begins = tuple(tokens[: len(begin)].tolist()) == begin
+        ends = len(end) > 0 and tuple(tokens[-len(end) :].tolist()) == end
+        return len(begin) if begins else 0, len(end) if ends else 0
 
 
 def _documents(row: Batch) -> list[np.ndarray]:

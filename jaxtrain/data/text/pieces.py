@@ -1,4 +1,4 @@
-"""Documents read a piece at a time, so that one of any size is tokenized in bounded memory."""
+"""Documents read a part at a time, so that one of any size is tokenized in bounded memory."""
 
 import codecs
 import contextlib
@@ -12,7 +12,6 @@ from typing import BinaryIO, Protocol, cast
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.records import arrow
-from jaxtrain.data.tokenizer import PIECE_CHARACTERS, split_at_lines
 
 READ_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
@@ -32,8 +31,8 @@ class Document(Protocol):
         `fraction` of it, or there if none follows but the last character."""
         ...
 
-    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
-        """The pieces of `tokenizer.split_at_lines` of its characters `begin` to `end`."""
+    def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+        """Its characters `begin` to `end`, in parts of any size."""
         ...
 
 
@@ -51,9 +50,9 @@ class Text:
         """As in Document."""
         return cut_at_line(self.text, fraction)
 
-    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
         """As in Document."""
-        yield from split_at_lines(self.text[begin:end])
+        yield self.text[begin:end]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +78,9 @@ class TextFile:
             begin += len(part)
         return place
 
-    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
         """As in Document."""
-        yield from _pieces(_between(self._parts(), begin, end))
+        yield from _between(self._parts(), begin, end)
 
     def _parts(self) -> Iterator[str]:
         decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
@@ -195,16 +194,3 @@ def _between(parts: Iterable[str], begin: int, end: int | None) -> Iterator[str]
             return
         yield part[max(begin - place, 0) : None if end is None else end - place]
         place += len(part)
-
-
-def _pieces(parts: Iterable[str]) -> Iterator[str]:
-    """What `split_at_lines` makes of parts laid end to end."""
-    held = ""
-    for part in parts:
-        held += part
-        # Of what is held all but the last piece is certain: each was cut where its next line began.
-        if len(held) > 2 * PIECE_CHARACTERS:
-            *whole, held = split_at_lines(held)
-            yield from whole
-    if held:
-        yield from split_at_lines(held)

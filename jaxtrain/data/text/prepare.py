@@ -12,7 +12,7 @@ from jaxtrain.data.text.documents import Files, is_packed
 from jaxtrain.data.text.pieces import Document, Text
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import TOKENIZER_FILE, Split, Store, is_store
+from jaxtrain.data.text.store import TOKENIZER_FILE, TOKENIZER_FILES, Split, Store, is_store
 from jaxtrain.data.text.tokenizing import Texts, tokenize
 
 # The settings that say which documents there are.
@@ -89,8 +89,11 @@ def prepare(
     )
     store = tokenize(texts, data.open_tokenizer, folder, workers=workers, progress=progress)
     if data.tokenizer != "byte":
-        content = existing_path("TextData.tokenizer", data.tokenizer).read_bytes()
-        write_atomically(folder / TOKENIZER_FILE, content)
+        path = existing_path("TextData.tokenizer", data.tokenizer)
+        write_atomically(folder / TOKENIZER_FILE, path.read_bytes())
+        for name in TOKENIZER_FILES[1:]:
+            if (path.parent / name).is_file():
+                write_atomically(folder / name, (path.parent / name).read_bytes())
     return store
 
 

@@ -38,7 +38,7 @@ from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.store import SPLITS, Split, Store, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
-from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, closing, open_tokenizer, special_tokens_header
 
 SOURCE = PathOr(("embedded", "synthetic", PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
@@ -73,7 +73,10 @@ class TextData:
       fill_in_middle: `@FillInMiddle()`, in some documents the middle comes last; None: in none.
       tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
         tokenizer.json.
-      end_of_text: the token of tokenizer.json that ends a document; None takes the usual names.
+      end_of_text: the token of tokenizer.json that ends a document; None takes the tokenizer's own.
+      add_special_tokens: whether the special tokens that the tokenizer puts around a text, such as
+        Llama's beginning-of-text token, are put around documents and prompts; None: as it does by
+        default, and a store as it was prepared; True: also where it names one and puts none.
       heldout_fraction: share of the documents that is held out, evenly spaced over their order; of
         a source that is one document its last part, from a line's beginning.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
@@ -95,6 +98,7 @@ class TextData:
     fill_in_middle: FillInMiddle | None = None
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
+    add_special_tokens: bool | None = None
     heldout_fraction: float = 0.05
     data_dir: Annotated[str | None, PathOr()] = None
     train_split: str = "train"
@@ -152,7 +156,10 @@ class TextData:
         path = None
         if self.tokenizer != "byte":
             path = existing_path("TextData.tokenizer", self.tokenizer, words=("byte",))
-        return open_tokenizer(self.tokenizer, end_of_text=self.end_of_text, path=path)
+        return open_tokenizer(
+            self.tokenizer, end_of_text=self.end_of_text, path=path,
+            add_special_tokens=self.add_special_tokens,
+        )  # fmt: skip
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
@@ -214,7 +221,10 @@ class TextData:
 
     def _of_store(self, store: Store, tokenizer: Tokenizer) -> Dataset:
         """What `open` gives of the text that the store was made of, without reading it."""
-        store.refuse_tokenizer(tokenizer, self.tokenizer)
+        store.settle_tokenizer(
+            tokenizer, self.tokenizer, ends=self.end_of_text is not None,
+            surrounds=self.add_special_tokens is not None,
+        )  # fmt: skip
         store.refuse_fraction(self.heldout_fraction)
         train, heldout = (
             store.packed(split, self.sequence_length, separate=self.separate_documents)
@@ -231,7 +241,13 @@ class TextData:
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
     def _open_token_files(self, paths: list[Place], tokenizer: Tokenizer) -> Dataset:
-        """Files of tokens that other programs wrote."""
+        """Files of tokens that other programs wrote, special tokens among them."""
+        if self.add_special_tokens is not None:
+            raise UserError(
+                f"TextData.add_special_tokens = {self.add_special_tokens} with TextData.source = "
+                f"{self.source!r}: files of tokens are read as they are; leave it None"
+            )
+        tokenizer.before = tokenizer.after = ()
         found = token_files.open_token_files(
             paths,
             tokenizer,
@@ -257,6 +273,7 @@ class TextData:
             "kind": "text",
             "tokenizer": tokenizer.digest,
             "end_of_text": tokenizer.end_of_text,
+            **special_tokens_header(tokenizer),
             "sequence_length": self.sequence_length,
             "separate_documents": self.separate_documents,
             # Not of the stream, which had no name at first: its digests stay what they were.
@@ -472,10 +489,10 @@ def _open_synthetic(config: TextData, seed: int) -> Dataset:
 
 
 def _ended(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    begin, end = tokenizer.before, closing(tokenizer)
     for ids in tokenizer.encode_documents(texts):
         if len(ids):
-            yield np.concatenate([ids, np.asarray(end, ids.dtype)])
+            yield np.concatenate([np.asarray(begin, ids.dtype), ids, np.asarray(end, ids.dtype)])
 
 
 def _not_blank(texts: Iterable[str]) -> list[str]:

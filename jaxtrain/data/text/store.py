@@ -18,6 +18,7 @@ from jaxtrain.data.joined import Tokens
 from jaxtrain.data.ranged import Ranged
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer_folder import SETTINGS, SPECIAL_MAP
 from jaxtrain.data.verified import Verified, block_checksums
 
 Split = Literal["train", "heldout"]
@@ -25,6 +26,8 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 STORE_FILE = "store.json"  # written last: a folder without it is no store, or not yet
 TOKENIZER_FILE = "tokenizer.json"  # a copy of what made the ids; of bytes there is none
+# And of what stood next to it and says which tokens it has.
+TOKENIZER_FILES = (TOKENIZER_FILE, SETTINGS, SPECIAL_MAP)
 _FORMAT = 2
 _READ = (1, 2)  # 1: without checksums of blocks
 # Of a file this many blocks, evenly spaced, are read when a store is opened.
@@ -61,6 +64,7 @@ class Store:
       folder: where it is.
       tokenizer: sha256 hex of what defines the ids.
       end_of_text: the id that ends a document, or None.
+      before, after: special tokens around each document; stores of earlier versions have none.
       dtype: of the ids.
       heldout_fraction: share of the documents held out; None: the source had its own splits.
       unigram_entropy: as `packing.unigram_entropy`.
@@ -77,6 +81,8 @@ class Store:
     unigram_entropy: float
     facts: dict[str, int | str]
     parts: dict[Split, Part]
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
     tokens_in: BucketPath | None = None
 
     def save(self) -> str:
@@ -109,26 +115,42 @@ class Store:
             return Verified(file, dtype, part.tokens, checksums)
         return _mapped(file, dtype, part.tokens)
 
-    def refuse_tokenizer(self, tokenizer: Tokenizer, said: str) -> None:
-        """Raises UserError where the run's tokenizer is not the store's.
+    def settle_tokenizer(
+        self, tokenizer: Tokenizer, said: str, *, ends: bool, surrounds: bool
+    ) -> None:
+        """Give the run's tokenizer the store's end of a document and special tokens around one.
 
         Args:
           tokenizer: the run's.
           said: TextData.tokenizer.
+          ends: whether TextData.end_of_text is set.
+          surrounds: whether TextData.add_special_tokens is set.
+
+        Raises:
+          UserError: the tokenizer, or what is set, is not what the store was made with.
         """
-        if tokenizer.digest != self.tokenizer:
+        if self.tokenizer not in (tokenizer.digest, tokenizer.file_digest):
             copy = self.folder / TOKENIZER_FILE
             use = str(copy) if copy.is_file() else "byte"
             raise UserError(
                 f"TextData.tokenizer = {said!r} did not make the tokens of the store "
                 f"{self.folder}; use TextData.tokenizer = {use!r}, or prepare the text anew"
             )
-        if tokenizer.end_of_text != self.end_of_text:
+        if ends and tokenizer.end_of_text != self.end_of_text:
             raise UserError(
                 f"TextData.end_of_text means the token {tokenizer.end_of_text}, but documents of "
                 f"the store {self.folder} end with {self.end_of_text}; set it as the store was "
                 "prepared, or prepare the text anew"
             )
+        own, stored = (tokenizer.before, tokenizer.after), (tuple(self.before), tuple(self.after))
+        if surrounds and own != stored:
+            raise UserError(
+                f"TextData.add_special_tokens puts the tokens {list(own[0])} before a document and "
+                f"{list(own[1])} after it, but those of the store {self.folder} have "
+                f"{list(stored[0])} and {list(stored[1])}; leave it None, or prepare the text anew"
+            )
+        tokenizer.digest, tokenizer.end_of_text = self.tokenizer, self.end_of_text
+        tokenizer.before, tokenizer.after = stored
 
     def refuse_fraction(self, fraction: float) -> None:
         """Raises UserError where another share is to be held out than the store holds out."""
@@ -233,6 +255,8 @@ _OF_PART: Mapping[str, Callable[[Any], bool]] = {
 _OF_STORE: Mapping[str, Callable[[Any], bool]] = {
     "tokenizer": lambda value: isinstance(value, str),
     "end_of_text": lambda value: value is None or _is_count(value),
+    "before": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
+    "after": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
     "dtype": lambda value: value in ("uint8", "uint16", "uint32"),
     "heldout_fraction": lambda value: value is None or isinstance(value, float),
     "unigram_entropy": lambda value: isinstance(value, float),

@@ -38,7 +38,9 @@ class Templated:
       heldout_source: likewise, of what is held out; None holds out a part of `source`.
       heldout_fraction: that part, evenly spaced over the records' order.
       tokenizer: the path of a Hugging Face tokenizer.json, or `'byte'`.
-      end_of_text: the token of tokenizer.json that ends a text; None takes the usual names.
+      end_of_text: the token of tokenizer.json that ends a text; None takes the tokenizer's own.
+      add_special_tokens: as of TextData, for texts that no template writes; a template writes
+        special tokens itself.
       chat_template: a file of Jinja, or `'chatml'`; None takes the one beside the tokenizer.
       date: the day that a template writes which asks for today's, such as '2026-07-26'.
       sequence_length: tokens a row.
@@ -51,6 +53,7 @@ class Templated:
     heldout_fraction: float = 0.05
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     end_of_text: str | None = None
+    add_special_tokens: bool | None = None
     chat_template: Annotated[str | None, PathOr(tuple(WORDS))] = None
     date: str | None = None
     sequence_length: int = 1024
@@ -80,8 +83,9 @@ class Templated:
         """
         path = self._tokenizer_path()
         return open_tokenizer(
-            self.tokenizer, end_of_text=self.end_of_text, path=path, section=self._section
-        )
+            self.tokenizer, end_of_text=self.end_of_text, path=path, section=self._section,
+            add_special_tokens=self.add_special_tokens,
+        )  # fmt: skip
 
     def open_template(self, *, today: datetime.date | None = None) -> ChatTemplate:
         """The template, for the date that is set or else for `today`.

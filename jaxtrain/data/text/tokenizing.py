@@ -23,6 +23,7 @@ from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.left_out import sentences
+from jaxtrain.data.long_texts import TextPiece, cut
 from jaxtrain.data.once import LOCK, alone
 from jaxtrain.data.source import is_held_out, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
@@ -40,12 +41,13 @@ from jaxtrain.data.text.store import (
     open_store,
     sample_digest,
 )
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, closing
 from jaxtrain.data.verified import block_checksums
 
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
 _JOURNAL = "progress.json"
+PIECES = 2  # the way in which long documents are cut; another start has to cut them alike
 _ANEW = "name another folder, or remove this one"
 
 
@@ -89,7 +91,7 @@ class Piece:
     """A part of a document; `ends` says whether it is the last one."""
 
     split: Split
-    text: str
+    part: TextPiece
     begins: bool
     ends: bool
 
@@ -121,6 +123,8 @@ def tokenize(
         "texts": texts.identity,
         "tokenizer": own.digest,
         "end_of_text": own.end_of_text,
+        "special_tokens": [list(own.before), list(own.after)],
+        "pieces": PIECES,
     }
     is_new, is_bare = _made(folder), not any(folder.iterdir())
     _refuse_others(folder)  # before a lock is put among them
@@ -129,7 +133,7 @@ def tokenize(
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
-        jobs = itertools.islice(_jobs(texts), journal.jobs, None)
+        jobs = itertools.islice(_jobs(texts, own), journal.jobs, None)
         with contextlib.ExitStack() as stack:
             writer = _Writer(folder, own, journal, stack)
             for job, arrays in stack.enter_context(_encoded(jobs, tokenizer, own, workers)):
@@ -223,12 +227,12 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
 # -- jobs ----------------------------------------------------------------------------------------
 
 
-def _jobs(texts: Texts) -> Iterator[list[Piece]]:
+def _jobs(texts: Texts, tokenizer: Tokenizer) -> Iterator[list[Piece]]:
     """The source in jobs, always the same."""
     job, characters = list[Piece](), 0
-    for piece in _all_pieces(texts):
+    for piece in _all_pieces(texts, tokenizer):
         job.append(piece)
-        characters += len(piece.text)
+        characters += len(piece.part.text)
         if characters >= JOB_CHARACTERS:
             yield job
             job, characters = [], 0
@@ -236,15 +240,16 @@ def _jobs(texts: Texts) -> Iterator[list[Piece]]:
         yield job
 
 
-def _all_pieces(texts: Texts) -> Iterator[Piece]:
+def _all_pieces(texts: Texts, tokenizer: Tokenizer) -> Iterator[Piece]:
     for split, document, begin, end in _split(texts):
         before, first = None, True
-        for text in document.pieces(begin, end):
+        for part in cut(document.parts(begin, end), tokenizer.border):
             if before is not None:
                 yield Piece(split, before, first, ends=False)
                 first = False
-            before = text
-        yield Piece(split, before or "", first, ends=True)
+            before = part
+        assert before is not None, "a text has a piece at least"
+        yield Piece(split, before, first, ends=True)
 
 
 def _split(texts: Texts) -> Iterator[tuple[Split, Document, int, int | None]]:
@@ -286,7 +291,7 @@ def _encoded(
 ) -> Iterator[Iterator[tuple[list[Piece], list[np.ndarray]]]]:
     """Each job with the ids of its pieces, in the order of jobs."""
     if workers == 1:
-        yield ((job, list(own.encode_documents(piece.text for piece in job))) for job in jobs)
+        yield ((job, list(own.encode_pieces(piece.part for piece in job))) for job in jobs)
         return
     pool = ProcessPoolExecutor(
         workers, get_context("spawn"), initializer=_open, initargs=(tokenizer,)
@@ -295,7 +300,7 @@ def _encoded(
     def in_order() -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
         waiting = deque[tuple[list[Piece], Future[list[np.ndarray]]]]()
         for job in jobs:
-            waiting.append((job, pool.submit(_encode, [piece.text for piece in job])))
+            waiting.append((job, pool.submit(_encode, [piece.part for piece in job])))
             if len(waiting) > _JOBS_AHEAD * workers:
                 first, ids = waiting.popleft()
                 yield first, ids.result()
@@ -318,8 +323,8 @@ def _open(tokenizer: Callable[[], Tokenizer]) -> None:
     _tokenizer = tokenizer()
 
 
-def _encode(texts: list[str]) -> list[np.ndarray]:
-    return list(_tokenizer.encode_documents(texts))
+def _encode(pieces: list[TextPiece]) -> list[np.ndarray]:
+    return list(_tokenizer.encode_pieces(pieces))
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -332,8 +337,8 @@ class _Writer:
         self, folder: Path, tokenizer: Tokenizer, journal: _Journal, stack: contextlib.ExitStack
     ) -> None:
         self._journal = journal
-        end = tokenizer.end_of_text
-        self._end = np.array([] if end is None else [end], tokenizer.dtype)
+        self._begin = np.array(tokenizer.before, tokenizer.dtype)
+        self._end = np.array(closing(tokenizer), tokenizer.dtype)
         self._files: dict[Split, tuple[BinaryIO, BinaryIO]] = {}
         for split, part in journal.parts.items():
             tokens, offsets = (stack.enter_context(_open_file(f)) for f in files_of(folder, split))
@@ -350,6 +355,9 @@ class _Writer:
         for piece, ids in zip(job, arrays, strict=True):
             part, (tokens, offsets) = self._journal.parts[piece.split], self._files[piece.split]
             part.texts += piece.begins
+            if len(ids) and not part.unended:
+                tokens.write(self._begin.tobytes())
+                part.tokens += len(self._begin)
             tokens.write(ids.tobytes())
             part.unended += len(ids)
             part.tokens += len(ids)
@@ -358,7 +366,7 @@ class _Writer:
                 part.tokens += len(self._end)
                 part.documents, part.unended = part.documents + 1, 0
                 offsets.write(np.int64(part.tokens).tobytes())
-            self._journal.characters += len(piece.text)
+            self._journal.characters += len(piece.part.text)
         for file in itertools.chain(*self._files.values()):
             file.flush()
             os.fsync(file.fileno())
@@ -389,6 +397,8 @@ def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal)
         folder=folder,
         tokenizer=tokenizer.digest,
         end_of_text=tokenizer.end_of_text,
+        before=tokenizer.before,
+        after=tokenizer.after,
         dtype=tokenizer.dtype.name,
         heldout_fraction=texts.heldout_fraction,
         unigram_entropy=0.0,

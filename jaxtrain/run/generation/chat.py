@@ -92,7 +92,7 @@ class Chat:
         (answer,) = write(
             program.plain, train, program.consensus(self._trainer.state), [text],
             max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
-            seed=self._seed + len(asked), memory=self.memory,
+            seed=self._seed + len(asked), memory=self.memory, special_tokens=False,
         )  # fmt: skip
         self.messages = [*asked, {"role": "assistant", "content": answer.text or ""}]
         return answer

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, with_special_tokens
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import BATCH_SIZE, generate, writes
@@ -29,6 +29,8 @@ def write(
     batch_size: int = BATCH_SIZE,
     show: Callable[[str], None] | None = None,
     memory: Memory | None = None,
+    ends: Sequence[int] | None = None,
+    special_tokens: bool = True,
 ) -> list[Answer]:
     """What a trained language model writes after each prompt, in their order.
 
@@ -44,13 +46,18 @@ def write(
       batch_size: prompts that are answered at one time.
       show: is given the first answer piece by piece while it is written.
       memory: as of `generate`, of a single prompt.
+      ends: tokens that end an answer; None: the tokenizer's end of a text.
+      special_tokens: whether the tokenizer's are put around each prompt; False: they are in it, as
+        a chat template writes them.
 
     Raises:
       UserError: the model is no language model, a prompt is no text or does not fit into its
         context, or a stop string is empty.
     """
     tokenizer = tokenizer_of(train)
-    tokens = [encoded(tokenizer, prompt) for prompt in prompts]
+    tokens = [encoded(tokenizer, prompt, special_tokens=special_tokens) for prompt in prompts]
+    if ends is None:
+        ends = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
     watch = Stopping(tokenizer, tokens, stop, show)
     answers = generate(
         program,
@@ -60,7 +67,7 @@ def write(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,
-        ends=() if tokenizer.end_of_text is None else (tokenizer.end_of_text,),
+        ends=ends,
         batch_size=batch_size,
         watch=watch if stop or show else None,
         memory=memory,
@@ -83,15 +90,18 @@ def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
     return train.data.open_tokenizer()
 
 
-def encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a prompt; UserError where it is no text."""
+def encoded(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:
+    """The tokens of a prompt, with the tokenizer's special tokens around it or without; UserError
+    where it is no text."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"--prompt {prompt!r} is not UTF-8 text (character {error.start}); give it in UTF-8"
         ) from error
-    return tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt)
+    # An empty prompt is reported, and special tokens would hide it.
+    return with_special_tokens(tokenizer, ids) if special_tokens and ids else ids
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,156 @@
+"""Long texts in pieces whose tokens are together those of the whole text, in bounded memory.
+
+A piece is encoded with some of the text before and after it, and only the tokens that begin in it
+are kept: what a tokenizer puts at a text's beginning or end, such as the space of SentencePiece's
+kind, stands at no border. A border is where a token ends and another begins. Both pieces have to
+find the same two tokens there, from which it follows for byte-pair encodings that no token of the
+whole text crosses it: a sequence of tokens is the encoding of its text if each two neighbors are.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+
+PIECE_CHARACTERS = 1 << 20
+AROUND = 1 << 10  # characters before and after a piece that its encoding sees
+_TRIES = 100  # line beginnings that may be no border, before a text is left whole
+
+Border = tuple[int, int]  # the tokens before and after it
+FindBorder = Callable[[str, str], Border | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPiece:
+    """A part of a text.
+
+    Attributes:
+      text: the part.
+      before, after: some of the text around it.
+      begins, ends: the tokens at its borders; None where the text itself begins or ends.
+    """
+
+    text: str
+    before: str = ""
+    after: str = ""
+    begins: Border | None = None
+    ends: Border | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole text."""
+        return self.begins is None and self.ends is None
+
+
+def cut(
+    parts: Iterable[str],
+    border: FindBorder,
+    *,
+    size: int | None = None,
+    around: int | None = None,
+) -> Iterator[TextPiece]:
+    """Cut a text into pieces that begin at lines; at least one, which may be empty.
+
+    Args:
+      parts: the text, in parts of any size.
+      border: the tokens at the border of two texts, as of `Tokenizer.border`.
+      size: characters of a piece, about; None: PIECE_CHARACTERS.
+      around: None: AROUND.
+    """
+    size, around = size or PIECE_CHARACTERS, around or AROUND
+    held, before, begins = "", "", None
+    place, tries = size, 0  # where the next line is looked for; those looked at in vain
+    chunks = (part[at : at + size] for part in parts for at in range(0, len(part), size))
+    for chunk in chunks:
+        held += chunk
+        while len(held) > place + around:
+            found = _line_begin(held, place, len(held) - around)
+            if found is None:
+                place = max(place, len(held) - around)
+                break
+            left = (before + held[max(found - around, 0) : found])[-around:]
+            ends = border(left, held[found : found + around]) if "\n" in left[:-1] else None
+            if ends is None:
+                place, tries = found + 1, tries + 1
+                if tries == _TRIES:
+                    rest = "".join(itertools.chain([held], chunks))
+                    yield TextPiece(rest, before, "", begins, None)
+                    return
+                continue
+            yield TextPiece(held[:found], before, held[found : found + around], begins, ends)
+            before, begins, held, place, tries = left, ends, held[found:], size, 0
+    yield TextPiece(held, before, "", begins, None)
+
+
+def border_at(ids: Sequence[int], places: Sequence[tuple[int, int]], character: int) -> int | None:
+    """The number of the first token after a border, where no token crosses it and some are on
+    either side.
+
+    Args:
+      ids: of a text.
+      places: the first character of each token, and the one behind its last.
+      character: the border is before it.
+    """
+    begins_ends = np.array(places, np.int64).reshape(-1, 2)
+    number = int(np.searchsorted(begins_ends[:, 0], character))
+    is_border = 0 < number < len(ids)
+    is_border = is_border and bool((begins_ends[:number, 1] <= character).all())
+    is_border = is_border and bool((begins_ends[number:, 0] >= character).all())
+    return number if is_border else None
+
+
+def tokens_of(
+    piece: TextPiece, ids: Sequence[int], places: Sequence[tuple[int, int]]
+) -> Sequence[int]:
+    """The tokens of a piece, out of those of the piece with the text around it.
+
+    Raises:
+      UserError: the tokens at a border are others than those where it was cut.
+    """
+    begin = len(piece.before)
+    first = _checked(piece.begins, ids, places, begin)
+    last = _checked(piece.ends, ids, places, begin + len(piece.text))
+    return ids[0 if first is None else first : len(ids) if last is None else last]
+
+
+def encode_texts(
+    texts: Iterable[str],
+    border: FindBorder,
+    encode_pieces: Callable[[Iterable[TextPiece]], Iterator[np.ndarray]],
+) -> Iterator[np.ndarray]:
+    """The ids of each text in turn, long ones encoded in pieces."""
+    asked, counted = itertools.tee([piece for piece in cut([text], border)] for text in texts)
+    encoded = encode_pieces(piece for pieces in asked for piece in pieces)
+    for pieces in counted:
+        yield np.concatenate([next(encoded) for _ in pieces])
+
+
+def _line_begin(text: str, begin: int, end: int) -> int | None:
+    """The first line of those from `begin` to `end` that begins, and whose line before it ends,
+    with no white space."""
+    found = text.find("\n", begin - 1, end - 1)
+    while found != -1:
+        if not text[found + 1].isspace() and found and not text[found - 1].isspace():
+            return found + 1
+        found = text.find("\n", found + 1, end - 1)
+    return None
+
+
+def _checked(
+    border: Border | None,
+    ids: Sequence[int],
+    places: Sequence[tuple[int, int]],
+    character: int,
+) -> int | None:
+    if border is None:
+        return None
+    number = border_at(ids, places, character)
+    if number is None or (ids[number - 1], ids[number]) != border:
+        raise UserError(
+            "a document is too long to be tokenized at once, and its tokenizer reads a line in "
+            "the middle of it in two ways; split it into several documents"
+        )
+    return number

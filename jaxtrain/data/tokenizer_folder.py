@@ -1,0 +1,247 @@
+"""The files next to a tokenizer.json: special tokens, the end of a text, and tables of their keys.
+
+transformers reads tokenizer_config.json and special_tokens_map.json together with tokenizer.json,
+and takes from config.json and generation_config.json which tokens end a text.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, used, validate_keys
+from jaxtrain.config.untrusted import read_json_object
+
+SETTINGS, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+# Models whose tokenizer.json transformers takes as it is although the folder names LlamaTokenizer.
+AS_IN_FILE = ("mistral", "mixtral", "phi3")
+SPECIAL = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+)  # fmt: skip
+
+# Of tokenizer.json: what `tokenizers` reads.
+TOKENIZER_KEYS: KeyTable = {
+    **used("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"),
+    **irrelevant("the library reads all versions", "version"),
+    **irrelevant("a text is neither cut nor padded by its tokenizer", "truncation", "padding"),
+    "model": Nested(
+        {
+            **used(
+                "type", "vocab", "merges", "unk_token", "unk_id", "fuse_unk", "byte_fallback",
+                "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix",
+                "max_input_chars_per_word",
+            ),
+            "dropout": Only((None, 0.0), reason="it draws other tokens for each reading of a text"),
+        }
+    ),
+}  # fmt: skip
+
+# Of tokenizer_config.json, next to a tokenizer.json. Names of further tokens end in `_token`.
+SETTINGS_KEYS: KeyTable = {
+    **used(
+        *SPECIAL, "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder",
+        "model_specific_special_tokens", "split_special_tokens", "chat_template",
+        # Compared with what tokenizer.json has of the same.
+        "do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space",
+        "tokenizer_class", "legacy",
+    ),
+    **irrelevant(
+        "tokenizer.json holds what it has made of the tokenizer",
+        "add_bos_token", "add_eos_token", "sp_model_kwargs", "from_slow", "use_fast",
+        "do_basic_tokenize", "never_split", "extra_ids", "unk_id", "vocab", "merges", "vocab_file",
+        "merges_file", "tokenizer_file", "tokenizer_object", "post_processor", "gguf_file",
+        "fix_mistral_regex", "tokenizer", "_spm_precompiled_charsmap", "added_tokens_file",
+        "special_tokens_map_file", "full_tokenizer_file", "init_inputs", "trim_offsets",
+        "do_lower_case_special_tokens", "keep_accents", "remove_space", "add_dummy_prefix_space",
+    ),
+    **irrelevant(
+        "texts are cut and padded by the data's own settings",
+        "model_max_length", "max_len", "max_length", "padding_side", "truncation_side", "stride",
+        "truncation", "truncation_strategy", "padding", "pad_to_multiple_of", "pad_token_type_id",
+        "pad_to_max_length", "tokenizer_padding", "tokenizer_truncation", "_json_padding",
+        "_json_truncation",
+    ),
+    **irrelevant(
+        "a text is decoded as tokenizer.json has it",
+        "clean_up_tokenization_spaces", "spaces_between_special_tokens", "errors",
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+    ),
+    **irrelevant("no code of the folder is run", "auto_map"),
+    **irrelevant(
+        "it names a class or a file, or describes what is not read here",
+        "processor_class", "backend", "name_or_path", "model_input_names",
+        "verbose", "device_map", "is_local", "local_files_only", "files_loaded", "image_token_id",
+        "use_default_system_prompt", "response_schema", "response_template", "chat_control_tokens",
+        "transformers_version", "_commit_hash",
+    ),
+}  # fmt: skip
+
+# Of special_tokens_map.json.
+SPECIAL_MAP_KEYS: KeyTable = used(
+    *SPECIAL, "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerFolder:
+    """What the files next to a tokenizer.json say of it.
+
+    Attributes:
+      special: special tokens by name, such as `eos_token`.
+      more: all tokens that the files name, in the order in which those are added that the
+        tokenizer.json lacks: their text, and whether they are special.
+      split_special: whether a special token's text in a document is text like any other.
+      ends: ids of config.json or generation_config.json that end a text.
+      prefix: of Llama's kind of tokenizer, where a space is put before a text: 'first', at its
+        beginning; 'always', behind special tokens too; or 'never'. None: as tokenizer.json has it.
+    """
+
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more: tuple[tuple[str, bool], ...] = ()
+    split_special: bool = False
+    ends: tuple[int, ...] = ()
+    prefix: Literal["first", "always", "never"] | None = None
+
+
+def read_folder(tokenizer: Place, content: Mapping[str, Any]) -> TokenizerFolder:
+    """Read the files next to a tokenizer.json.
+
+    Args:
+      tokenizer: the tokenizer.json.
+      content: what it holds.
+
+    Raises:
+      UserError: one of the files is no JSON, has a key that is not known, or contradicts the
+        tokenizer.json.
+    """
+    folder = tokenizer.parent
+    said = read_json(folder / SETTINGS)
+    tokens = {key: value for key, value in said.items() if key.endswith("_token")}
+    plain = {key: value for key, value in said.items() if key not in tokens}
+    where = str(folder / SETTINGS)
+    validate_keys(plain, SETTINGS_KEYS, where=where)
+    conflicts = list(_conflicts(said, content))
+    if conflicts:
+        lines = "\n".join(f"  {one}" for one in conflicts)
+        raise UserError(f"{where} contradicts {tokenizer}; correct one of them:\n{lines}")
+    model = read_json(folder / MODEL_CONFIG)
+    return TokenizerFolder(
+        special=special_tokens(folder),
+        more=tuple(_more(said, _special_map(folder, said))),
+        split_special=said.get("split_special_tokens") is True,
+        ends=ends_of(read_json(folder / GENERATION)) or ends_of(model),
+        prefix=_prefix(said, model, content),
+    )
+
+
+def special_tokens(folder: Place) -> dict[str, str]:
+    """Special tokens by name, such as `eos_token`, as transformers reads them in a folder."""
+    said = read_json(folder / SETTINGS)
+    named = {**said, **_special_map(folder, said)}
+    found = {name: _text(named.get(name)) for name in SPECIAL}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def ends_of(content: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids of `eos_token_id`, which is a number or a list of such, or nothing."""
+    said = content.get("eos_token_id")
+    ids = said if isinstance(said, list) else [said]
+    return tuple(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
+
+
+def read_json(path: Place) -> dict[str, Any]:
+    """The object of a JSON file; empty where there is no file.
+
+    Raises:
+      UserError: it cannot be read, or is no JSON object.
+    """
+    with refused_path(str(path), needs="use a file that can be read"):
+        if not path.is_file():
+            return {}
+    return read_json_object(path)
+
+
+def _special_map(folder: Place, said: Mapping[str, Any]) -> dict[str, Any]:
+    """special_tokens_map.json, which is over tokenizer_config.json where that lists no tokens."""
+    if "added_tokens_decoder" in said:
+        return {}
+    found = read_json(folder / SPECIAL_MAP)
+    plain = {key: value for key, value in found.items() if not key.endswith("_token")}
+    validate_keys(plain, SPECIAL_MAP_KEYS, where=str(folder / SPECIAL_MAP))
+    return found
+
+
+def _more(said: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Every token that the files name, in the order in which transformers adds them."""
+    listed = said.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        for number in sorted(listed, key=lambda key: int(key) if key.isdigit() else -1):
+            text = _text(listed[number])
+            if text is not None:
+                one = listed[number]
+                yield text, isinstance(one, dict) and one.get("special") is True
+    named = {**said, **mapped}
+    others = [key for key in named if key.endswith("_token") and key not in SPECIAL]
+    values = [named.get(name) for name in (*SPECIAL, *others)]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        values += _values(named.get(key))
+    for value in values:
+        text = _text(value)
+        if text is not None:
+            yield text, True
+
+
+def _values(said: Any) -> list[Any]:
+    if isinstance(said, dict):
+        return list(said.values())
+    return said if isinstance(said, list) else []
+
+
+def _text(token: Any) -> str | None:
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) and token else None
+
+
+def _prefix(
+    said: Mapping[str, Any], model: Mapping[str, Any], content: Mapping[str, Any]
+) -> Literal["first", "always", "never"] | None:
+    """What LlamaTokenizer, which transformers takes by its name in the folder, makes of the words
+    of a tokenizer.json that has none of bytes."""
+    class_ = str(said.get("tokenizer_class")).removesuffix("Fast")
+    if class_ != "LlamaTokenizer" or model.get("model_type") in AS_IN_FILE:
+        return None
+    every = [*_parts(content.get("pre_tokenizer")), *_parts(content.get("decoder"))]
+    if content["model"].get("type") != "BPE" or any(one["type"] == "ByteLevel" for one in every):
+        return None
+    if said.get("add_prefix_space") is False:
+        return "never"
+    return "always" if said.get("legacy") is True else "first"
+
+
+def _conflicts(said: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
+    """A clause for each setting of which tokenizer.json has another value."""
+    compared = [
+        ("normalizer", "BertNormalizer", "do_lower_case", "lowercase"),
+        ("normalizer", "BertNormalizer", "strip_accents", "strip_accents"),
+        ("normalizer", "BertNormalizer", "tokenize_chinese_chars", "handle_chinese_chars"),
+        ("pre_tokenizer", "ByteLevel", "add_prefix_space", "add_prefix_space"),
+    ]
+    for part, kind, theirs, key in compared:
+        if said.get(theirs) is None:
+            continue
+        for one in _parts(content.get(part)):
+            if one.get("type") == kind and one.get(key) != said[theirs]:
+                yield f"{theirs} = {said[theirs]!r}, but its {part} has {key} = {one.get(key)!r}"
+
+
+def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
+    """A component of tokenizer.json, or those of a sequence of them."""
+    if not isinstance(component, dict):
+        return
+    yield component
+    for key in ("normalizers", "pretokenizers", "decoders"):
+        for one in component.get(key) or []:
+            yield from _parts(one)
