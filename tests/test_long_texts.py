@@ -78,7 +78,7 @@ def test_a_store_has_the_ids_of_the_whole(both, tmp_path):
     assert stored.digest == read.digest
     expected = [theirs.encode(text).ids + [ours.end_of_text] for text in texts]
     found = [
-        np.asarray(split.tokens)[begin:end].tolist()
+        np.asarray(split.tokens[begin:end]).tolist()
         for split in (stored.train, stored.heldout)
         for begin, end in zip(split.offsets, split.offsets[1:], strict=False)
     ]

@@ -72,7 +72,7 @@ def corpus_of(folder: Path) -> str:
 
 def documents_of(dataset) -> list[list[int]]:
     return [
-        np.asarray(split.tokens)[begin:end].tolist()
+        np.asarray(split.tokens[begin:end]).tolist()
         for split in (dataset.train, dataset.heldout)
         for begin, end in zip(split.offsets, split.offsets[1:], strict=False)
     ]
