@@ -113,9 +113,10 @@ def _ended(arguments: argparse.Namespace) -> int:
     import jax
 
     from jaxtrain.config.errors import ConfigError, UserError
-    from jaxtrain.parallel.devices import pass_over_libtpu
+    from jaxtrain.parallel.devices import outwait_given_cpu_devices, pass_over_libtpu
 
     pass_over_libtpu()
+    outwait_given_cpu_devices()
     try:
         return _run(arguments)
     except ConfigError as error:

@@ -36,7 +36,9 @@ import numpy as np
 import pytest
 from long_cases import LONG_CASES
 
-jax.config.update("jax_num_cpu_devices", int(os.environ.get("JAXTRAIN_TEST_DEVICES", "8")))
+from jaxtrain.parallel.devices import offer_cpu_devices  # noqa: E402 - after the settings
+
+offer_cpu_devices(int(os.environ.get("JAXTRAIN_TEST_DEVICES", "8")))
 jax.config.update("jax_platforms", "cpu")
 
 from jaxtrain.data.batch import Batch  # noqa: E402 - after the devices are made

@@ -89,8 +89,8 @@ def test_averaged_parameters_lie_as_the_parameters_do(tiny_config, zero):
     assert max(jax.tree.leaves(differ)) > 0  # not the parameters themselves
 
 
-# Steps and evaluations of many batches, none waited for by hand. XLA ends the process after 40 s
-# in which a collective waits for a device.
+# Steps and evaluations of many batches, none waited for by hand. With its own timeout XLA ends the
+# process after a minute in which a collective waits for a device.
 RUN = """
 import sys
 import jax
@@ -138,7 +138,8 @@ def test_no_device_waits_for_ever_on_busy_processors(mesh, tiny_config):
     extra = "Optimizer.average_decay = 0.9\nTextData.source = 'embedded'\nTrain.eval_batches = 60\n"
     file = tiny_config.with_name("ahead.gin")
     file.write_text(f"include {str(tiny_config)!r}\n{extra}")
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    aborts = "--xla_cpu_collective_call_terminate_timeout_seconds=40"
+    kept = {**os.environ, "XLA_FLAGS": aborts}
     with busy_processors():
         for number in range(5):
             done = subprocess.run(

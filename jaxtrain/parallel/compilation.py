@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import hashlib
 import math
+import mmap
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jaxlib
 from jaxlib import utils as jaxlib_utils
 
 from jaxtrain.config.files import cache_folder
@@ -58,6 +60,41 @@ def keep_memory(platform: str) -> bool:
     if not hasattr(library, "gnu_get_libc_version"):
         return False
     return all(library.mallopt(option, value) for option, value in _KEPT.items())
+
+
+# Seconds that a simulated device waits for another in a collective until XLA logs it, and from then
+# on until it ends the process with SIGABRT. By default 20 and 40: uneven or large devices take that
+# on a busy laptop. The watchdog of a run names what is stuck long before: see `Deadlines`.
+_COLLECTIVE_TIMEOUTS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 10 * 60,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 24 * 60 * 60,
+}
+
+
+def extend_collective_timeouts() -> None:
+    """Let XLA wait hours for a slow simulated device; call before anything opens the backend.
+
+    Timeouts in `XLA_FLAGS` stay as they are.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    more = [
+        f"--{name}={seconds}"
+        for name, seconds in _COLLECTIVE_TIMEOUTS.items()
+        if name not in flags and _has_flag(name)
+    ]
+    if more:
+        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *more])
+
+
+def _has_flag(name: str) -> bool:
+    """Whether this jaxlib has an XLA flag; an unknown one in XLA_FLAGS ends the process."""
+    for library in Path(jaxlib.__file__).parent.glob("*jax_common*"):
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            return content.find(name.encode()) >= 0
+    return False
 
 
 # XLA's options for training and evaluation, each with what was measured in benchmarks/RESULTS.md.

@@ -14,7 +14,7 @@ from jax.extend import backend
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, chip_of
-from jaxtrain.parallel.compilation import keep_compiled_programs
+from jaxtrain.parallel.compilation import extend_collective_timeouts, keep_compiled_programs
 
 # What libtpu otherwise asks a cloud's metadata server for. Programs compiled for other TPUs stay as
 # they are: a topology's name says their chips.
@@ -35,6 +35,15 @@ def offer_cpu_devices(count: int) -> None:
     """Splits the CPU into `count` devices; where JAX has opened its backend already, nothing."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
+        extend_collective_timeouts()
+
+
+def outwait_given_cpu_devices() -> None:
+    """Extends XLA's timeouts where the environment has split the CPU; call before the backend."""
+    settings: Any = jax.config  # whose attributes are made at run time
+    flags = os.environ.get("XLA_FLAGS", "")
+    if settings.jax_num_cpu_devices > 1 or "xla_force_host_platform_device_count" in flags:
+        extend_collective_timeouts()
 
 
 def has_tpu_chips(root: Path = Path("/")) -> bool:
@@ -197,7 +206,7 @@ class RunAhead:
     XLA's CPU client begins and runs programs on one pool of threads, as many as there are devices.
     While 32 programs of a device are unfinished, the next is begun by a thread that waits: on
     simulated devices the others are then in collectives, waiting for a device whose program finds
-    no thread, and XLA gives the process up after 40 s. A few programs keep any device busy.
+    no thread, and the step stands still. A few programs keep any device busy.
     """
 
     def __init__(self) -> None:
