@@ -329,6 +329,17 @@ def test_modules_beside_the_config_are_found(tmp_path, monkeypatch):
     message = refused(file=file, allow_imports=True)
     assert "No module named 'no_such_module' (looked for beside the config" in message
     assert "\n" not in message
+    file.write_text("import jaxtrain.no_such_module\nGarden.size = 1\n")
+    assert refused(file=file, allow_imports=True).endswith("'jaxtrain.no_such_module'")
+
+
+def test_a_module_with_the_name_of_a_loaded_one_is_rejected(tmp_path):
+    file = tmp_path / "run.gin"
+    file.write_text("import optax\nGarden.size = 1\n")
+    assert load(file=file, allow_imports=True).size == 1
+    (tmp_path / "optax.py").write_text("")
+    message = refused(file=file, allow_imports=True)
+    assert f"{tmp_path / 'optax.py'} has the name of a module that is loaded already" in message
 
 
 def test_imports_run_only_when_allowed(tmp_path, monkeypatch):

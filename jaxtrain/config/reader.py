@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import sys
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from gin import config_parser
 from jaxtrain.config.corrections import how_to_choose, no_value, of_a_choice, quoted
 from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import refused_path
+from jaxtrain.config.imports import import_trusted
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
 from jaxtrain.config.registry import CONFIGURABLES
 from jaxtrain.config.registry import configurable as configurable
@@ -239,21 +239,23 @@ class _Bindings:
         return mark.choices().get(binding.value) if mark is not None else None
 
     def _import(self, module: str, where: str) -> None:
-        if module.split(".")[0] != "jaxtrain" and not self.allow_imports:
+        is_own = module.split(".")[0] == "jaxtrain"
+        if not is_own and not self.allow_imports:
             self.lacks_modules = True
             raise UserError(
                 f"{where}: import {module}: a config does not run code from outside jaxtrain; "
                 "pass --allow-imports if you trust that module"
             )
         try:
-            with _on_path(self.folder, Path.cwd()):
+            if is_own:
                 importlib.import_module(module)
+            else:
+                import_trusted(module, (self.folder, Path.cwd()))
         except ImportError as error:
             self.lacks_modules = True
-            raise UserError(
-                f"{where}: import {module}: {error} (looked for beside the config, in this folder "
-                "and where Python looks; PYTHONPATH adds folders)"
-            ) from error
+            places = " (looked for beside the config, in this folder and where Python looks; "
+            places = "" if is_own else f"{places}PYTHONPATH adds folders)"
+            raise UserError(f"{where}: import {module}: {error}{places}") from error
         if module not in self.imports:
             self.imports.append(module)
 
@@ -428,7 +430,7 @@ def load(
         that they import are there for the file too.
       search_path: the folder of shipped configs, where `include` looks after the file's own folder.
       allow_imports: let `import` lines run modules from outside the package, of the file's folder
-        or the current one before all others.
+        or the current one before all others. Neither folder is on Python's search path.
 
     Raises:
       ConfigError: unknown names, values of the wrong type, bindings nothing uses, a bad file:
@@ -461,17 +463,6 @@ def sections(root: type) -> dict[str, type]:
         for f in dataclasses.fields(root)
         if f.name not in ("imports", "notes")
     }
-
-
-@contextlib.contextmanager
-def _on_path(*folders: Path) -> Iterator[None]:
-    """Within, modules are looked for in these folders first, as `python FILE` does beside FILE."""
-    before = list(sys.path)
-    sys.path[:0] = map(str, folders)
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _unnumbered(origin: str) -> bool:

@@ -149,7 +149,7 @@ def _folder_name(values: dict[str, str]) -> str:
 
 def _train(arguments: argparse.Namespace, point: Point, log: Path) -> tuple[int, bool]:
     """The status of its run, and whether a signal came, which it was given."""
-    command = [sys.executable, "-m", "jaxtrain", "train", arguments.config]
+    command = [sys.executable, "-P", "-m", "jaxtrain", "train", arguments.config]
     command += ["--workdir", str(point.folder)]
     command += [word for binding in point.bindings for word in ("-b", binding)]
     if arguments.allow_imports:

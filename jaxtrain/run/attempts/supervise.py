@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs `jaxtrain supervise` with the words after it; returns the exit status."""
     try:
         request = parse(arguments)
-        command = [sys.executable, "-m", "jaxtrain", *request.train]
+        command = [sys.executable, "-P", "-m", "jaxtrain", *request.train]
         return supervise(command, request.workdir, settings=request.settings)
     except (UserError, BucketError) as error:
         sys.stderr.write(f"jaxtrain: {error}\n")
