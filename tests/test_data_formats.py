@@ -193,6 +193,49 @@ def test_a_folder_that_datasets_saved_is_read_by_its_splits(tmp_path):
     assert "state.json is damaged" in refusal(both)
 
 
+# As `datasets` 5.2 writes them: Dataset.save_to_disk and the fields of DatasetInfo.
+STATE = {
+    "_fingerprint": "3f1c", "_format_columns": ["text"], "_format_kwargs": {},
+    "_format_type": "numpy", "_output_all_columns": False, "_split": "train",
+}  # fmt: skip
+INFO = {
+    "description": "", "citation": "", "homepage": "", "license": "", "features": {"text": {}},
+    "post_processed": None, "supervised_keys": None, "builder_name": "text",
+    "dataset_name": "birds", "config_name": "default", "version": {"version_str": "0.0.0"},
+    "splits": {}, "download_checksums": {}, "download_size": 1, "post_processing_size": None,
+    "dataset_size": 1, "size_in_bytes": 2,
+}  # fmt: skip
+INDICES = {"_indices_data_files": [{"filename": "indices.arrow"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("state.json", {"_indices_data_files": None}, None),
+        ("state.json", INDICES, "_indices_data_files = [{'filename': 'indices.arrow'}]; here it"),
+        ("state.json", {"_indexes": {"a": 1}}, "_indexes = {'a': 1}; here it is None"),
+        ("state.json", {"_shuffled": True}, "_shuffled = True is a key that is not known here"),
+        ("dataset_info.json", {"post_processed": {"a": 1}}, "post_processed = {'a': 1}; here"),
+        ("dataset_info.json", {"order": [1, 0]}, "order = [1, 0] is a key that is not known here"),
+        ("state.json", {"_data_files": [{"filename": "data-00000-of-00002.arrow", "take": 3}]},
+         "_data_files.take = 3; here it is None"),
+        ("state.json", {"_data_files": 7}, "_data_files = 7; here it is an object"),
+        ("dataset_info.json", {"features": 3}, None),
+    ],
+)  # fmt: skip
+def test_every_key_of_a_saved_folder_is_read_or_rejected(tmp_path, name, changes, words):
+    saved(tmp_path / "one", TEXTS)
+    files = json.loads((tmp_path / "one" / "state.json").read_text())["_data_files"]
+    content = {"state.json": {**STATE, "_data_files": files}, "dataset_info.json": dict(INFO)}
+    content[name] |= changes
+    for file, one in content.items():
+        (tmp_path / "one" / file).write_text(json.dumps(one))
+    if words is None:
+        assert documents(tmp_path / "one")[0] == TEXTS
+    else:
+        assert words in refusal(tmp_path / "one")
+
+
 BAD = [
     ("a.csv", b"id,text\n1,good\n2\n3,x\n", "a.csv:3: 1 fields, where the first line names 2"),
     ("a.csv", b'id,text\n1,"two\nlines"\n\n2,b,c\n3,x\n', "a.csv:5: 3 fields"),

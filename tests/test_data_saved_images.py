@@ -84,6 +84,18 @@ def test_each_row_is_an_image_with_its_label_and_classes_have_names(tmp_path):
     assert greys(found.train) != sorted(greys(found.heldout))
 
 
+def test_classes_are_those_of_the_info_file_and_a_mode_is_rejected(tmp_path):
+    """What load_from_disk takes: features of dataset_info.json before those of the files."""
+    write(tmp_path / "birds", range(20))
+    info = tmp_path / "birds" / "dataset_info.json"
+    label = {"names": ["kite", "rook", "lark"], "_type": "ClassLabel"}
+    info.write_text(json.dumps({"features": {"label": label, "image": {"_type": "Image"}}}))
+    assert opened(tmp_path / "birds").facts["class_names"] == "kite, rook, lark"
+    info.write_text(json.dumps({"features": {"image": {"_type": "Image", "mode": "L"}}}))
+    with pytest.raises(UserError, match="converts the images of 'image' to the mode 'L'"):
+        opened(tmp_path / "birds")
+
+
 def test_splits_are_those_that_were_saved(tmp_path):
     write(tmp_path / "train", range(12))
     write(tmp_path / "validation", range(30, 36), names=None)

@@ -43,16 +43,16 @@ def nanogpt(path, documents):
     np.array([token for one in documents for token in [*one, END]], "<u2").tofile(path)
 
 
-def llm_c(path, documents, magic=20240520, dtype="<u2"):
+def llm_c(path, documents, magic=20240520, dtype="<u2", version=1):
     """As its data_common.py writes it: the token, then each document, behind 256 int32."""
     tokens = np.array([token for one in documents for token in [END, *one]], dtype)
     header = np.zeros(256, "<i4")
-    header[:3] = magic, 1, len(tokens)
+    header[:3] = magic, version, len(tokens)
     path.write_bytes(header.tobytes() + tokens.tobytes())
 
 
 def llama_c(path, documents):
-    llm_c(path, documents, 20240801, "<u4")
+    llm_c(path, documents, 20240801, "<u4", 7)
 
 
 def megatron(path, documents, *, code=4, dtype="<i4"):
@@ -151,6 +151,22 @@ def test_a_single_file_holds_out_its_last_documents(tokenizer, tmp_path):
     assert len(whole.open(seed=0).train.tokens) == 190  # one document, cut within
 
 
+def test_ids_of_a_large_vocabulary_are_uint32(tmp_path):
+    """As numpy writes the array of ids that nanoGPT's script makes, where uint16 is too narrow."""
+    vocabulary = {f"w{number}": number for number in range(70_000)}
+    vocabulary["<|endoftext|>"] = vocabulary.pop(f"w{END}")
+    file = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "w0")).save(str(file))
+    documents = [[one + 69_000 for one in document] for document in DOCUMENTS]
+    every = np.array([token for one in documents for token in [*one, END]], np.uint32)
+    every.tofile(tmp_path / "all.bin")
+    data = TextData(source=f"{tmp_path}/all.bin", sequence_length=16, tokenizer=str(file))
+    opened = data.open(seed=0)
+    found = np.concatenate([opened.train.tokens[:], opened.heldout.tokens[:]])
+    np.testing.assert_array_equal(found, every)
+    assert opened.facts["train_documents"] + opened.facts["heldout_documents"] == len(documents)
+
+
 def refusal(**settings):
     with pytest.raises(UserError) as caught:
         TextData(sequence_length=16, **settings).open(seed=0)
@@ -175,12 +191,23 @@ def test_what_cannot_be_read_as_it_is_is_refused(tokenizer, tmp_path):
         (b"TNTIDX" + whole[6:], "it does not begin as Megatron's do"),
         (whole[:9] + b"\2" + whole[10:], "version 2, and 1 is read"),
         (whole[:-480] + b"\xff" * 480, "its documents are not those"),
+        (whole[:-8] + struct.pack("<q", 2), "its documents are not those"),
+        (whole + bytes(120), "120 more bytes, such as the modes of a multimodal dataset"),
         (whole[:17] + b"\7" + whole[18:], "it holds float32"),
         (whole[:17] + b"\x08" + whole[18:], "tokens, and a.idx tells of"),
     ):
         index.write_bytes(content)
         assert words in refusal(**said), words
     index.unlink()
+    llm_c(path, DOCUMENTS, version=2)
+    assert "is in version 2 of llm.c's layout 20240520; here it is 1" in refusal(**said)
+    llm_c(path, DOCUMENTS, magic=20240522)
+    assert "begins like llm.c's multiple-choice questions, and holds no tokens" in refusal(**said)
+    np.savez(tmp_path / "weights.npz", a=np.arange(8))
+    path.write_bytes((tmp_path / "weights.npz").read_bytes())
+    assert "begins like a zip archive" in refusal(**said)
+    np.array([END, *DOCUMENTS[0]], "<u4").tofile(path)
+    assert "every second uint16 is 0, as where tokens are uint32" in refusal(**said)
     nanogpt(path, DOCUMENTS)
     nanogpt(tmp_path / "b.bin", DOCUMENTS)
     words = {"source": f"{tmp_path}/*.bin", "tokenizer": tokenizer, "heldout_split": "val"}

@@ -14,7 +14,7 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.data.images.stores import decode
 from jaxtrain.data.text.records import arrow
-from jaxtrain.data.text.saved_datasets import arrow_files
+from jaxtrain.data.text.saved_datasets import arrow_files, column_feature
 
 _SETTING = "ImageData.source"
 
@@ -99,9 +99,18 @@ def open_saved(
             "to a disk of this machine"
         )
     paths = [Path(str(path)) for path in arrow_files(folder, split, setting)]
-    return open_arrow(
+    mode = column_feature(folder, split, image_field).get("mode")
+    if mode is not None:
+        raise UserError(
+            f"{_SETTING}: {folder} converts the images of {image_field!r} to the mode {mode!r}, "
+            "which is not done here; save it with features that have no mode, and set "
+            "ImageData.channels"
+        )
+    images, names = open_arrow(
         [ArrowFile(path, path) for path in paths], image_field=image_field, label_field=label_field
     )
+    # As `datasets` does: what dataset_info.json says is taken before what the files say.
+    return images, column_feature(folder, split, label_field).get("names") or names
 
 
 def open_arrow(

@@ -6,6 +6,49 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.key_table import (
+    KeyTable,
+    Nested,
+    Only,
+    irrelevant,
+    only,
+    used,
+    validate_keys,
+)
+
+# Of state.json, as `datasets` 1 to 5 wrote it.
+STATE_KEYS: KeyTable = {
+    "_data_files": Nested(
+        {
+            **used("filename"),
+            "skip": Only((None, 0), reason="a part of a file's rows is left out"),
+            "take": Only((None,), reason="a part of a file's rows is left out"),
+        }
+    ),
+    **dict.fromkeys(
+        ("_indices_data_files", "_indices_files"),
+        Only((None, []), reason="rows are chosen or shuffled by another file; save a flattened "
+                                "copy with Dataset.flatten_indices().save_to_disk()"),
+    ),
+    **irrelevant("columns are named by settings", "_format_columns", "_output_all_columns"),
+    **irrelevant("it says what type of array the library returns", "_format_type",
+                 "_format_kwargs"),
+    **irrelevant("it names the dataset's state or split", "_fingerprint", "_split"),
+    "_indexes": Only((None, {}), reason="search indexes are not read"),
+    **irrelevant("the files were written after it", "_inplace_history"),
+}  # fmt: skip
+# Of dataset_info.json: the fields of `datasets.DatasetInfo`.
+INFO_KEYS: KeyTable = {
+    **used("features"),
+    **irrelevant(
+        "it describes the dataset, its sources and its sizes",
+        "description", "citation", "homepage", "license", "builder_name", "dataset_name",
+        "config_name", "version", "splits", "download_checksums", "download_size",
+        "post_processing_size", "dataset_size", "size_in_bytes", "task_templates",
+    ),
+    **irrelevant("columns are named by settings", "supervised_keys"),
+    "post_processed": only(None),
+}  # fmt: skip
 
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
@@ -38,13 +81,17 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
       UserError: no such split, or the folder is not whole.
     """
     if has_splits(folder):
-        splits = _read(folder / _SPLITS, "splits")
+        splits = _entry(folder / _SPLITS, _json(folder / _SPLITS), "splits", list)
         if split not in splits:
             raise UserError(
                 f"{setting} = {split!r}: {folder} has no such split{did_you_mean(split, splits)}"
             )
         folder = folder / split
-    files = [folder / file["filename"] for file in _read(folder / _STATE, "_data_files")]
+    state = _json(folder / _STATE)
+    validate_keys(state, STATE_KEYS, where=str(folder / _STATE))
+    validate_keys(_json(folder / _INFO), INFO_KEYS, where=str(folder / _INFO))
+    names = _entry(folder / _STATE, state, "_data_files", list)
+    files = [folder / _entry(folder / _STATE, file, "filename", str) for file in names]
     for file in files:
         # A name that leads elsewhere would be read like the dataset's own.
         if file.parent != folder or not file.is_file():
@@ -52,10 +99,35 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
     return files
 
 
-def _read(file: Place, key: str) -> Any:
+def column_feature(folder: Place, split: str, column: str) -> dict[str, Any]:
+    """What dataset_info.json says of a column, such as the names of its classes; may be empty.
+
+    Args:
+      folder, split: as of `arrow_files`, which has checked them.
+      column: its name.
+    """
+    folder = folder / split if has_splits(folder) else folder
+    features = _json(folder / _INFO).get("features") or {}
+    found = features.get(column) if isinstance(features, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _json(file: Place) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))[key]
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise UserError(
-            f"{file} is damaged ({type(error).__name__}: {error}); save the dataset again"
-        ) from error
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, FileNotFoundError) as error:
+        raise _damaged(file, f"{type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise _damaged(file, "no JSON object")
+    return found
+
+
+def _entry(file: Place, content: Any, key: str, kind: type) -> Any:
+    found = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(found, kind):
+        raise _damaged(file, f"{key} = {found!r}")
+    return found
+
+
+def _damaged(file: Place, what: str) -> UserError:
+    return UserError(f"{file} is damaged ({what}); save the dataset again")

@@ -1,10 +1,10 @@
 """Tokens that other programs wrote, read as they are: nanoGPT's, llm.c's and Megatron's files.
 
-nanoGPT (data/openwebtext/prepare.py): `.bin`, uint16 from the first byte on, documents end with the
-end-of-text token. llm.c (dev/data/data_common.py): `.bin` headed by 256 int32 (magic, version,
-number of tokens), documents begin with that token. Megatron-LM
-(megatron/core/datasets/indexed_dataset.py): `.bin` and `.idx`, which says the type and where
-sequences and documents begin.
+nanoGPT (data/openwebtext/prepare.py): `.bin`, uint16 from the first byte on, or uint32 where a
+vocabulary has more ids; documents end with the end-of-text token. llm.c (dev/data/data_common.py):
+`.bin` headed by 256 int32 (magic, version, number of tokens), documents begin with that token.
+Megatron-LM (megatron/core/datasets/indexed_dataset.py): `.bin` and `.idx`, which says the type and
+where sequences and documents begin.
 
 What is known of such files only after all tokens were seen (documents, digests, the largest id) is
 kept in the cache folder for the next start.
@@ -28,8 +28,19 @@ from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.packing import PackedText, unigram_entropy
 from jaxtrain.data.tokenizer import Tokenizer
 
-_LLM_C = {20240520: np.dtype(np.uint16), 20240801: np.dtype(np.uint32)}  # by magic
+# By magic: the version, and the type of tokens.
+_LLM_C = {20240520: (1, np.dtype(np.uint16)), 20240801: (7, np.dtype(np.uint32))}
 _LLM_C_HEADER = 256  # int32
+# What begins like these holds no tokens: headers of llm.c's other files, and other formats.
+_NO_TOKENS = {
+    np.int32(20240522).tobytes(): "llm.c's multiple-choice questions",
+    np.int32(20240326).tobytes(): "llm.c's weights of a model",
+    np.int32(20240327).tobytes(): "llm.c's state of a model",
+    b"PK\x03\x04": "a zip archive, as PyTorch saves weights",
+    b"GGUF": "a GGUF model",
+    b"\x93NUM": "NumPy's .npy",
+    b"\x28\xb5\x2f\xfd": "data packed by zstd",
+}
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32",
@@ -56,8 +67,13 @@ class TokenFile:
     end_of_text_first: bool
 
 
-def read_file(path: Path) -> TokenFile:
+def read_file(path: Path, vocab_size: int) -> TokenFile:
     """The tokens of a file, none of which are read yet.
+
+    Args:
+      path: the file.
+      vocab_size: of the tokenizer that made it; a file that does not say its type is uint16, and
+        uint32 where that cannot hold every id.
 
     Raises:
       UserError: it is cut short, or in a layout or version that is not known.
@@ -68,11 +84,27 @@ def read_file(path: Path) -> TokenFile:
     head = np.fromfile(path, "<i4", 3)
     if len(head) == 3 and int(head[0]) in _LLM_C:
         return _llm_c(path, head)
-    return TokenFile(path, _mapped(path, 0, np.dtype("<u2")), None, end_of_text_first=False)
+    if len(head) and (other := _NO_TOKENS.get(head[:1].tobytes())) is not None:
+        raise UserError(
+            f"TextData.source: {path} begins like {other}, and holds no tokens; a .bin file is "
+            "nanoGPT's, llm.c's, or Megatron's with its .idx beside it"
+        )
+    tokens = _mapped(path, 0, np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4"))
+    if tokens.dtype.itemsize == 2 and len(tokens) > 2 and not tokens[1:_SLICE:2].any():
+        raise UserError(
+            f"TextData.source: in {path} every second uint16 is 0, as where tokens are uint32; for "
+            f"a tokenizer of {vocab_size:,} ids write it as uint16, or with a header as llm.c's"
+        )
+    return TokenFile(path, tokens, None, end_of_text_first=False)
 
 
 def _llm_c(path: Path, head: np.ndarray) -> TokenFile:
-    dtype, begin, count = _LLM_C[int(head[0])], _LLM_C_HEADER * 4, int(head[2])
+    (version, dtype), begin, count = _LLM_C[int(head[0])], _LLM_C_HEADER * 4, int(head[2])
+    if head[1] != version:
+        raise UserError(
+            f"TextData.source: {path} is in version {head[1]} of llm.c's layout {head[0]}; here it "
+            f"is {version}"
+        )
     wanted, found = begin + count * dtype.itemsize, path.stat().st_size
     if wanted != found:
         raise UserError(
@@ -99,8 +131,11 @@ def _megatron(path: Path, index: Path) -> TokenFile:
         sizes = np.frombuffer(content, "<i4", sequences, at)
         pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
         first = np.frombuffer(content, "<i8", documents, at + 12 * sequences)
+        rest = len(content) - at - 12 * sequences - 8 * documents
+        if rest:
+            raise ValueError(f"{rest:,} more bytes, such as the modes of a multimodal dataset")
         begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-        if not len(first) or first[0] != 0 or first.min() < 0 or first.max() > sequences:
+        if not len(first) or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 0).any():
             raise ValueError("its documents are not those of its sequences")
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(
@@ -180,7 +215,7 @@ def open_token_files(
             f"TextData.heldout_split = {heldout_split!r}: {'all' if all(held) else 'none'} of the "
             f"{len(on_disk)} files of tokens ({names}) have it as a word in their names"
         )
-    files = [read_file(path) for path in on_disk]
+    files = [read_file(path, tokenizer.vocab_size) for path in on_disk]
     groups = [
         [file for file, out in zip(files, held, strict=True) if out == wanted]
         for wanted in (False, True)
