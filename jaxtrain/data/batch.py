@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.errors import UserError
+
 # jax.Array on devices, numpy.ndarray on the host; trees of shapes or shardings have the same form.
 Array = Any
 
@@ -54,6 +56,37 @@ class Batch:
     source_segment_ids: Array | None = None
     answers: tuple["Batch", ...] | None = None
     further: tuple["Batch", ...] | None = None
+
+
+def on_host(batch: Batch) -> Batch:
+    """The batch with arrays of other libraries, such as tensors of PyTorch on a CPU, as NumPy's.
+
+    They are copied: a tensor may be changed while a step still reads it. Arrays of NumPy and JAX,
+    and what is no array, stay as they are.
+
+    Raises:
+      UserError: NumPy cannot read one, such as a tensor on a GPU.
+    """
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return dataclasses.replace(
+        batch, **{name: _on_host(f"Batch.{name}", value) for name, value in fields.items()}
+    )
+
+
+def _on_host(name: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(on_host(one) if isinstance(one, Batch) else one for one in value)
+    ours = isinstance(value, np.ndarray | np.generic | jax.Array)
+    if ours or not hasattr(value, "__array__"):
+        return value
+    try:
+        return np.array(value)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{name} is a {type(value).__name__} that NumPy cannot read ({error}); use an array of "
+            "NumPy or JAX, or a tensor on the CPU without a gradient, such as "
+            "x.detach().float().cpu()"
+        ) from error
 
 
 def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.errors import did_you_mean, nearest_multiple
+from jaxtrain.config.errors import UserError, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.tables import ROWS, TABLES, AxisRule, MeshAxes, TensorLayout
 from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
@@ -235,6 +235,19 @@ class Layout:
         assert isinstance(self.mesh, jax.sharding.Mesh), "an abstract mesh has no devices"
         with jax.set_mesh(self.mesh), self.current():
             yield
+
+    def check_active(self) -> None:
+        """Check that some layout is active, which a step over several devices needs.
+
+        Raises:
+          UserError: none is.
+        """
+        if _LAYOUT.get() is None and self.mesh.size > 1:
+            raise UserError(
+                f"the step of a program over {self.mesh.size} devices is called where its layout "
+                "is not active; use trainer.functions.train_step(state, batch) and eval_step, or "
+                "call it within `with trainer.layout.active():`"
+            )
 
     @contextlib.contextmanager
     def inside(self, *axes: str) -> Iterator["Layout"]:

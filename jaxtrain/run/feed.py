@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecords
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, on_host
 from jaxtrain.data.pairs.source import Pairs
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset, Part
@@ -92,6 +92,7 @@ class Feed:
             raise UserError(
                 f"Trainer.{caller} takes a jaxtrain.Batch, not a {type(batch).__name__}"
             )
+        batch = on_host(batch)
         train, program = self._train, self._program.plain
         if whole:
             train = dataclasses.replace(train, accumulation=1)

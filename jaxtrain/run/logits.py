@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, on_host
 from jaxtrain.models.model import EmbeddingModel, Model, embeds
 from jaxtrain.nn.pooling import pooled
 from jaxtrain.nn.transformer import hidden
@@ -43,7 +43,8 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
             f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
             "tells its numbers"
         )
-    batch = inputs if isinstance(inputs, Batch) else objective.reading(np.asarray(inputs))
+    is_batch = isinstance(inputs, Batch)
+    batch = on_host(inputs) if is_batch else objective.reading(np.asarray(inputs))
     program = _of_any_rows(program)
     found = list(objective.refuse(batch, model, Loss(), program.layout))
     if found:

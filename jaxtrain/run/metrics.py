@@ -62,7 +62,7 @@ class MetricsLog:
         terminal: Console,
         yardstick: Yardstick = Yardstick(),  # noqa: B008 - frozen
         class_names: Sequence[str] = (),
-        guard: Guard = Guard(),  # noqa: B008 - frozen
+        guard: Guard | None = Guard(),  # noqa: B008 - frozen
         history: list[dict[str, Any]] | None = None,
     ) -> None:
         """Opens the log; the clock of the first step starts here.
@@ -80,7 +80,7 @@ class MetricsLog:
           terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
           yardstick: what loss.png draws, and compares it with.
           class_names: of confusion.png; none: classes have numbers alone.
-          guard: what happens at a bad step.
+          guard: what happens at a bad step; None: it is written like the others.
           history: takes the lines where no file does; those past `first_step` are dropped.
         """
         self._guard = guard
@@ -242,14 +242,14 @@ class MetricsLog:
             self._open_window(step)
         if why is None:
             self._bad_in_a_row = 0
-        else:
-            self._act_on(step, why)
+        elif self._guard is not None:
+            self._act_on(self._guard, step, why)
 
-    def _act_on(self, step: int, why: str) -> None:
+    def _act_on(self, guard: Guard, step: int, why: str) -> None:
         """Goes on after a bad step, or raises what ends or rewinds the run."""
         self._bad_in_a_row += 1
-        policy, in_a_row = self._guard.policy, self._bad_in_a_row
-        if policy == "skip" and in_a_row < self._guard.max_bad_steps:
+        policy, in_a_row = guard.policy, self._bad_in_a_row
+        if policy == "skip" and in_a_row < guard.max_bad_steps:
             self.bad_steps += 1
             if self._display is not None:
                 self._display.line(
@@ -300,6 +300,7 @@ def open_log(
     last: int,
     terminal: Console,
     history: list[dict[str, Any]],
+    guarded: bool = True,
 ) -> MetricsLog:
     """The log of a run whose clock starts here.
 
@@ -312,6 +313,7 @@ def open_log(
       last: the step that the run ends with.
       terminal: where progress is shown.
       history: takes the lines where no file does.
+      guarded: whether a bad step ends or rewinds the run, as `Guard.policy` says.
     """
     train = config.train
     batch = train.data.abstract_batch(train.global_batch_size)
@@ -330,7 +332,7 @@ def open_log(
         terminal=terminal,
         yardstick=train.task.yardstick(train.model, dataset.facts),
         class_names=class_names(dataset.facts),
-        guard=config.guard,
+        guard=config.guard if guarded else None,
         history=history,
     )
 

@@ -32,6 +32,7 @@ from jaxtrain.run.attempts.folder import nothing
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
+from jaxtrain.run.functions import Functions
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import BATCH_SIZE
@@ -78,7 +79,8 @@ class Trainer:
     Attributes:
       config: the resolved configuration.
       mesh: the device mesh.
-      program: the pure functions: init, train_step, eval_step.
+      program: the pure functions, which are traced while `layout` is active.
+      functions: init, train_step and eval_step, compiled, for a training loop of one's own.
       bad_records: the records of training and evaluation that could not be read.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
     """
@@ -152,16 +154,13 @@ class Trainer:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = self._opened
         self._saved = SavedRun(
-            self.workdir,
-            config,
-            self.program,
-            read_only=read_only,
-            report=self.say,
-            may_write=self._attempt.may_write,
+            self.workdir, config, self.program, read_only=read_only, report=self.say,
+            may_write=self._attempt.may_write, phases=self._attempt.phases,
             before_seal=nothing if self._folder is None else self._folder.secure,
-            phases=self._attempt.phases,
-        )
+        )  # fmt: skip
         self._has_shapes = False  # all lengths of rows compiled
+        self._own_log: MetricsLog | None = None  # of `step`
+        self.functions = Functions(self.program, self._step, self._evaluation, self._feed)
         self._tracking = () if read_only else self._trackers(track)
         if step is None:
             state, next_batch = self._saved.newest(lambda: self._opened)
@@ -169,23 +168,12 @@ class Trainer:
             state, next_batch = self._saved.of_step(step)
         self._stepper = Stepper(self._step, state, config.corruption)
         self._loop = Loop(
-            train=config.train,
-            guard=config.guard,
-            stepper=self._stepper,
-            feed=self._feed,
-            evaluation=self._evaluation,
-            saved=self._saved,
-            attempt=self._attempt,
-            folder=self._folder,
-            dataset=lambda: self.dataset,
-            best=config.best,
-            lines=lambda: self.history,
-            open_log=self._open_log,
-            tracking=self._tracking,
-            say=self.say,
-            next_batch=next_batch,
-            steps_done=int(state.step),
-        )
+            train=config.train, guard=config.guard, best=config.best, stepper=self._stepper,
+            feed=self._feed, evaluation=self._evaluation, saved=self._saved, attempt=self._attempt,
+            folder=self._folder, dataset=lambda: self.dataset, lines=lambda: self.history,
+            open_log=self._open_log, tracking=self._tracking, say=self.say,
+            next_batch=next_batch, steps_done=int(state.step),
+        )  # fmt: skip
         self._attempt.step = self.steps_done
         if self.program.plain.objective.refers and not read_only:
             _ = self.dataset  # while the state is the one that it is compared with
@@ -287,12 +275,18 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._stepper.state = state
+        more = int(state.step) - self.steps_done
+        self._loop.steps_done += more
+        self._loop.next_batch += more
 
     def step(self, batch: Batch) -> Sums:
         """One optimizer step on a global batch of one's own; metrics stay on the device.
 
+        Steps due by `Train.log_every` are lines of `history` and metrics.jsonl. Nothing is
+        evaluated or saved, and no bad step ends anything.
+
         Args:
-          batch: a `data.batch.Batch`. What stands where its loss mask is 0 is in no result. One
+          batch: of arrays, or of tensors on the CPU. What its loss mask masks is in no result. One
             whose rows do not divide is filled where `Train.fill_batch` says so.
 
         Raises:
@@ -300,7 +294,12 @@ class Trainer:
             looked at, of NumPy's also the values: tokens, labels, positions and masks.
         """
         with self.layout.active():
-            return self._loop.step(self._feed.own("step", batch))
+            if self._own_log is None:
+                last = self.config.train.steps
+                self._own_log = self._open_log(self.steps_done, last, guarded=False)
+            metrics = self._loop.step(self._feed.own("step", batch))
+        self._own_log.later(self.steps_done, metrics)
+        return metrics
 
     def weights(self, *, evaluated: bool = False) -> dict[str, np.ndarray]:
         """Parameters and running statistics by the names of `table`, the layers in their order.
@@ -410,6 +409,7 @@ class Trainer:
         last = self.config.train.steps if steps is None else self.steps_done + steps
         recorder = None if profile is None else self._recorder(last, profile)
         shapes = self._feed.abstract_shapes()
+        self._close_own_log()
         with self.layout.active():
             if len(shapes) > 1 and not self._has_shapes:
                 with self._attempt.phases.phase("compile", self.steps_done):
@@ -536,6 +536,8 @@ class Trainer:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
+        if self._own_log is not None:
+            self._own_log.flush()
         folder = self.workdir if self._folder is None else self._folder.local
         return list(self._lines) if folder is None else lines_of(folder)
 
@@ -569,30 +571,28 @@ class Trainer:
         if jax.process_index() == 0:
             say(self.console, line)
 
-    def _open_log(self, first: int, last: int) -> MetricsLog:
+    def _open_log(self, first: int, last: int, *, guarded: bool = True) -> MetricsLog:
         return open_log(
-            self.config,
-            self.dataset,
-            list(self.mesh.devices.flat),
-            folder=None if self._folder is None else self._folder.local,
-            first=first,
-            last=last,
-            terminal=self.console,
-            history=self._lines,
-        )
+            self.config, self.dataset, list(self.mesh.devices.flat),
+            folder=None if self._folder is None else self._folder.local, first=first, last=last,
+            terminal=self.console, history=self._lines, guarded=guarded,
+        )  # fmt: skip
+
+    def _close_own_log(self) -> None:
+        if self._own_log is not None:
+            self._own_log.close()
+            self._own_log = None
 
     def _trackers(self, track: Track | None) -> list[Tracking]:
         return trackings(
-            self.config,
-            track,
+            self.config, track, lines=self._lines, say=self.say,
             folder=None if self._folder is None else self._folder.local,
             named="in memory" if self.workdir is None else self.workdir.name,
-            lines=self._lines,
-            say=self.say,
-        )
+        )  # fmt: skip
 
     def close(self) -> None:
         """Waits for the checkpoint being written, and brings the rest to the run's folder."""
+        self._close_own_log()
         self._saved.close()
         for one in self._tracking:
             one.close()

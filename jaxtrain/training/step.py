@@ -376,6 +376,7 @@ class Program:
           batch: the global batch, or the rows of it that are one replica's.
           counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
         """
+        self.layout.check_active()
         counts = self.objective.counts(batch) if counts is None else counts
         batch = numbered(batch) if self.objective.draws or self.tuning.draws else batch
         # Counts are known before the first microbatch, so each contributes its share of the MEAN
@@ -461,7 +462,8 @@ class Program:
         micros = split_microbatches(batch, self.accumulation)
         first = jax.tree.map(lambda x: x[0], micros)
         grads, sums, _ = jax.eval_shape(one, statistics, first)
-        none, no_sums = jax.tree.map(_zeros, (jax.eval_shape(_as_float32, grads), sums))
+        grads = jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads)
+        none, no_sums = jax.tree.map(_zeros, (grads, sums))
         none = jax.tree.map(lambda x, to: jax.device_put(x, jax.typeof(to).memory_space), none, of)
         (grads, sums, statistics), _ = jax.lax.scan(add, (none, no_sums, statistics), micros)
         return grads, sums, statistics
@@ -542,6 +544,7 @@ class Program:
         that do not depend on each other starve simulated devices of threads while they wait in
         reductions.
         """
+        self.layout.check_active()
         weights = to_compute(state.weights, self.precision.compute)
         with self.precision.products():
             sums = self._heldout_sums(weights, state.statistics, batch)
@@ -590,10 +593,6 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         shapes, shardings,
     )  # fmt: skip
-
-
-def _as_float32(tree):  # noqa: ANN001, ANN202 - any pytree of arrays
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

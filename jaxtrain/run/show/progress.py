@@ -49,7 +49,7 @@ class Display:
         rate, mfu = line[f"{self._unit}_per_second"] or 0.0, line["mfu"]
         # The first step's time is the compiler's: nothing can be foretold from it.
         compiled = step > self._first_step + 1
-        left = clock((self._total_steps - step) * seconds) if compiled else "?"
+        left = clock(max(self._total_steps - step, 0) * seconds) if compiled else "?"
         parts = [
             f"loss {line['loss']:.4g}",
             f"{quantity(rate)} {self._unit}/s",
