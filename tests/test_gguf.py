@@ -168,6 +168,11 @@ def file(tmp_path_factory, tokenizer, tensors) -> Path:
         "tokenizer.ggml.merges": merges, "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": "{{ messages }}",
     }  # fmt: skip
+    return write_file(tmp_path_factory.mktemp("published") / "tiny.gguf", said, tensors)
+
+
+def write_file(path: Path, said: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """A whole model's file; its tensors by the names of a Hugging Face folder."""
     parts = {
         "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.up_proj": "ffn_up",
@@ -188,7 +193,6 @@ def file(tmp_path_factory, tokenizer, tensors) -> Path:
             heads = {"attn_q": 4, "attn_k": 2}.get(parts[part])
             content = content if heads is None else interleaved(content, heads)
         rows[called] = (content.shape, F32, content.tobytes())
-    path = tmp_path_factory.mktemp("published") / "tiny.gguf"
     path.write_bytes(gguf(said, rows))
     return path
 
@@ -226,7 +230,10 @@ def test_an_imported_file_is_a_run_with_its_tokenizer(file, tmp_path, capsys):
         "-b", "TextData.sequence_length=16", "-b", "Train.eval_batches=1",
     ]  # fmt: skip
     assert main(words) == 0
-    assert "Parity: the largest difference of a logit" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "Parity: the largest difference of a logit" in said.out
+    assert "No tokenizer came with it" not in said.out
+    assert "Converting" not in said.err
     data = load_config(workdir / "config.gin").train.data
     assert data.tokenizer == str(workdir / "huggingface" / "tokenizer.json")
     assert main(["eval", "--workdir", str(workdir)]) == 0
@@ -275,6 +282,12 @@ def test_another_architecture_is_refused(tmp_path):
     file.write_bytes(gguf({"general.architecture": "mamba"}, {}))
     with pytest.raises(UserError, match="GGUF files of 'llama' are read here, not of 'mamba'"):
         _ = GgufFile(file).asked
+
+
+def test_a_file_without_a_tokenizer_is_reported(tensors, tmp_path, capsys):
+    file = write_file(tmp_path / "bare.gguf", SAID, tensors)
+    assert main(["import-hf", str(file), "--workdir", str(tmp_path / "run")]) == 0
+    assert "No tokenizer came with it" in capsys.readouterr().out
 
 
 def test_another_tokenizer_does_not_come_along(tmp_path):

@@ -178,8 +178,8 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
     kind = metadata.get("general.architecture")
     if kind != ARCHITECTURE:
         raise UserError(
-            f"{where}: GGUF files of {ARCHITECTURE!r} are read here, not of {kind!r}; take the "
-            "model's safetensors"
+            f"{where}: GGUF files of 'llama' are read here, not of {kind!r}; take the model's "
+            "safetensors"
         )
     known = {listed(key): value for key, value in metadata.items()
              if key.partition(".")[0] in _NAMESPACES}  # fmt: skip

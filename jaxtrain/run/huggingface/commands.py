@@ -6,10 +6,11 @@ import functools
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
+from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.huggingface.awq import export_awq
-from jaxtrain.run.huggingface.importing import import_run
+from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, import_run
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE, FAILED
 from jaxtrain.training.published import SCHEME
@@ -28,7 +29,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
     workdir = place(arguments.workdir)
     found = import_run(config, workdir, console=console, say=functools.partial(say, console))
     data = config.train.data
-    if isinstance(data, TextData) and data.source == "synthetic":
+    has_tokenizer = (workdir / CARRIED_FOLDER / TOKENIZER).is_file()
+    if isinstance(data, TextData) and data.source == "synthetic" and not has_tokenizer:
         say(
             console,
             "No tokenizer came with it: to give it text, bind TextData.source and "

@@ -5,10 +5,12 @@ that was lost, and not a file that was misunderstood, since both sides were read
 transformers can read the files, the same tokens go through both models; only that is parity.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import math
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
@@ -271,9 +273,10 @@ def _logits_of_transformers(
     if folder.is_file():
         folder, files = folder.parent, {"gguf_file": folder.name}
     try:
-        model = getattr(transformers, architecture).from_pretrained(
-            folder, dtype="float32", local_files_only=True, trust_remote_code=False, **files
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+            model = getattr(transformers, architecture).from_pretrained(
+                folder, dtype="float32", local_files_only=True, trust_remote_code=False, **files
+            )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         return f"transformers cannot load it ({str(error).splitlines()[0]})"
     with torch.no_grad():
