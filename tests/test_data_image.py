@@ -332,6 +332,9 @@ def test_folders_without_classes_or_images_are_refused(folder, tmp_path):
 
 
 def test_an_empty_held_out_part_is_refused(folder):
+    for name in ("ant", "bee"):  # one image of each class: none to hold out
+        for path in sorted((folder / name).glob("*.*"))[1:]:
+            path.unlink()
     message = refusal(source=str(folder), num_classes=2, image_size=4, heldout_fraction=0.05)
     assert "its held-out part would be empty" in message
     assert "ImageData.heldout_fraction (now 0.05)" in message

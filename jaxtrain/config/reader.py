@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import io
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,11 @@ class _Bindings:
 
     # -- building ------------------------------------------------------------------------------
 
+    def whole(self) -> Any:
+        """The root, built of the bindings."""
+        built = {name: self.build(cls) for name, cls in sections(self.root).items()}
+        return self.root(imports=tuple(self.imports), notes=(), **built)
+
     def build(self, cls: type) -> Any:
         """An instance of a registered dataclass, its fields from the bindings or its defaults.
 
@@ -417,6 +422,9 @@ def load(
     *,
     search_path: Path,
     allow_imports: bool = False,
+    implied: Callable[[Any, Collection[tuple[str, str]]], Mapping[tuple[str, str], Any]] = (
+        lambda loaded, bound: {}
+    ),
 ) -> Any:
     """An instance of the frozen dataclass `root`: its `imports`, and its sections.
 
@@ -431,6 +439,8 @@ def load(
       search_path: the folder of shipped configs, where `include` looks after the file's own folder.
       allow_imports: let `import` lines run modules from outside the package, of the file's folder
         or the current one before all others. Neither folder is on Python's search path.
+      implied: gives, of what was built and of the (section, field) that are bound, values of
+        fields that are not bound.
 
     Raises:
       ConfigError: unknown names, values of the wrong type, bindings nothing uses, a bad file:
@@ -447,9 +457,14 @@ def load(
     found.let_override("the bindings of the command line")
     for text in bindings:
         found.add_single(text)
-    built = {name: found.build(cls) for name, cls in sections(root).items()}
+    loaded = found.whole()
     found.refuse_unused()
-    loaded = root(imports=tuple(found.imports), notes=tuple(found.notes), **built)
+    if not found.mistakes and (more := implied(loaded, found.fields.keys())):
+        found.fields |= {key: Binding(value, "<data>") for key, value in more.items()}
+        written = ", ".join(f"{name}.{field} = {value!r}" for (name, field), value in more.items())
+        found.notes.append(f"{written}: taken from the data, because not set")
+        loaded = found.whole()
+    loaded = dataclasses.replace(loaded, notes=tuple(found.notes))
     if found.mistakes:
         raise ConfigError(found.mistakes, loaded)
     return loaded

@@ -1,7 +1,8 @@
 """What a data source leaves out or decides by itself, as facts and as sentences for people.
 
 Facts of this kind are `files`, `files_left_out` and `endings_left_out` of a folder,
-`bad_records` and `first_bad_records` of files of records, and `heldout_rule`.
+`bad_records` and `first_bad_records` of files of records, `converted` of images, and
+`heldout_rule`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ Facts = dict[str, float | int | str]
 NO_ENDING = "no ending"
 
 # Facts that are sentences or lists: shown on lines of their own.
-SENTENCES = ("endings_left_out", "first_bad_records", "heldout_rule")
+SENTENCES = ("endings_left_out", "first_bad_records", "converted", "heldout_rule")
 _COUNTS = ("files", "files_left_out", "bad_records")
 
 
@@ -40,7 +41,9 @@ def file_facts(read: int, left_out: Mapping[str, int]) -> dict[str, int | str]:
     }
 
 
-def heldout_facts(setting: str, fraction: float, count: int, unit: str) -> dict[str, str]:
+def heldout_facts(
+    setting: str, fraction: float, count: int, unit: str, *, each: str | None = None
+) -> dict[str, int | str]:
     """The fact that one example is held out where the fraction alone would hold out none.
 
     Args:
@@ -48,10 +51,12 @@ def heldout_facts(setting: str, fraction: float, count: int, unit: str) -> dict[
       fraction: its value.
       count: of all examples, those held out too.
       unit: what they are, such as "document".
+      each: what has at most so many, if one of each is held out, such as "class".
     """
+    of = f"{counted(count, unit)}" if each is None else f"at most {counted(count, unit)} a {each}"
     return {
-        "heldout_rule": f"Held out the last of {counted(count, unit)}, because {setting} = "
-        f"{fraction} of them is less than one"
+        "heldout_rule": f"Held out the last of {of}, because {setting} = {fraction} of them is "
+        "less than one"
     }
 
 
@@ -84,9 +89,7 @@ def sentences(facts: Mapping[str, object]) -> list[str]:
     if "first_bad_records" in facts:
         bad = counted(_int(facts["bad_records"]), "record")
         told.append(f"Left out {bad}: {facts['first_bad_records']}")
-    if "heldout_rule" in facts:
-        told.append(str(facts["heldout_rule"]))
-    return told
+    return told + [str(facts[name]) for name in ("converted", "heldout_rule") if name in facts]
 
 
 def _way(facts: Mapping[str, object]) -> str:

@@ -37,6 +37,7 @@ from jaxtrain.training.corruption import Corruption
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
+from jaxtrain.training.implied import implied
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.objectives.objective import Objective, objective_named
 from jaxtrain.training.offload.offload import Offload
@@ -390,7 +391,12 @@ def load_config(
         )
         file, imports = _of_sections(given), _own_modules(given)
     found: Any = gin_files.load(
-        Config, file, bindings, search_path=configs_folder(), allow_imports=allow_imports
+        Config,
+        file,
+        bindings,
+        search_path=configs_folder(),
+        allow_imports=allow_imports,
+        implied=implied,
     )
     return settled(dataclasses.replace(found, imports=(*imports, *found.imports)))
 

@@ -16,16 +16,19 @@ from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.augment import Augment
+from jaxtrain.data.images.class_folders import has_colors, open_folder, sampled
 from jaxtrain.data.images.parquet import is_parquet, open_parquet
 from jaxtrain.data.images.saved import open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.images.tars import is_tar, open_tars
+from jaxtrain.data.left_out import file_facts, heldout_facts
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
     check_heldout_split,
     digest,
     existing_path,
+    hold_out,
     is_heldout,
 )
 from jaxtrain.data.text.saved_datasets import has_splits, holds_saved
@@ -47,8 +50,8 @@ class ImageData:
         random pixels for benchmarks.
       image_size: height and width that the model reads, in pixels. Images of another size are
         scaled to it by their shorter side and cut to their middle, unless `crop` is 'resized'.
-      channels: 1 (grey) or 3 (RGB).
-      num_classes: how many classes the source has.
+      channels: 1 (grey) or 3 (RGB); of class folders, if not set, what their first images have.
+      num_classes: how many classes the source has; of class folders, if not set, their number.
       crop: in training 'pad' shifts by up to `padding` pixels and 'resized' scales a random box; in
         evaluation 'resized' takes the middle 224/256. 'none' does neither.
       padding: of crop 'pad', in pixels.
@@ -180,6 +183,7 @@ class ImageData:
             "class_names": ", ".join(class_names),
             "train_images": len(train),
             "heldout_images": len(heldout),
+            **self._decided(train, heldout),
         }
         return Dataset(
             kind(train, self),
@@ -190,6 +194,25 @@ class ImageData:
             "images",
             workers=self.workers,
         )
+
+    def _decided(self, train: LabelledImages, heldout: LabelledImages) -> dict[str, int | str]:
+        """Facts of files that are left out, of colors that are not read, and of a rule by which
+        images are held out."""
+        if not (isinstance(train, Subset) and isinstance(heldout, Subset)):
+            return {}
+        images, facts = train.images, dict[str, int | str]()
+        if isinstance(images, stores.FileImages):
+            facts |= file_facts(len(images), images.left_out)
+            if self.channels == 1 and any(map(has_colors, sampled(images))):
+                facts["converted"] = (
+                    "Images in color are converted to grey, because ImageData.channels = 1; 3 "
+                    "keeps the colors"
+                )
+        counts = np.unique(images.labels(), return_counts=True)[1].tolist()
+        if not any(is_heldout(count, self.heldout_fraction).any() for count in counts):
+            setting, most = "ImageData.heldout_fraction", max(counts)
+            facts |= heldout_facts(setting, self.heldout_fraction, most, "image", each="class")
+        return facts
 
     def _split(self, seed: int) -> tuple[LabelledImages, LabelledImages, list[str]]:
         if self.source == "synthetic":
@@ -227,7 +250,7 @@ class ImageData:
             if holds_saved(one.name for one in inside):
                 return self._of_saved(path)
             check_heldout_split("ImageData", self.train_split, self.heldout_split, named=False)
-            images, class_names = stores.folder(path)
+            images, class_names = open_folder(path)
         self._check_num_classes(len(class_names))
         return *self._hold_out(images), class_names
 
@@ -294,9 +317,12 @@ class ImageData:
     def _hold_out(self, images: LabelledImages) -> tuple[Subset, Subset]:
         labels = images.labels()
         held = np.zeros(len(labels), bool)
-        for label in np.unique(labels):
-            (of_class,) = np.nonzero(labels == label)
-            held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
+        for hold in (is_heldout, hold_out):  # the last of each class, if the fraction has none
+            for label in np.unique(labels):
+                (of_class,) = np.nonzero(labels == label)
+                held[of_class] = hold(len(of_class), self.heldout_fraction)
+            if held.any():
+                break
         return Subset(images, np.flatnonzero(~held)), Subset(images, np.flatnonzero(held))
 
     def _builder(self, name: str) -> tuple[Any, list[str]]:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from PIL import Image
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.images.transform import from_array
-from jaxtrain.data.source import walk_files
 from jaxtrain.data.tfds import read_feature
 
 IMAGE_SUFFIXES = frozenset((".jpeg", ".jpg", ".png"))
@@ -61,11 +60,19 @@ class ArrayImages:
 
 @dataclasses.dataclass(frozen=True)
 class FileImages:
-    """Image files; the digest covers their names and sizes, for reading them all takes too long."""
+    """Image files; the digest covers their names and sizes, for reading them all takes too long.
+
+    Attributes:
+      paths: of the files.
+      names_and_sizes: of each, its path in the folder and its bytes.
+      of_class: the label of each.
+      left_out: how many other files the folder has, by ending.
+    """
 
     paths: tuple[Place, ...]
     names_and_sizes: tuple[str, ...]
     of_class: np.ndarray
+    left_out: Mapping[str, int]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -193,36 +200,3 @@ def _demo(module: str, source: str) -> Any:
             f"ImageData.source = {source!r} needs jaxtrain[demo] ({error}); "
             "run: pip install 'jaxtrain[demo]'"
         ) from error
-
-
-def folder(root: Place) -> tuple[FileImages, list[str]]:
-    """The PNG and JPEG files of a folder of class folders, and the class names.
-
-    Classes are numbered in the order of their sorted names; other files are not read.
-
-    Raises:
-      UserError: no class folders, a class without images, or a link out of the folder.
-    """
-    files = list(walk_files(root, "ImageData.source"))
-    if isinstance(root, BucketPath):  # where a folder without files is none
-        names = sorted({name.partition("/")[0] for _, name, _ in files if "/" in name})
-    else:
-        names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    by_class: dict[str, list[tuple[Place, str]]] = {name: [] for name in names}
-    for path, name, size in files:
-        of_class = by_class.get(name.partition("/")[0])
-        if path.suffix.lower() in IMAGE_SUFFIXES and of_class is not None:
-            of_class.append((path, f"{name}\0{size}"))
-    if not names:
-        raise UserError(
-            f"ImageData.source = {str(root)!r} has no class folders in it; it takes a folder with "
-            "one folder a class, each with PNG or JPEG files"
-        )
-    empty = next((name for name in names if not by_class[name]), None)
-    if empty is not None:
-        raise UserError(
-            f"ImageData.source = {str(root)!r}: its class folder {empty!r} has no PNG or JPEG files"
-        )
-    labels = np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names])
-    paths, rows = zip(*(file for name in names for file in by_class[name]), strict=True)
-    return FileImages(paths, rows, labels), names

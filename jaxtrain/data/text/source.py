@@ -321,7 +321,7 @@ class TextData:
         facts["train_padding"] = fitted.padding
         return Dataset(fitted, held, made, facts, tokenizer, "tokens")
 
-    def _heldout_rule(self, count: int) -> dict[str, str]:
+    def _heldout_rule(self, count: int) -> dict[str, int | str]:
         """The fact that of so many documents the last is held out, where the fraction has none."""
         if count < 2 or is_heldout(count, self.heldout_fraction).any():
             return {}
