@@ -54,6 +54,24 @@ def test_equal_arrays_share_their_reasons():
     assert all(row.explained for row in rows)
 
 
+def test_an_array_of_two_rows_is_not_two_layers_of_another():
+    """Equal to two layers' in bytes and count, and yet what both of its reasons expect."""
+    expected = [
+        meant("all-gather", "data", 6, 64, "attention: into the block"),
+        meant("all-gather", "data", 6, 128, "mlp: side of the cube"),
+    ]
+    found = [
+        moved("all-gather", "data", 3, 128, "attention/reshard", shape=(2, 128, 8, 32)),
+        moved("all-gather", "data", 3, 128, "mlp/reshard", shape=(2, 128, 8, 32)),
+        moved("all-gather", "data", 6, 64, "attention/reshard", shape=(2, 128, 4, 32)),
+    ]
+    rows = audit(found, expected, SIZES)
+    assert {row.cause: (row.count, row.bytes) for row in rows} == {
+        "attention: into the block": (6, 6 * 64 * KIB),
+        "mlp: side of the cube": (6, 6 * 128 * KIB),
+    }
+
+
 def test_arrays_laid_end_to_end_have_their_reasons_each():
     text = """
 HloModule packed

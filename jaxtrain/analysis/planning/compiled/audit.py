@@ -1,5 +1,6 @@
 """Holds a compiled step's collectives against the textbook's: what has no reason is flagged."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -57,8 +58,8 @@ def audit(
 
     Both sides are matched by kind, axis and size, so that equal arrays share their reasons; several
     that were laid end to end, as a GPU's compiler does with small ones, each by itself. First those
-    that run as often as they should, one by one or all layers' as one array. What remains is tried
-    in the forms that the compiler is free to choose:
+    that run as often as they should, each or all of a size together, or all layers' as one array.
+    What remains is tried in the forms that the compiler is free to choose:
 
     - the arrays of several layers as one;
     - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
@@ -83,15 +84,20 @@ def audit(
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
     left = [*itertools.chain.from_iterable(_apart(_Left(one, one.count)) for one in found)]
-    exact = [functools.partial(match, exact=True) for match in (matching.same, matching.stacked)]
+    exact = [
+        functools.partial(matching.same, exact=True), matching.of_a_size,
+        functools.partial(matching.stacked, exact=True),
+    ]  # fmt: skip
     forms = (
         *exact, matching.same, matching.stacked, matching.padded, matching.shifted, matching.whole,
         matching.joined,
     )  # fmt: skip
     if widens:
-        left = _matched(map(_narrowed, left), forms)
+        left = [_narrowed(one) for one in left]
     else:
-        left = _matched((_narrowed(one) if _is_greatest(one) else one for one in left), exact)
+        left = [_narrowed(one) if _is_greatest(one) else one for one in left]
+    matching.count(left)
+    left = _matched(left, forms if widens else exact)
     left = _matched(map(_widened, left), forms)
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
@@ -154,7 +160,20 @@ class _Matching:
     def __init__(self, open_: list[_Open], sizes: Mapping[str, int]) -> None:
         self.open, self.sizes = open_, sizes
         self.rows: list[Row] = []
+        self.complete: set[tuple[str, str, int]] = set()  # kinds, axes and sizes, see `count`
         self.shifts: list[_Open] = []  # of less than so many bytes
+
+    def count(self, left: list[_Left]) -> None:
+        """Note the kinds, axes and sizes of which as many arrays were found as are expected.
+
+        An array of two rows is otherwise taken for two layers of an array half as large.
+        """
+        found, expected = collections.Counter(), collections.Counter()
+        for one in left:
+            found[one.found.kind, one.found.axis, one.found.bytes] += one.count
+        for other in self.open:
+            expected[other.expected.kind, other.expected.axis, other.expected.bytes] += other.count
+        self.complete = {key for key in found if found[key] == expected[key]}
 
     def devices(self, axis: str) -> int:
         """Devices along an axis, or along several joined by "+"."""
@@ -171,6 +190,11 @@ class _Matching:
                 self._take(left, other, taken, taken, other.expected.cause)
                 count -= taken
         return _rest(left, count)
+
+    def of_a_size(self, left: _Left) -> list[_Left]:
+        """Kind, axis and size agree, and as many are expected of them as were found."""
+        one = left.found
+        return self.same(left) if (one.kind, one.axis, one.bytes) in self.complete else [left]
 
     def stacked(self, left: _Left, *, exact: bool = False) -> list[_Left]:
         """The arrays of several layers as one; exact: of all the layers."""
