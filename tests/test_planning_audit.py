@@ -63,7 +63,8 @@ def test_an_array_of_two_rows_is_not_two_layers_of_another():
     found = [
         moved("all-gather", "data", 3, 128, "attention/reshard", shape=(2, 128, 8, 32)),
         moved("all-gather", "data", 3, 128, "mlp/reshard", shape=(2, 128, 8, 32)),
-        moved("all-gather", "data", 6, 64, "attention/reshard", shape=(2, 128, 4, 32)),
+        moved("all-gather", "data", 3, 64, "attention/reshard", shape=(2, 128, 4, 32)),
+        moved("all-gather", "data", 3, 64, "attention/reshard", shape=(2, 128, 4, 32)),
     ]
     rows = audit(found, expected, SIZES)
     assert {row.cause: (row.count, row.bytes) for row in rows} == {
