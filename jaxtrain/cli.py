@@ -43,9 +43,27 @@ def _status(words: list[str]) -> int:
     arguments, unknown = whole.parse_known_args(words)
     if unknown:
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{_bindings_meant(unknown)}")
+    if (absent := _absent_config(getattr(arguments, "config", None))) is not None:
+        print(f"jaxtrain: {absent}", file=sys.stderr)  # noqa: T201
+        return USER_ERROR
     if arguments.command in ("configs", "plot", "sweep"):
         return _without_devices(arguments)
     return _ended(arguments)
+
+
+def _absent_config(name: str | None) -> str | None:
+    """The message for a config that is not there, before JAX is imported to read one."""
+    if name is None:
+        return None
+    from jaxtrain.config.errors import UserError
+    from jaxtrain.config.shipped import HUGGING_FACE, find_config
+
+    try:
+        if not name.startswith(HUGGING_FACE):
+            find_config(name)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _bindings_meant(unknown: Sequence[str]) -> str:

@@ -8,6 +8,8 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path
 
+HUGGING_FACE = "hf:"  # before a folder whose model a configuration is to be
+
 
 def configs_folder() -> Path:
     """The folder of shipped configs: inside the installed package, or beside it in a checkout."""
@@ -33,6 +35,17 @@ def find_config(name: str) -> Path:
         raise UserError(f"config {name!r}: no such file{did_you_mean(name, known)}")
     if name in shipped:
         return shipped[name]
+    with refused_path(f"config {name!r}", needs="use a .gin file that can be read"):
+        if (path / "config.gin").is_file():
+            raise UserError(
+                f"config {name!r} is a run's folder; use {str(path / 'config.gin')!r}, with "
+                "another --workdir for another run"
+            )
+        if (path / "config.json").is_file():
+            raise UserError(
+                f"config {name!r} is a Hugging Face folder; use '{HUGGING_FACE}{name}', which "
+                "starts from its parameters"
+            )
     raise UserError(f"config {name!r}: no .gin file and not shipped{did_you_mean(name, shipped)}")
 
 

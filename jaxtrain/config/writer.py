@@ -25,23 +25,36 @@ def to_gin(root: Any, *, absolute: bool = False) -> str:
     return "\n".join([*imports, "", text]) if imports else text
 
 
-def written(instances: Sequence[Any], *, absolute: bool = False) -> str:
+def changes(root: Any) -> str:
+    """The values of the resolved tree that differ from their defaults, as gin text.
+
+    Args:
+      root: as of `load`.
+    """
+    return written([getattr(root, name) for name in sections(type(root))], defaults=False)
+
+
+def written(instances: Sequence[Any], *, absolute: bool = False, defaults: bool = True) -> str:
     """Registered dataclasses as gin text, with every value of them and of those they refer to.
 
     Args:
       instances: one of each class.
       absolute: as of `to_gin`.
+      defaults: write also values that equal their defaults.
 
     Raises:
       UserError: one is of a class that is not registered.
     """
     blocks: dict[str, list[str]] = {}
     for instance in instances:
-        _format_block(instance, blocks, absolute)
-    return "\n".join(line for block in blocks.values() for line in (*block, "")).rstrip() + "\n"
+        _format_block(instance, blocks, absolute, defaults)
+    filled = filter(None, blocks.values())
+    return "\n".join(line for block in filled for line in (*block, "")).rstrip() + "\n"
 
 
-def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) -> None:
+def _format_block(
+    section: Any, blocks: dict[str, list[str]], absolute: bool, defaults: bool
+) -> None:
     name = type(section).__name__
     if not is_known(name):
         raise UserError(
@@ -55,19 +68,28 @@ def _format_block(section: Any, blocks: dict[str, list[str]], absolute: bool) ->
         if absolute:
             value = located(value, takes[field.name])
         if mark is None:
-            written = _format_value(value, blocks, absolute)
+            written = _format_value(value, blocks, absolute, defaults)
         else:
             written = repr(mark.name_of(type(value)))
-            _format_block(value, blocks, absolute)
-        lines.append(f"{name}.{bound} = {written}")
+            _format_block(value, blocks, absolute, defaults)
+        default = _default_of(field)
+        is_default = value == default if mark is None else type(value) is type(default)
+        if defaults or not is_default:
+            lines.append(f"{name}.{bound} = {written}")
 
 
-def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool) -> str:
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool, defaults: bool) -> str:
     if dataclasses.is_dataclass(value):
-        _format_block(value, blocks, absolute)
+        _format_block(value, blocks, absolute, defaults)
         return f"@{type(value).__name__}()"
     if isinstance(value, tuple):
-        items = [_format_value(item, blocks, absolute) for item in value]
+        items = [_format_value(item, blocks, absolute, defaults) for item in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
     # NumPy's numbers are such too, and written in a way of their own.
     if isinstance(value, numbers.Real) and not isinstance(value, bool):

@@ -33,6 +33,7 @@ from jaxtrain.run.cluster.detection import detect
 from jaxtrain.run.generation.write import printable
 from jaxtrain.run.metrics_file import numbers_of, strict
 from jaxtrain.run.recorder import RecorderKind
+from jaxtrain.run.run_folders import named, runs_in
 from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say, terminal
@@ -87,7 +88,7 @@ def train(
                     recorder.refuse(done, config.train.steps)
                 trainer = Trainer(config, workdir, console=console, attempt=attempt)
                 attempt.at_end.append(trainer.close)
-                trainer.show()
+                trainer.show(verbose=arguments.verbose)
             values = _train(trainer, console, profile=recorder)
             # The sample's two programs are compiled here.
             with attempt.phases.phase("compile", trainer.steps_done):
@@ -272,6 +273,12 @@ def _existing_run(workdir: str, step: int | None) -> Place:
                 beside = folder.parent
                 runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
             else:
+                inside = runs_in(folder, "config.gin") if folder.is_dir() else []
+                if inside:
+                    raise UserError(
+                        f"--workdir {workdir} is no run (no config.gin); it holds these: "
+                        f"{named(inside)}"
+                    )
                 runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
             hint = did_you_mean(workdir, runs) if runs else ""
             raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")

@@ -71,6 +71,9 @@ def add_run_commands(add: Add) -> None:
         action="store_true",
         help="trace steps 3 to 6 of this start and print what takes longest in them",
     )
+    command.add_argument(
+        "--verbose", action="store_true", help="print all settings, not only those that are changed"
+    )
     add_config_options(command)
 
     command = add("eval", "evaluates a checkpoint, prints one JSON line")
@@ -196,7 +199,9 @@ def add_run_commands(add: Add) -> None:
     add("configs", "lists the shipped configs: what each trains, on which hardware")
 
     command = add("plot", "compares runs: a table, and their curves in one picture")
-    command.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
+    command.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the folder of a run, of several, or of a sweep"
+    )
     command.add_argument("--png", metavar="FILE", help="draw into this file; plot.png")
 
     command = add("sweep", "trains a run for each of some settings' values, and compares them")

@@ -519,9 +519,9 @@ class Trainer:
             batch_size=batch_size, show=show,
         )  # fmt: skip
 
-    def show(self) -> None:
-        """Prints configuration, mesh, data and parameter table."""
-        report.show_config(self.console, self.config.to_gin())
+    def show(self, *, verbose: bool = False) -> None:
+        """Prints configuration (`verbose`: all settings), mesh, data and parameter table."""
+        report.show_own_config(self.console, self.config, verbose=verbose)
         self._show_pieces(self.console)
 
     def _show_pieces(self, console: Console) -> None:

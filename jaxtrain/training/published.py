@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.models.model import (
     ImageModel,
     Model,
@@ -23,7 +24,7 @@ from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER, j
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
-SCHEME = "hf:"
+SCHEME = HUGGING_FACE
 _USUAL_SIDE = 224  # of ImageNet's, where nothing is said
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path, writable, write_atomically
 from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
+from jaxtrain.run.run_folders import runs_in
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.status import DONE
 
@@ -59,10 +60,10 @@ def plot(console: Console, folders: Sequence[str], png: str | None) -> int:
 
 
 def open_runs(folders: Sequence[str]) -> list[Run]:
-    """The runs in these folders, called by as much of their paths as tells them apart."""
+    """The runs in these folders, and in folders of such, called by as much of their paths as tells
+    them apart."""
     found = []
-    for folder in folders:
-        workdir = place(folder)
+    for folder, workdir in _workdirs(folders):
         with refused_path(f"plot {folder}", needs="use a run's folder that can be read"):
             lines = lines_of(workdir)
             if not lines:
@@ -75,6 +76,17 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
     while len({tuple(parts[-depth:]) for parts, _ in found}) < len({tuple(p) for p, _ in found}):
         depth += 1
     return [Run("/".join(parts[-depth:]), lines) for parts, lines in found]
+
+
+def _workdirs(folders: Sequence[str]) -> Iterator[tuple[str, Place]]:
+    """Runs' folders: those that are named, and those in folders that hold runs."""
+    for folder in folders:
+        workdir = place(folder)
+        with refused_path(f"plot {folder}", needs="use a run's folder that can be read"):
+            is_folder = isinstance(workdir, Path) and workdir.is_dir()
+            is_run = not is_folder or (workdir / METRICS_FILE).is_file()
+            inside = [] if is_run else runs_in(workdir, METRICS_FILE)
+        yield from ((str(run), run) for run in inside) if inside else ((folder, workdir),)
 
 
 def table(runs: Iterable[Run]) -> Table:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import counted
+from jaxtrain.config.writer import changes
 from jaxtrain.data.left_out import SENTENCES, sentences
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import passes_of
@@ -226,9 +227,18 @@ def show_run(
 
 
 def show_config(console: Console, gin_text: str) -> None:
-    """Prints the resolved configuration."""
+    """Prints the resolved configuration of a run."""
     console.print("Configuration (saved as config.gin):")
     console.print(escape(gin_text), highlight=False, soft_wrap=True)
+
+
+def show_own_config(console: Console, config: Config, *, verbose: bool) -> None:
+    """Prints the settings that differ from their defaults, or all of them."""
+    if verbose:
+        show_config(console, config.to_gin())
+        return
+    say(console, "Settings that differ from their defaults (config.gin has all; --verbose):")
+    say(console, changes(config))
 
 
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
