@@ -241,12 +241,12 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         vocab_size=None,
         quantization_config={"bits": 4},
     ) == [
-        "quantization_config = {'bits': 4}; here it is None",
+        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "attention_bias = True; here it is False",
+        "quantization_config = {'bits': 4}; here it is None",
+        "rope_type = 'dynamic'; here it is 'default' or 'linear' or 'llama3' or 'yarn'",
         "hidden_size = '12'; here it is a whole number",
         "vocab_size is missing; here it is a whole number",
-        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
-        "rope_type = 'dynamic'; here it is 'default', 'linear', 'llama3' or 'yarn'",
         "Llama.head_dim=7 is no even number above 0; the nearest is 8",
     ]
     assert refused(
@@ -273,11 +273,11 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False; here it is True"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("llama", {"mlp_bias": True}, "mlp_bias = True; here it is False"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
             "llama",
             {
-                "rope_parameters": {
+                "rope_scaling": {
                     "rope_type": "yarn",
                     "factor": 4.0,
                     "mscale": 0.7,
@@ -292,7 +292,7 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("mixtral", {"head_dim": 8}, "head_dim = 8; here it is hidden_size / heads"),
         ("mamba2", {"n_groups": 2}, "n_groups = 2; here it is 1"),
         ("mamba2", {"num_heads": 5}, "num_heads = 5; here it is 4"),
-        ("mamba2", {"tie_word_embeddings": None}, "tie_word_embeddings = False; here it is True"),
+        ("mamba2", {"tie_word_embeddings": None}, "tie_word_embeddings = False by default"),
         ("bert of sentences", {"problem_type": "regression"}, "problem_type = 'regression'"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),

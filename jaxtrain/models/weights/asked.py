@@ -42,9 +42,13 @@ class Asked:
         value = self.content.get(key)
         if value is not None and not isinstance(value, dict):
             value = self._refuse(key, value, "an object", {})
-        inner = Asked(value or {})
-        inner.reasons = self.reasons
-        return inner
+        return self.inner(value or {})
+
+    def inner(self, content: Mapping[str, Any]) -> "Asked":
+        """An object that collects its reasons with this one's."""
+        found = Asked(content)
+        found.reasons = self.reasons
+        return found
 
     def only(self, key: str, allowed: Iterable[Any], *, default: Any) -> None:
         """Refuses what is none of these; None, or no such key, means the default."""

@@ -12,23 +12,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.safetensors import Tensor
 
 METHOD = "awq"
 CODES, ZEROS, SCALES = "qweight", "qzeros", "scales"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def refuse_others(asked: Asked) -> None:
-    """Collects what a quantization_config of this method asks for and is not read here.
-
-    Args:
-      asked: that table of a config.json.
-    """
-    asked.only("bits", [4], default=4)
-    asked.only("version", ["gemm", "GEMM"], default="gemm")
-    asked.only("zero_point", [True], default=True)
 
 
 def packed(codes_IO: np.ndarray) -> np.ndarray:

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.models.transformers.bert import BERT
-from jaxtrain.models.weights.bidirectional import encoder_names, normed, read_sizes, write_sizes
+from jaxtrain.models.weights.bidirectional import (
+    KEYS,
+    encoder_names,
+    normed,
+    read_sizes,
+    write_sizes,
+)
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
@@ -32,6 +38,7 @@ FAMILY = Family(
     architecture="BertForMaskedLM",
     model_type="bert",
     model=BERT,
+    keys=KEYS,
     read=read_sizes,
     write=_write,
     names=_names,

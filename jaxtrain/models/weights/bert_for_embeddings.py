@@ -7,6 +7,7 @@ from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.bidirectional import (
     BARE_BUFFERS,
+    ENCODER_KEYS,
     bare_names,
     read_sizes,
     write_sizes,
@@ -27,6 +28,7 @@ FAMILY = Family(
     architecture="BertModel",
     model_type="bert",
     model=BERT,
+    keys=ENCODER_KEYS,
     read=_read,
     write=_write,
     names=bare_names,

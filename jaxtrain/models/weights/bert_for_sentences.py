@@ -8,7 +8,12 @@ from typing import Any
 
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.asked import Asked
-from jaxtrain.models.weights.bidirectional import encoder_names, read_sizes, write_sizes
+from jaxtrain.models.weights.bidirectional import (
+    CLASSES_KEYS,
+    encoder_names,
+    read_sizes,
+    write_sizes,
+)
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.labels import read_classes, write_classes
 from jaxtrain.models.weights.names import Name
@@ -23,8 +28,6 @@ _NAMES = (
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    single = "single_label_classification"
-    asked.only("problem_type", [None, single], default=None)
     classes = read_classes(asked)
     return {**read_sizes(asked), "objective": "token_classification", "num_classes": classes}
 
@@ -43,6 +46,7 @@ FAMILY = Family(
     architecture="BertForSequenceClassification",
     model_type="bert",
     model=BERT,
+    keys=CLASSES_KEYS,
     read=_read,
     write=_write,
     names=_names,

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.names import Name
 
@@ -52,13 +54,29 @@ def bare_names(model: BERT) -> tuple[Name, ...]:
     return (*_BARE, *_POOLER) if model.objective == "token_classification" else _BARE
 
 
+_OWN: KeyTable = {
+    **used(
+        "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads",
+        "intermediate_size", "max_position_embeddings", "type_vocab_size", "layer_norm_eps",
+    ),
+    **irrelevant(
+        "it is of the pooler of the authors' code, which no published model has",
+        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+        "pooler_size_per_head", "pooler_type",
+    ),
+    "hidden_act": only("gelu"),
+    "tie_word_embeddings": only(True),
+    "is_decoder": only(False),
+    "position_embedding_type": only("absolute"),
+}  # fmt: skip
+# What a config.json has of models of masked language, without a head, and of classes.
+KEYS: KeyTable = {**config_keys.LANGUAGE, **_OWN}
+ENCODER_KEYS: KeyTable = {**config_keys.ENCODER, **_OWN}
+CLASSES_KEYS: KeyTable = {**config_keys.CLASSES, **_OWN}
+
+
 def read_sizes(asked: Asked) -> dict[str, Any]:
     """The settings of all of them."""
-    asked.only("hidden_act", ["gelu"], default="gelu")
-    asked.only("tie_word_embeddings", [True], default=True)
-    asked.only("is_decoder", [False], default=False)
-    asked.only("add_cross_attention", [False], default=False)
-    asked.only("position_embedding_type", ["absolute"], default="absolute")
     return {
         "vocab_size": asked.whole("vocab_size"),
         "num_layers": asked.whole("num_hidden_layers"),

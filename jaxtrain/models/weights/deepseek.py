@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.deepseek import DeepSeek
+from jaxtrain.models.weights import config_keys, rope
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.names import Name
 
@@ -83,18 +85,47 @@ def _names(model: DeepSeek) -> Iterator[Name]:
         yield Name("lm_head.weight", "output", "VD->VD")
 
 
-def read_sizes(asked: Asked) -> dict[str, Any]:
-    """The settings of both, but for the router."""
+KEYS: KeyTable = {
+    **config_keys.LANGUAGE,
+    **rope.KEYS,
+    **used(
+        "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
+        "num_hidden_layers", "first_k_dense_replace", "num_attention_heads",
+        "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim", "n_shared_experts", "n_routed_experts",
+        "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob",
+        "routed_scaling_factor", "max_position_embeddings", "rms_norm_eps",
+        "tie_word_embeddings", "aux_loss_alpha",
+    ),
+    **irrelevant("qk_nope_head_dim and qk_rope_head_dim say it", "qk_head_dim"),
+    **irrelevant("it lays experts out over devices", "ep_size"),
+    **irrelevant("transformers has no balancing loss of this family", "output_router_logits"),
+    # Balancing here is over a sequence, as the published models were trained.
+    "seq_aux": only(True),
+    "hidden_act": only("silu", "swish"),
+    "attention_bias": only(False),
+    "mlp_bias": only(False),
+    "moe_layer_freq": only(1),
+}  # fmt: skip
+
+
+def read_sizes(
+    asked: Asked, *, dense_layers: int, routed_scale: float, kv_heads: int | None
+) -> dict[str, Any]:
+    """The settings of both, but for the router.
+
+    Args:
+      asked: the config.json.
+      dense_layers, routed_scale: what holds where it does not say.
+      kv_heads: likewise; None: as many as heads.
+    """
     heads = asked.whole("num_attention_heads")
-    asked.only("num_key_value_heads", [heads], default=heads)
-    asked.only("hidden_act", ["silu", "swish"], default="silu")
-    asked.only("attention_bias", [False], default=False)
-    asked.only("moe_layer_freq", [1], default=1)
+    asked.only("num_key_value_heads", [heads], default=kv_heads or heads)
     latent = asked.content.get("q_lora_rank", 1536)
     return {
         "vocab_size": asked.whole("vocab_size"),
         "num_layers": asked.whole("num_hidden_layers"),
-        "dense_layers": asked.whole("first_k_dense_replace", 0),
+        "dense_layers": asked.whole("first_k_dense_replace", dense_layers),
         "embed_dim": asked.whole("hidden_size"),
         "num_heads": heads,
         "query_rank": None if latent is None else asked.whole("q_lora_rank", 1536),
@@ -107,7 +138,7 @@ def read_sizes(asked: Asked) -> dict[str, Any]:
         "shared_experts": asked.whole("n_shared_experts"),
         "num_experts": asked.whole("n_routed_experts"),
         "experts_per_token": asked.whole("num_experts_per_tok"),
-        "routed_scale": asked.number("routed_scaling_factor", 1.0),
+        "routed_scale": asked.number("routed_scaling_factor", routed_scale),
         "context_length": asked.whole("max_position_embeddings"),
         "norm_eps": asked.number("rms_norm_eps", 1e-6),
         "tie_embeddings": asked.flag("tie_word_embeddings", False),
@@ -116,27 +147,25 @@ def read_sizes(asked: Asked) -> dict[str, Any]:
 
 
 def _read_rope(asked: Asked) -> dict[str, Any]:
-    """Rotary positions: one object in files of transformers 5, theta beside a scaling before it."""
-    rope = asked.table("rope_parameters")
-    if not rope.content:
-        rope = asked.table("rope_scaling")
-    theta = rope.number("rope_theta", asked.number("rope_theta", 10000.0))
-    kind = rope.content.get("rope_type", rope.content.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": 1.0}
+    """Rotary positions, of a part of each head."""
+    context_length = asked.whole("max_position_embeddings")
+    kind, said = rope.standardize(
+        asked, theta=10000.0, context_length=context_length, types=("default", "yarn")
+    )
+    said.only("partial_rotary_factor", [1.0], default=1.0)
+    found: dict[str, Any] = {"rope_theta": said.number("rope_theta"), "rope_scaling": 1.0}
     if kind == "yarn":
         found |= {
-            "rope_scaling": rope.number("factor"),
-            "rope_low_frequency_factor": rope.number("beta_slow", 1.0),
-            "rope_high_frequency_factor": rope.number("beta_fast", 32.0),
-            "rope_original_context_length": rope.whole("original_max_position_embeddings"),
-            "rope_score_factor": rope.number("mscale_all_dim"),
+            "rope_scaling": said.number("factor"),
+            "rope_low_frequency_factor": said.number("beta_slow", 1.0) or 1.0,
+            "rope_high_frequency_factor": said.number("beta_fast", 32.0) or 32.0,
+            "rope_original_context_length": said.whole("original_max_position_embeddings"),
+            "rope_score_factor": said.number("mscale_all_dim"),
         }
         # Where both are one, positions turn and do not stretch.
-        rope.only("mscale", [found["rope_score_factor"]], default=None)
-        rope.only("attention_factor", [None], default=None)
-        rope.only("truncate", [True], default=True)
-    elif kind != "default":
-        asked.refuse(f"rope_type = {kind!r}; here it is 'default' or 'yarn'")
+        said.only("mscale", [found["rope_score_factor"]], default=None)
+        said.only("attention_factor", [None], default=None)
+        said.only("truncate", [True], default=True)
     return found
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import irrelevant, only
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights import deepseek
 from jaxtrain.models.weights.asked import Asked
@@ -12,9 +13,6 @@ _GREEDY, _LIMITED = "greedy", "group_limited_greedy"
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("topk_method", [_GREEDY, _LIMITED], default=_GREEDY)
-    asked.only("scoring_func", ["softmax"], default="softmax")
-    asked.only("norm_topk_prob", [False], default=False)
     groups = {"expert_groups": 1, "groups_per_token": 1}
     if asked.content.get("topk_method") == _LIMITED:
         groups = {
@@ -22,7 +20,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
             "groups_per_token": asked.whole("topk_group"),
         }
     return {
-        **deepseek.read_sizes(asked),
+        **deepseek.read_sizes(asked, dense_layers=0, routed_scale=1.0, kv_heads=None),
         **groups,
         "router": "softmax",
         "normalize_gates": False,
@@ -48,6 +46,14 @@ FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     model=DeepSeek,
+    keys={
+        **deepseek.KEYS,
+        **irrelevant("transformers puts qk_rope_head_dim in its place", "head_dim"),
+        "topk_method": only(_GREEDY, _LIMITED),
+        "scoring_func": only("softmax"),
+        "norm_topk_prob": only(False),
+    },
+    aliases={"num_experts": "n_routed_experts"},
     read=_read,
     write=_write,
     names=deepseek.names,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights import deepseek, float8
 from jaxtrain.models.weights.asked import Asked
@@ -10,11 +11,10 @@ from jaxtrain.models.weights.family import Family
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("topk_method", ["noaux_tc"], default="noaux_tc")
-    asked.only("scoring_func", ["sigmoid"], default="sigmoid")
-    asked.only("rope_interleave", [True], default=True)
+    turned = asked.content.get("qk_rope_head_dim", 64)
+    asked.only("head_dim", [turned], default=turned)
     return {
-        **deepseek.read_sizes(asked),
+        **deepseek.read_sizes(asked, dense_layers=3, routed_scale=2.5, kv_heads=128),
         "router": "sigmoid",
         "normalize_gates": asked.flag("norm_topk_prob", True),
         "expert_groups": asked.whole("n_group", 8),
@@ -52,6 +52,18 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     model=DeepSeek,
+    keys={
+        **deepseek.KEYS,
+        **used("head_dim"),
+        **irrelevant("logits come from the layers before", "num_nextn_predict_layers"),
+        "topk_method": only("noaux_tc"),
+        "scoring_func": only("sigmoid"),
+        "rope_interleave": only(True),
+    },
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },  # fmt: skip
     read=_read,
     write=_write,
     names=deepseek.names,

@@ -8,9 +8,11 @@ from typing import Any
 
 import jaxtrain.models.weights
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.key_table import KeyTable, unsupported
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights import awq
 from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_keys import QUANTIZATION, aliased
 from jaxtrain.models.weights.names import Name
 
 
@@ -22,6 +24,7 @@ class Family:
       architecture: what config.json calls it, "LlamaForCausalLM".
       model_type: and in short, "llama".
       model: the class of our sizes.
+      keys: what each key of a config.json is here.
       read: the settings of `model` that a config.json asks for.
       write: what config.json says of sizes; None: they are no model of this family.
       names: the map between its tensors and our parameters.
@@ -34,11 +37,13 @@ class Family:
       beside: files that say what config.json does not, by name.
       dequantised: ways of config.json's quantization_config whose weights are read as the floats
         that they stand for.
+      aliases: other names of keys of config.json -> the names here.
     """
 
     architecture: str
     model_type: str
     model: type
+    keys: KeyTable
     read: Callable[[Asked], Mapping[str, Any]]
     write: Callable[[Any], Mapping[str, Any] | None]
     names: Callable[[Any], tuple[Name, ...]]
@@ -48,6 +53,7 @@ class Family:
     counts: Callable[[Any], tuple[str, ...]] = lambda _: ()
     beside: Callable[[Any], Mapping[str, bytes]] = lambda _: {}
     dequantised: tuple[str, ...] = (awq.METHOD,)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def families() -> list[Family]:
@@ -86,13 +92,16 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
     Raises:
       UserError: everything that it asks for and that is not done here, in one message.
     """
-    family, asked = family_of(content, where=where), Asked(content)
-    quantised = asked.table("quantization_config")
-    method = quantised.content.get("quant_method")
+    family = family_of(content, where=where)
+    asked = Asked(aliased(content, family.aliases))
+    asked.reasons += unsupported(asked.content, family.keys)
+    quantised = asked.table("quantization_config").content
+    method = quantised.get("quant_method")
     if method not in family.dequantised:
         asked.only("quantization_config", [None], default=None)
-    elif method == awq.METHOD:
-        awq.refuse_others(quantised)
+    else:
+        within = "quantization_config."
+        asked.reasons += unsupported(quantised, QUANTIZATION[method], within=within)
     settings, model = family.read(asked), None
     try:
         model = family.model(**settings)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.gemma2 import Gemma2
 from jaxtrain.models.weights import gemma_settings, grouped_query
 from jaxtrain.models.weights.asked import Asked
@@ -41,6 +42,14 @@ FAMILY = grouped_query.family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
     model=Gemma2,
+    keys={
+        **gemma_settings.KEYS,
+        **used("sliding_window", "layer_types", "query_pre_attn_scalar"),
+        **used(*(theirs for theirs, _ in _CAPS.values())),
+        **irrelevant("sliding_window says it", "sliding_window_size"),
+        **irrelevant("transformers reads hidden_activation", "hidden_act"),
+        "hidden_activation": only(gemma_settings.ACTIVATION),
+    },
     read=_read,
     write=_write,
     names=grouped_query.norms_after_names,

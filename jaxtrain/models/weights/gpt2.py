@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
@@ -29,14 +31,28 @@ _NAMES = (
 )
 
 
+_KEYS: KeyTable = {
+    **config_keys.LANGUAGE,
+    **used(
+        "vocab_size", "n_layer", "n_embd", "n_head", "n_positions", "n_inner", "layer_norm_epsilon"
+    ),
+    **irrelevant("n_positions says it", "n_ctx"),
+    **irrelevant(
+        "it is of a head of two, which is not imported",
+        "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+        "summary_first_dropout", "predict_special_tokens",
+    ),
+    **irrelevant("softmax is float32 here anyway", "reorder_and_upcast_attn"),
+    "activation_function": only("gelu_new", "gelu_pytorch_tanh"),
+    "tie_word_embeddings": only(True),
+    "scale_attn_weights": only(True),
+    "scale_attn_by_inverse_layer_idx": only(False),
+}  # fmt: skip
+
+
 def _read(asked: Asked) -> Mapping[str, Any]:
     width = asked.whole("n_embd")
     asked.only("n_inner", [4 * width], default=4 * width)
-    asked.only("activation_function", ["gelu_new", "gelu_pytorch_tanh"], default="gelu_new")
-    asked.only("tie_word_embeddings", [True], default=True)
-    asked.only("scale_attn_weights", [True], default=True)
-    asked.only("scale_attn_by_inverse_layer_idx", [False], default=False)
-    asked.only("add_cross_attention", [False], default=False)
     return {
         "vocab_size": asked.whole("vocab_size"),
         "num_layers": asked.whole("n_layer"),
@@ -69,6 +85,7 @@ FAMILY = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     model=GPT,
+    keys=_KEYS,
     read=_read,
     write=_write,
     names=_names,
@@ -76,5 +93,11 @@ FAMILY = Family(
     copies={"lm_head.weight": "transformer.wte.weight"},
     # The causal mask, in files of transformers before 4.
     buffers=r".*\.attn\.(bias|masked_bias)",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },  # fmt: skip
     dequantised=(),  # its matrices are stored [in, out]: no linear layers
 )

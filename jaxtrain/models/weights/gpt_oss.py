@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.weights import awq, grouped_query, mxfp4
 from jaxtrain.models.weights.asked import Asked
@@ -35,21 +36,26 @@ def _names(model: GPTOSS) -> tuple[Name, ...]:
     return (*grouped_query.around(model), *attention, *_EXPERTS)
 
 
+# What transformers takes where a config.json has no word of rotary positions.
+_UNSAID_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("attention_bias", [True], default=True)
-    asked.only("swiglu_alpha", [1.702], default=1.702)
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-5, context_length=131072, rope_theta=150000.0, kv_heads=8,
-        whole_pairs=False,
+        whole_pairs=False, unsaid_rope=_UNSAID_ROPE,
     )  # fmt: skip
     if sizes.get("rope_type") != "yarn":
-        # Where nothing is said of it, our class slows positions as the published sizes have it.
+        # Where nothing is bound, our class slows positions as the published sizes have it.
         sizes = {"rope_type": "llama3", "rope_scaling": 1.0, **sizes}
     balance = asked.number("router_aux_loss_coef", 0.001)
     return {
         **sizes,
         "head_dim": asked.whole("head_dim", 64),
-        "num_experts": asked.whole("num_local_experts", asked.whole("num_experts", 128)),
+        "num_experts": asked.whole("num_local_experts", 128),
         "experts_per_token": asked.whole("num_experts_per_tok", 4),
         # The published 0.9 is in no loss there, unless the router's logits are asked for.
         "balance_weight": balance if asked.flag("output_router_logits", False) else 0.0,
@@ -81,6 +87,23 @@ FAMILY = grouped_query.family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     model=GPTOSS,
+    keys={
+        **grouped_query.KEYS,
+        **used(
+            "num_local_experts",
+            "num_experts_per_tok",
+            "router_aux_loss_coef",
+            "output_router_logits",
+            "swiglu_limit",
+            "sliding_window",
+            "layer_types",
+        ),
+        **irrelevant("num_experts_per_tok says it", "experts_per_token"),
+        **irrelevant("the rotary positions say it", "initial_context_length"),
+        "attention_bias": only(True),
+        "swiglu_alpha": only(1.702),
+    },  # fmt: skip
+    aliases={"num_experts": "num_local_experts"},
     read=_read,
     write=_write,
     names=_names,

@@ -4,7 +4,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.models.weights import config_keys, rope
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
@@ -64,6 +66,32 @@ family = functools.partial(
 )
 # Layers with a window, and without.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+# What a config.json of all of them has.
+KEYS: KeyTable = {
+    **config_keys.LANGUAGE,
+    **rope.KEYS,
+    **used(
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+        "rms_norm_eps", "tie_word_embeddings",
+    ),
+    "hidden_act": only("silu", "swish"),
+    "attention_bias": only(False),
+    "mlp_bias": only(False),
+    "lm_head_bias": only(False),
+    "rope_interleaved": only(False),
+}  # fmt: skip
+# Of families whose layers may have a window from one on: here all layers are alike.
+NO_WINDOW: KeyTable = {
+    **used("layer_types"),
+    "use_sliding_window": only(False),
+    **irrelevant("use_sliding_window is false", "sliding_window", "max_window_layers"),
+}
+# Of mixtures of experts whose balancing loss is trained with whatever transformers returns.
+ROUTER_OUTPUT = irrelevant(
+    "it asks transformers for an output; router_aux_loss_coef weighs the loss here anyway",
+    "output_router_logits",
+)
 
 
 def around(model: GroupedQuerySizes) -> tuple[Name, ...]:
@@ -92,10 +120,10 @@ def read_sizes(
     context_length: int,
     rope_theta: float,
     kv_heads: int | None,
-    activations: tuple[str, ...] = ("silu", "swish"),
     tied: bool = False,
     fraction: bool = False,
     whole_pairs: bool = True,
+    unsaid_rope: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The settings of all of them, but for a window; defaults as the family has them.
 
@@ -103,31 +131,37 @@ def read_sizes(
       asked: the config.json.
       norm_eps, context_length, rope_theta: what holds where it does not say.
       kv_heads: likewise; None: as many as query heads.
-      activations: names of the gate's; the first is the default.
       tied: whether the embedding is the output matrix, likewise.
       fraction: whether a part of each head may be turned alone.
       whole_pairs: as in `nn.rotary.Yarn`.
+      unsaid_rope: the rotary positions of a file without any.
     """
-    widths = read_widths(asked, kv_heads=kv_heads)
-    asked.only("hidden_act", activations, default=activations[0])
+    context_length = asked.whole("max_position_embeddings", context_length)
+    kind, said = rope.standardize(
+        asked, theta=rope_theta, context_length=context_length, unsaid=unsaid_rope,
+        types=("default",) if fraction else ("default", "linear", "llama3", "yarn"),
+    )  # fmt: skip
     return {
-        **widths,
-        "context_length": asked.whole("max_position_embeddings", context_length),
+        **read_widths(asked, kv_heads=kv_heads),
+        "context_length": context_length,
         "norm_eps": asked.number("rms_norm_eps", norm_eps),
         "tie_embeddings": asked.flag("tie_word_embeddings", tied),
-        **_read_rope(asked, rope_theta, fraction=fraction, whole_pairs=whole_pairs),
+        **_read_rope(kind, said, fraction=fraction, whole_pairs=whole_pairs),
     }
 
 
 def read_widths(asked: Asked, *, kv_heads: int | None) -> dict[str, Any]:
     """How much there is of everything; `kv_heads` as above."""
     heads = asked.whole("num_attention_heads")
+    # null is as many as query heads in every family.
+    if kv_heads is None or asked.content.get("num_key_value_heads", 0) is None:
+        kv_heads = heads
     return {
         "embed_dim": asked.whole("hidden_size"),
         "num_heads": heads,
         "vocab_size": asked.whole("vocab_size"),
         "num_layers": asked.whole("num_hidden_layers"),
-        "num_kv_heads": asked.whole("num_key_value_heads", kv_heads or heads),
+        "num_kv_heads": asked.whole("num_key_value_heads", kv_heads),
         "mlp_dim": asked.whole("intermediate_size"),
     }
 
@@ -144,6 +178,12 @@ def read_head_dim(asked: Asked, default: int | None = None) -> int | None:
     return None if found * heads == width else found
 
 
+def refuse_own_head_dim(asked: Asked) -> None:
+    """Collects a width of heads that is another than embed_dim / num_heads."""
+    if asked.content.get("head_dim") is not None and read_head_dim(asked) is not None:
+        asked.refuse(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
+
+
 def read_window(asked: Asked, default: int | None) -> int | None:
     """Tokens a query sees back; null is all of them, no such key the family's default."""
     if asked.content.get("sliding_window", default) is None:
@@ -152,10 +192,10 @@ def read_window(asked: Asked, default: int | None) -> int | None:
 
 
 def read_global_every(asked: Asked, default: int) -> int:
-    """The period of layers of two kinds, which older files say and newer ones spell out."""
+    """The period of layers of two kinds, which files may spell out; `default` where they do not."""
     num_layers, found = asked.whole("num_hidden_layers"), asked.content.get("layer_types")
     if found is None:
-        return asked.whole("sliding_window_pattern", default)
+        return default
     # Without a global layer any period does that is longer than the model.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
     if list(found) != kinds(num_layers, every):
@@ -168,42 +208,41 @@ def kinds(num_layers: int, every: int) -> list[str]:
     return [LOCAL if number % every else GLOBAL for number in range(1, num_layers + 1)]
 
 
-def _read_rope(asked: Asked, theta: float, *, fraction: bool, whole_pairs: bool) -> dict[str, Any]:
-    """Rotary positions: one object in files of transformers 5, theta beside a scaling before it."""
-    rope = asked.table("rope_parameters")
-    if not rope.content:
-        rope = asked.table("rope_scaling")
-        theta = asked.number("rope_theta", theta)
-    kind = rope.content.get("rope_type") or rope.content.get("type") or "default"
-    found: dict[str, Any] = {"rope_theta": rope.number("rope_theta", theta)}
+def refuse_other_layers(asked: Asked) -> None:
+    """Collects layers of other kinds than the one that sees all tokens."""
+    found = asked.content.get("layer_types")
+    if found is not None and found != [GLOBAL] * asked.whole("num_hidden_layers"):
+        asked.refuse(f"layer_types = {found!r}; here all layers are {GLOBAL!r}")
+
+
+def _read_rope(kind: str, said: Asked, *, fraction: bool, whole_pairs: bool) -> dict[str, Any]:
+    """The settings of rotary positions, from what `rope.standardize` returns."""
+    found: dict[str, Any] = {"rope_theta": said.number("rope_theta")}
     if fraction:
-        of_all = asked.number("partial_rotary_factor", 1.0)
-        found["rope_fraction"] = rope.number("partial_rotary_factor", of_all)
+        found["rope_fraction"] = said.number("partial_rotary_factor")
     else:
-        rope.only("partial_rotary_factor", [1.0], default=1.0)
+        said.only("partial_rotary_factor", [1.0], default=1.0)
     if kind == "llama3":
         found |= {
-            "rope_scaling": rope.number("factor"),
-            "rope_low_frequency_factor": rope.number("low_freq_factor"),
-            "rope_high_frequency_factor": rope.number("high_freq_factor"),
-            "rope_original_context_length": rope.whole("original_max_position_embeddings"),
+            "rope_scaling": said.number("factor"),
+            "rope_low_frequency_factor": said.number("low_freq_factor"),
+            "rope_high_frequency_factor": said.number("high_freq_factor"),
+            "rope_original_context_length": said.whole("original_max_position_embeddings"),
         }
     elif kind == "yarn":
         found |= {
             "rope_type": "yarn",
-            "rope_scaling": rope.number("factor"),
-            "rope_low_frequency_factor": rope.number("beta_slow", 1.0),
-            "rope_high_frequency_factor": rope.number("beta_fast", 32.0),
-            "rope_original_context_length": rope.whole("original_max_position_embeddings"),
+            "rope_scaling": said.number("factor"),
+            "rope_low_frequency_factor": said.number("beta_slow", 1.0) or 1.0,
+            "rope_high_frequency_factor": said.number("beta_fast", 32.0) or 32.0,
+            "rope_original_context_length": said.whole("original_max_position_embeddings"),
         }
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
-            rope.only(key, [None], default=None)
-        rope.only("truncate", [whole_pairs], default=True)
+            said.only(key, [None], default=None)
+        said.only("truncate", [whole_pairs], default=True)
     elif kind == "linear":
-        factor = rope.number("factor")
+        factor = said.number("factor")
         found |= {} if factor == 1 else {"rope_type": "linear", "rope_scaling": factor}
-    elif kind != "default":
-        asked.refuse(f"rope_type = {kind!r}; here it is 'default', 'linear', 'llama3' or 'yarn'")
     return found
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import irrelevant
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("attention_bias", [False], default=False)
-    asked.only("mlp_bias", [False], default=False)
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=2048, rope_theta=10000.0, kv_heads=None
     )
@@ -32,6 +31,7 @@ FAMILY = grouped_query.family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     model=Llama,
+    keys={**grouped_query.KEYS, **irrelevant("the architecture says it", "is_llama_config")},
     read=_read,
     write=_write,
     names=grouped_query.dense_names,

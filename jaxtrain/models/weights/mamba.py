@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.state_space.mamba import Mamba
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
@@ -26,19 +28,43 @@ _NAMES = (
 )
 
 
+# Of both versions of Mamba.
+KEYS: KeyTable = {
+    **config_keys.LANGUAGE,
+    **used(
+        "vocab_size", "num_hidden_layers", "hidden_size", "expand", "state_size", "conv_kernel",
+        "layer_norm_epsilon", "max_position_embeddings",
+    ),
+    **irrelevant(
+        "values are drawn only where training starts anew",
+        "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme",
+        "time_step_scale", "rescale_prenorm_residual",
+    ),
+    **irrelevant(
+        "it changes how transformers computes, and no logits",
+        "residual_in_fp32", "use_mambapy", "use_associative_scan", "chunk_size",
+        "fused_add_norm",
+    ),
+    **irrelevant("it is a size of the authors' code, for which transformers has another key",
+                 "d_inner", "d_model", "n_layer", "pad_vocab_size_multiple"),
+    "ssm_cfg": only({}),
+    "rms_norm": only(True),
+    "hidden_act": only("silu", "swish"),
+    "use_bias": only(False),
+    "use_conv_bias": only(True),
+}  # fmt: skip
+
+
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("hidden_act", ["silu", "swish"], default="silu")
-    asked.only("use_bias", [False], default=False)
-    asked.only("use_conv_bias", [True], default=True)
-    asked.only("tie_word_embeddings", [True], default=True)
-    width, rank = asked.whole("hidden_size"), None
+    width, expand, rank = asked.whole("hidden_size"), asked.whole("expand", 2), None
+    asked.only("intermediate_size", [width * expand], default=width * expand)
     if asked.content.get("time_step_rank", "auto") != "auto":
         rank = asked.whole("time_step_rank")
     return {
         "vocab_size": asked.whole("vocab_size"),
         "num_layers": asked.whole("num_hidden_layers"),
         "embed_dim": width,
-        "expand": asked.whole("expand", 2),
+        "expand": expand,
         "state_dim": asked.whole("state_size", 16),
         "step_rank": None if rank == -(-width // 16) else rank,
         "conv_width": asked.whole("conv_kernel", 4),
@@ -75,6 +101,11 @@ FAMILY = Family(
     architecture="MambaForCausalLM",
     model_type="mamba",
     model=Mamba,
+    keys={
+        **KEYS,
+        **used("intermediate_size", "time_step_rank"),
+        "tie_word_embeddings": only(True),
+    },
     read=_read,
     write=_write,
     names=_names,

@@ -3,23 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used
 from jaxtrain.models.state_space.mamba2 import Mamba2
+from jaxtrain.models.weights import mamba
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, one_after_the_other
 
 _LAYER = "backbone.layers.{L}"
 _MIXER = f"{_LAYER}.mixer"
-_NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+_KEYS: KeyTable = {
+    **mamba.KEYS,
+    **used("head_dim", "num_heads"),
+    **irrelevant("steps have no low rank in this version", "time_step_rank"),
+    "tie_word_embeddings": Only((True,), default=False),
+    "n_groups": Only((1,), default=8),
+    "time_step_limit": only([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]),
+    "norm_before_gate": only(False),
+}
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("hidden_act", ["silu", "swish"], default="silu")
-    asked.only("use_bias", [False], default=False)
-    asked.only("use_conv_bias", [True], default=True)
-    asked.only("tie_word_embeddings", [True], default=False)
-    asked.only("n_groups", [1], default=8)
-    asked.only("time_step_limit", _NO_LIMIT, default=_NO_LIMIT[0])
     width, expand = asked.whole("hidden_size"), asked.whole("expand", 2)
     head_dim = asked.whole("head_dim", 64)
     asked.only("num_heads", [width * expand // max(head_dim, 1)], default=128)
@@ -91,6 +95,7 @@ FAMILY = Family(
     architecture="Mamba2ForCausalLM",
     model_type="mamba2",
     model=Mamba2,
+    keys=_KEYS,
     read=_read,
     write=_write,
     names=_names,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import used
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
@@ -29,6 +30,7 @@ FAMILY = grouped_query.family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     model=Llama,
+    keys={**grouped_query.KEYS, **used("sliding_window")},
     read=_read,
     write=_write,
     names=grouped_query.dense_names,

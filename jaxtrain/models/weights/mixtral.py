@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
@@ -22,12 +23,10 @@ def _names(model: Mixtral) -> tuple[Name, ...]:
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("router_jitter_noise", [0.0], default=0.0)
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-5, context_length=131072, rope_theta=1000000.0, kv_heads=8
     )
-    if grouped_query.read_head_dim(asked) is not None:
-        asked.refuse(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
+    grouped_query.refuse_own_head_dim(asked)
     return {
         **sizes,
         "num_experts": asked.whole("num_local_experts", 8),
@@ -55,6 +54,18 @@ FAMILY = grouped_query.family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     model=Mixtral,
+    keys={
+        **grouped_query.KEYS,
+        **used(
+            "num_local_experts",
+            "num_experts_per_tok",
+            "router_aux_loss_coef",
+            "sliding_window",
+        ),
+        **grouped_query.ROUTER_OUTPUT,
+        "router_jitter_noise": only(0.0),
+    },  # fmt: skip
+    aliases={"num_experts": "num_local_experts"},
     read=_read,
     write=_write,
     names=_names,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import irrelevant, used
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
@@ -37,8 +38,6 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-5, context_length=4096, rope_theta=10000.0, kv_heads=None, fraction=True
     )
-    if sizes.get("rope_type", "llama3") != "llama3" or sizes.get("rope_scaling", 1) != 1:
-        asked.refuse("rotary scaling; here it is 'default'")
     return {
         **sizes,
         "head_dim": grouped_query.read_head_dim(asked),
@@ -62,6 +61,19 @@ FAMILY = grouped_query.family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     model=Llama,
+    keys={
+        **grouped_query.KEYS,
+        **used("sliding_window"),
+        **irrelevant(
+            "it is of sparse attention, which the architecture has none of",
+            "full_attn_mod",
+            "interpolate_factor",
+        ),
+        **irrelevant(
+            "it is of rotary scaling, which is not supported of this family",
+            "original_max_position_embeddings",
+        ),
+    },
     read=_read,
     write=_write,
     names=_names,

@@ -15,10 +15,10 @@ def _names(model: Llama) -> tuple[Name, ...]:
 
 def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
-        asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=None
+        asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=32
     )
-    # Its layers may have a window or not, one by one; here all have the same.
-    asked.only("use_sliding_window", [False], default=False)
+    grouped_query.refuse_other_layers(asked)
+    grouped_query.refuse_own_head_dim(asked)
     return {**sizes, "qkv_bias": True}
 
 
@@ -34,6 +34,7 @@ FAMILY = grouped_query.family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     model=Llama,
+    keys={**grouped_query.KEYS, **grouped_query.NO_WINDOW},
     read=_read,
     write=_write,
     names=_names,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import grouped_query, qwen_mixture
 from jaxtrain.models.weights.asked import Asked
@@ -22,10 +23,8 @@ def _names(model: Mixtral) -> tuple[Name, ...]:
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("qkv_bias", [True], default=True)
     sizes = qwen_mixture.read_sizes(asked, kv_heads=16, mlp_dim=1408, experts=60, per_token=4)
-    if grouped_query.read_head_dim(asked) is not None:
-        asked.refuse(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
+    grouped_query.refuse_own_head_dim(asked)
     shared = asked.whole("shared_expert_intermediate_size", 5632)
     return {**sizes, "qkv_bias": True, "shared_mlp_dim": shared}
 
@@ -42,6 +41,11 @@ FAMILY = grouped_query.family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     model=Mixtral,
+    keys={
+        **qwen_mixture.KEYS,
+        **used("shared_expert_intermediate_size"),
+        "qkv_bias": only(True),
+    },
     read=_read,
     write=_write,
     names=_names,

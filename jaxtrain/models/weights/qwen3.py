@@ -17,8 +17,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=32
     )
-    asked.only("attention_bias", [False], default=False)
-    asked.only("use_sliding_window", [False], default=False)
+    grouped_query.refuse_other_layers(asked)
     return {**sizes, "qk_norm": True, "head_dim": grouped_query.read_head_dim(asked, 128)}
 
 
@@ -34,6 +33,7 @@ FAMILY = grouped_query.family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     model=Llama,
+    keys={**grouped_query.KEYS, **grouped_query.NO_WINDOW},
     read=_read,
     write=_write,
     names=_names,

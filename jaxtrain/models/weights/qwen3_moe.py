@@ -15,7 +15,6 @@ def _names(model: Mixtral) -> tuple[Name, ...]:
 
 
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("attention_bias", [False], default=False)
     sizes = qwen_mixture.read_sizes(asked, kv_heads=4, mlp_dim=768, experts=128, per_token=8)
     return {**sizes, "qk_norm": True, "head_dim": grouped_query.read_head_dim(asked)}
 
@@ -31,6 +30,8 @@ FAMILY = grouped_query.family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     model=Mixtral,
+    keys=qwen_mixture.KEYS,
+    aliases={"num_local_experts": "num_experts"},
     read=_read,
     write=_write,
     names=_names,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, only, used
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
@@ -16,20 +17,31 @@ EXPERTS = (
 )
 
 
+KEYS: KeyTable = {
+    **grouped_query.KEYS,
+    **grouped_query.NO_WINDOW,
+    **used(
+        "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob",
+        "router_aux_loss_coef",
+    ),
+    **grouped_query.ROUTER_OUTPUT,
+    "decoder_sparse_step": only(1),
+    "mlp_only_layers": only([]),
+}  # fmt: skip
+
+
 def read_sizes(
     asked: Asked, *, kv_heads: int, mlp_dim: int, experts: int, per_token: int
 ) -> dict[str, Any]:
     """The settings of Qwen's mixtures; the others are what holds where it does not say."""
-    asked.only("use_sliding_window", [False], default=False)
-    asked.only("decoder_sparse_step", [1], default=1)
-    asked.only("mlp_only_layers", [[]], default=[])
+    grouped_query.refuse_other_layers(asked)
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=kv_heads
     )
     return {
         **sizes,
         "mlp_dim": asked.whole("moe_intermediate_size", mlp_dim),
-        "num_experts": asked.whole("num_experts", asked.whole("num_local_experts", experts)),
+        "num_experts": asked.whole("num_experts", experts),
         "experts_per_token": asked.whole("num_experts_per_tok", per_token),
         "normalize_gates": asked.flag("norm_topk_prob", False),
         "balance_weight": asked.number("router_aux_loss_coef", 0.001),

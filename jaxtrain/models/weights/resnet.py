@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.convolutional.resnet import BLOCKS_PER_STAGE, BOTTLENECKS, ResNet
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.labels import read_classes, write_classes
@@ -42,11 +44,22 @@ def _counts(model: ResNet) -> tuple[str, ...]:
     return tuple(mean.replace("running_mean", "num_batches_tracked") for mean in means)
 
 
+_KEYS: KeyTable = {
+    **config_keys.CLASSES,
+    **used("num_channels", "embedding_size", "hidden_sizes", "depths", "downsample_in_bottleneck"),
+    **irrelevant(
+        "it chooses outputs of a backbone, which a classifier is not",
+        "out_features",
+        "out_indices",
+        "stage_names",
+    ),
+    "hidden_act": only("relu"),
+    "downsample_in_first_stage": only(False),
+    "layer_type": only("bottleneck", "basic"),
+}
+
+
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("hidden_act", ["relu"], default="relu")
-    asked.only("downsample_in_first_stage", [False], default=False)
-    asked.only("problem_type", [None, "single_label_classification"], default=None)
-    asked.only("layer_type", list(_WIDENING), default="bottleneck")
     kind = _kind(asked.content.get("layer_type") != "basic")
     if kind == "bottleneck":  # there it puts the stride into the first convolution, of 1x1
         asked.only("downsample_in_bottleneck", [False], default=False)
@@ -98,6 +111,7 @@ FAMILY = Family(
     architecture="ResNetForImageClassification",
     model_type="resnet",
     model=ResNet,
+    keys=_KEYS,
     read=_read,
     write=_write,
     names=_names,

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.bidirectional import (
+    KEYS,
     encoder_names,
     normed,
     read_placed_sizes,
@@ -36,6 +37,7 @@ FAMILY = Family(
     architecture="RobertaForMaskedLM",
     model_type="roberta",
     model=BERT,
+    keys=KEYS,
     read=read_placed_sizes,
     write=_write,
     names=_names,

@@ -7,6 +7,7 @@ from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.bidirectional import (
     BARE_BUFFERS,
+    ENCODER_KEYS,
     bare_names,
     read_placed_sizes,
     write_placed_sizes,
@@ -29,6 +30,7 @@ FAMILY = Family(
     architecture="RobertaModel",
     model_type="roberta",
     model=BERT,
+    keys=ENCODER_KEYS,
     read=_read,
     write=_write,
     names=bare_names,

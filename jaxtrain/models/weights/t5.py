@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.t5 import T5
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
@@ -47,11 +49,23 @@ def _names(model: T5) -> tuple[Name, ...]:
     )
 
 
+_KEYS: KeyTable = {
+    **config_keys.LANGUAGE,
+    **used(
+        "vocab_size", "num_layers", "num_decoder_layers", "d_model", "num_heads", "d_kv", "d_ff",
+        "n_positions", "tie_word_embeddings", "scale_decoder_outputs",
+        "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon",
+    ),
+    **irrelevant("feed_forward_proj says it", "dense_act_fn", "is_gated_act"),
+    **irrelevant("each of the two stacks has its own", "is_decoder"),
+    "is_encoder_decoder": only(True),
+    "feed_forward_proj": only(*_MLPS),
+}  # fmt: skip
+
+
 def _read(asked: Asked) -> Mapping[str, Any]:
     num_layers = asked.whole("num_layers")
     asked.only("num_decoder_layers", [num_layers], default=num_layers)
-    asked.only("feed_forward_proj", list(_MLPS), default="relu")
-    asked.only("is_encoder_decoder", [True], default=True)
     tied = asked.flag("tie_word_embeddings", True)
     return {
         "vocab_size": asked.whole("vocab_size"),
@@ -100,6 +114,13 @@ FAMILY = Family(
     architecture="T5ForConditionalGeneration",
     model_type="t5",
     model=T5,
+    keys=_KEYS,
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },  # fmt: skip
     read=_read,
     write=_write,
     names=_names,

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.vit import ViT
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.bidirectional import normed
 from jaxtrain.models.weights.family import Family
@@ -39,10 +41,20 @@ def _names(model: ViT) -> tuple[Name, ...]:
     )
 
 
+_KEYS: KeyTable = {
+    **config_keys.CLASSES,
+    **used(
+        "num_channels", "image_size", "patch_size", "num_hidden_layers", "hidden_size",
+        "num_attention_heads", "intermediate_size", "layer_norm_eps",
+    ),
+    **irrelevant("it is of a head for hidden patches or of a pooler, which are not imported",
+                 "encoder_stride", "pooler_output_size", "pooler_act"),
+    "hidden_act": only("gelu"),
+    "qkv_bias": only(True),
+}  # fmt: skip
+
+
 def _read(asked: Asked) -> Mapping[str, Any]:
-    asked.only("hidden_act", ["gelu"], default="gelu")
-    asked.only("qkv_bias", [True], default=True)
-    asked.only("problem_type", [None, "single_label_classification"], default=None)
     return {
         "num_classes": read_classes(asked),
         "channels": asked.whole("num_channels", 3),
@@ -76,6 +88,7 @@ FAMILY = Family(
     architecture="ViTForImageClassification",
     model_type="vit",
     model=ViT,
+    keys=_KEYS,
     read=_read,
     write=_write,
     names=_names,

@@ -12,11 +12,13 @@ import numpy as np
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.key_table import unsupported
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.folder import json_object
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import by_name, logical_axes
+from jaxtrain.run.huggingface.adapter_keys import KEYS
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import their_tensors
 from jaxtrain.training.finetune.few_bits import sides_of
@@ -235,11 +237,11 @@ def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
         if type(value) not in (int, float) or not value > 0:
             return [f"{key} is {value!r}, which is no positive number"]
     settings, rank, alpha = config.finetune, said.get("r", 8), said.get("lora_alpha", 8)
+    found = list(unsupported(said, KEYS))
     scale = alpha / (math.sqrt(rank) if said.get("use_rslora") else rank)
     ours = settings.lora_alpha / (
         math.sqrt(tuning.rank) if settings.lora_scale == "sqrt_rank" else tuning.rank
     )
-    found = []
     if said.get("peft_type") != "LORA":
         found.append(f"peft_type is {said.get('peft_type')!r}, here 'LORA'")
     if rank != tuning.rank:
@@ -255,11 +257,4 @@ def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
             f"use_dora is {said.get('use_dora')}; use Finetune.lora_magnitudes="
             f"{bool(said.get('use_dora'))}"
         )
-    for key, allowed in (
-        ("bias", "none"), ("modules_to_save", None), ("rank_pattern", {}),
-        ("alpha_pattern", {}), ("layers_to_transform", None),
-    ):  # fmt: skip
-        value = said.get(key, allowed)
-        if value != allowed and value:
-            found.append(f"{key} is {value!r}, which is not done here")
     return found

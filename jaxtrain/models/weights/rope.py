@@ -1,0 +1,89 @@
+"""Rotary positions (RoPE) of a config.json, in its older and its newer form.
+
+Older files have `rope_theta` next to an object `rope_scaling`, those of transformers 5 all of it in
+`rope_parameters`. A file may mix both; transformers then completes one object, and so does this.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.config.key_table import KeyTable, Only, irrelevant, unsupported, used
+from jaxtrain.models.weights.asked import Asked
+
+# Where config.json has rotary positions.
+KEYS = used(
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "original_max_position_embeddings",
+)  # fmt: skip
+# The settings of each type.
+_OF_TYPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor", "beta_slow", "beta_fast", "original_max_position_embeddings",
+        "attention_factor", "mscale", "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+_EVERY = {key for keys in _OF_TYPE.values() for key in keys}
+
+
+def standardize(
+    asked: Asked,
+    *,
+    theta: float,
+    context_length: int,
+    types: tuple[str, ...],
+    unsaid: Mapping[str, Any] | None = None,
+) -> tuple[str, Asked]:
+    """Return the type of the rotary positions, and all that is said of them as one object.
+
+    `rope_scaling` is taken before `rope_parameters`, and what both lack from config.json itself.
+
+    Args:
+      asked: the config.json; collects keys and types that are not supported.
+      theta: the base where the file has none.
+      context_length: the longest context, which a scaling extends where it does not say another.
+      types: the supported values of rope_type.
+      unsaid: the object where the file has neither.
+    """
+    scaling, parameters = asked.table("rope_scaling"), asked.table("rope_parameters")
+    if unsaid is not None and asked.content.get("rope_parameters") is None:
+        parameters = asked.inner(unsaid)
+    rope = dict(scaling.content or parameters.content)
+    for key, default in ("rope_theta", theta), ("partial_rotary_factor", 1.0):
+        if rope.get(key) is None:
+            found = asked.content.get(key)
+            rope[key] = default if found is None else found
+    kind = validate_type(asked, rope, types)
+    if "original_max_position_embeddings" in _OF_TYPE[kind]:
+        key = "original_max_position_embeddings"
+        if asked.content.get(key) is not None:
+            rope[key] = asked.content[key]
+        rope.setdefault(key, context_length)
+    return kind, asked.inner(rope)
+
+
+def validate_type(asked: Asked, rope: Mapping[str, Any], types: tuple[str, ...]) -> str:
+    """Return the rope_type of an object, and collect settings that it does not have."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in types:
+        asked.refuse(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
+        return "default"
+    for reason in unsupported(rope, _table(kind)):
+        asked.refuse(reason)
+    return kind
+
+
+def _table(kind: str) -> KeyTable:
+    """The keys of an object of one type; what other types have says nothing in it."""
+    unread = Only((None,), reason=f"rope_type {kind!r} does not read it")
+    return {
+        **dict.fromkeys(_EVERY, unread),
+        **({"factor": Only((None, 1), reason="rope_type 'default' scales nothing")}
+           if kind == "default" else {}),
+        **used("rope_type", "rope_theta", "partial_rotary_factor", *_OF_TYPE[kind]),
+        **irrelevant("rope_type says it where both are there", "type"),
+    }  # fmt: skip
