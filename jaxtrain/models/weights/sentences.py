@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, only, unsupported, used
 from jaxtrain.models.weights.asked import Asked
 
 MODULES = "modules.json"
+_TRANSFORMER, _WHOLE = "sentence_bert_config.json", "config_sentence_transformers.json"
 # Among what config.json asks for.
 KEY = "sentence_transformers"
 _FOLDER = "1_Pooling"
@@ -20,6 +22,46 @@ _TYPES = "sentence_transformers.models."
 _MODES = {"mean": "mean_tokens", "first": "cls_token", "max": "max_tokens"}
 _OTHERS = ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 _WORDS = {"mean": "mean", "cls": "first", "max": "max"}
+# What each key is here, by the part that its file is of.
+TABLES: Mapping[str, KeyTable] = {
+    "pooling": {
+        **used("pooling_mode", *(f"pooling_mode_{mode}" for mode in (*_MODES.values(), *_OTHERS))),
+        **irrelevant("config.json says it", "word_embedding_dimension", "embedding_dimension"),
+        **irrelevant("no prompt is put before a text here", "include_prompt"),
+    },
+    "normalize": {
+        "module_input_name": only("sentence_embedding"),
+        "module_output_name": only("sentence_embedding"),
+    },
+    "transformer": {
+        **used("max_seq_length"),
+        **irrelevant("it changes how values are computed, and not which", "unpad_inputs"),
+        "do_lower_case": only(False, reason="tokenizer.json says it"),
+        "transformer_task": only("feature-extraction"),
+        "module_output_name": only("token_embeddings"),
+        "modality_config": Nested({
+            "text": Nested({
+                "method": only("forward"), "method_output_name": only("last_hidden_state"),
+            }),
+        }),
+        **dict.fromkeys(
+            ("processing_kwargs", "model_args", "tokenizer_args", "config_args"),
+            Only((None, {}), reason="nothing is passed on to the model or its tokenizer"),
+        ),
+        **dict.fromkeys(
+            ("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"),
+            only(None),
+        ),
+    },
+    "whole": {
+        **irrelevant("it names versions of programs", "__version__", "requirements"),
+        **irrelevant("default_prompt_name says which is put before each text", "prompts"),
+        **irrelevant("it compares embeddings, and makes none", "similarity_fn_name"),
+        "default_prompt_name": only(None, reason="no prompt is put before a text here"),
+        "model_type": only("SentenceTransformer"),
+        "truncate_dim": only(None, reason="embeddings are whole"),
+    },
+}  # fmt: skip
 
 
 def said_beside(read: Callable[[str], bytes | None]) -> dict[str, Any]:
@@ -38,9 +80,9 @@ def said_beside(read: Callable[[str], bytes | None]) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": kinds}
     for kind, one in zip(kinds, modules, strict=True):
         place = str(one.get("path"))
-        if kind == "Pooling" and re.fullmatch(r"[\w][\w.+-]*", place):
-            settings = _json(read(f"{place}/config.json") or b"{}")
-            found["pooling"] = settings if isinstance(settings, dict) else {}
+        if kind in ("Pooling", "Normalize") and re.fullmatch(r"[\w][\w.+-]*", place):
+            found[kind.lower()] = _settings(read(f"{place}/config.json"))
+    found["transformer"], found["whole"] = _settings(read(_TRANSFORMER)), _settings(read(_WHOLE))
     return {KEY: found}
 
 
@@ -54,6 +96,9 @@ def read_pooling(asked: Asked) -> dict[str, Any]:
             f"{MODULES} has {', '.join(modules)}; here it is Transformer and Pooling, with or "
             "without Normalize"
         )
+    for name, table in TABLES.items():
+        for reason in unsupported(beside.table(name).content, table):
+            asked.refuse(reason)
     return {"pooling": _read_mode(asked, beside.table("pooling").content),
             "normalized": "Normalize" in modules}  # fmt: skip
 
@@ -62,13 +107,18 @@ def _read_mode(asked: Asked, settings: Mapping[str, Any]) -> str:
     """How hidden states become one vector."""
     every = [*_MODES.values(), *_OTHERS]
     flags = [mode for mode in every if settings.get(f"pooling_mode_{mode}")]
-    for ours, mode in _MODES.items():
-        if flags == [mode]:
-            return ours
-    word = settings.get("pooling_mode", "mean" if not flags else " and ".join(flags))
-    if word not in _WORDS:
+    word = settings.get("pooling_mode")
+    if word is None:  # in older files
+        for ours, mode in _MODES.items():
+            if flags == [mode]:
+                return ours
+        word = " and ".join(flags) or "mean"
+    if isinstance(word, list) and len(word) == 1:
+        word = word[0]
+    if not isinstance(word, str) or word not in _WORDS:
         asked.refuse(f"pooling_mode = {word!r}; here it is {', '.join(_WORDS)}, one of them")
-    return _WORDS.get(word, "mean")
+        return "mean"
+    return _WORDS[word]
 
 
 def written_beside(model: Any) -> dict[str, bytes]:
@@ -87,6 +137,12 @@ def written_beside(model: Any) -> dict[str, bytes]:
     settings = {"word_embedding_dimension": model.embed_dim, **flags}
     files = {MODULES: modules, f"{_FOLDER}/config.json": settings}
     return {name: json.dumps(content, indent=2).encode() for name, content in files.items()}
+
+
+def _settings(content: bytes | None) -> dict[str, Any]:
+    """Of a file; none where it is not there, or no object."""
+    found = _json(content or b"{}")
+    return found if isinstance(found, dict) else {}
 
 
 def _json(content: bytes) -> Any:
