@@ -21,6 +21,7 @@ from jaxtrain.models.model import (
 )
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER, json_object
+from jaxtrain.models.weights.preprocessor import image_settings
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
@@ -66,38 +67,18 @@ def _said(source: Published, name: str) -> Mapping[str, Any]:
 
 
 def _images(source: Published, model: ImageModel) -> Iterator[str]:
-    """Random pixels, less the means and over the deviations of the folder's own images."""
-    content = _said(source, PREPROCESSOR)
+    """Random pixels, and how the folder's own images become what the model reads."""
     yield "Train.data = @ImageData()"
     yield "ImageData.source = 'synthetic'"
-    yield f"ImageData.image_size = {_side(content, model)}"
     yield f"ImageData.channels = {model.channels}"
     yield f"ImageData.num_classes = {model.num_classes}"
-    for name, key in (("mean", "image_mean"), ("std", "image_std")):
-        values = content.get(key)
-        if (
-            isinstance(values, list)
-            and len(values) in (1, model.channels)
-            and all(isinstance(value, int | float) for value in values)
-        ):
-            yield f"ImageData.{name} = {tuple(map(float, values))!r}"
-    if content.get("crop_pct") == 0.875:  # the middle of a larger image, as evaluation has it then
-        yield "ImageData.crop = 'resized'"
-
-
-def _side(content: Mapping[str, Any], model: ImageModel) -> int:
-    """Pixels of a side of the images that it was trained on; a ViT reads no others.
-
-    Args:
-      content: of preprocessor_config.json, which says a number or a table of several.
-      model: the sizes.
-    """
-    if isinstance(model, ViT):
-        return model.image_size
-    said = content.get("crop_size") or content.get("size") or _USUAL_SIDE
-    if isinstance(said, dict):
-        said = said.get("height") or said.get("shortest_edge") or _USUAL_SIDE
-    return max(said if isinstance(said, int) else _USUAL_SIDE, model.least_pixels)
+    if PREPROCESSOR not in source.carried():
+        side = model.image_size if isinstance(model, ViT) else _USUAL_SIDE
+        yield f"ImageData.image_size = {max(side, model.least_pixels)}"
+        return
+    where = str(source.path / PREPROCESSOR)
+    for name, value in image_settings(_said(source, PREPROCESSOR), model, where=where).items():
+        yield f"ImageData.{name} = {value!r}"
 
 
 def _labelled(source: Published, published: Model) -> Iterator[str]:

@@ -48,8 +48,14 @@ class ImageData:
         WebDataset's `.tar` files or `.parquet` files, one, a folder or a pattern (`*`, `**`, `?`,
         `[...]`) of them; a folder of images that `datasets` saved; `'tfds:NAME'`; or `'synthetic'`,
         random pixels for benchmarks.
-      image_size: height and width that the model reads, in pixels. Images of another size are
-        scaled to it by their shorter side and cut to their middle, unless `crop` is 'resized'.
+      image_size: height and width that the model reads, in pixels.
+      resize: how images of another size are brought to it, unless `crop` is 'resized' in training:
+        'crop' scales the shorter side to it and cuts the middle in one step; 'shortest_edge' does
+        so in two, of whole pixels, and 'stretch' resizes both sides whatever their ratio, both as
+        image processors of transformers do.
+      resize_to: pixels of a side, of 'shortest_edge' and 'stretch', before the middle is cut; None:
+        image_size.
+      resample: Pillow's filter that resizes.
       channels: 1 (grey) or 3 (RGB); of class folders, if not set, what their first images have.
       num_classes: how many classes the source has; of class folders, if not set, their number.
       crop: in training 'pad' shifts by up to `padding` pixels and 'resized' scales a random box; in
@@ -57,8 +63,9 @@ class ImageData:
       padding: of crop 'pad', in pixels.
       flip: mirror half of the training images left to right.
       augment: `@Augment()`, what else is done to training images; None: nothing.
-      mean: subtracted from pixels in [0, 1]; one value, or one a channel.
-      std: what pixels in [0, 1], less the mean, are divided by; one value, or one a channel.
+      rescale_factor: what pixels of 0 to 255 are multiplied by.
+      mean: subtracted from rescaled pixels; one value, or one a channel.
+      std: what rescaled pixels, less the mean, are divided by; one value, or one a channel.
       workers: processes beside this one that decode and augment; 0: two threads of it do. Batches
         are the same with any number.
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
@@ -72,12 +79,16 @@ class ImageData:
 
     source: Annotated[str, PathOr((*stores.DEMO, "synthetic", PREFIX))] = "digits"
     image_size: int = 8
+    resize: Literal["crop", "shortest_edge", "stretch"] = "crop"
+    resize_to: int | None = None
+    resample: transform.Filter = "bilinear"
     channels: Literal[1, 3] = 1
     num_classes: int = 10
     crop: Literal["none", "pad", "resized"] = "none"
     padding: int = 4
     flip: bool = False
     augment: Augment | None = None
+    rescale_factor: float = 1 / 255
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
     workers: int = 0
@@ -99,6 +110,18 @@ class ImageData:
                     f"ImageData.{name} = {values} has {len(values)} values; it takes one, or one "
                     f"for each of ImageData.channels = {self.channels}"
                 )
+        if self.rescale_factor <= 0:
+            raise UserError(f"ImageData.rescale_factor = {self.rescale_factor}: it is over 0")
+        if self.resize_to is not None and self.resize == "crop":
+            raise UserError(
+                f"ImageData.resize_to = {self.resize_to} is of ImageData.resize = 'shortest_edge' "
+                "or 'stretch'; use None, or one of these"
+            )
+        if self.resize_to is not None and self.resize_to < self.image_size:
+            raise UserError(
+                f"ImageData.resize_to = {self.resize_to} is under ImageData.image_size = "
+                f"{self.image_size}; use at least that, or None"
+            )
         if min(self.std) <= 0:
             raise UserError(f"ImageData.std = {self.std}: a standard deviation is over 0")
         check_heldout_fraction("ImageData.heldout_fraction", self.heldout_fraction)
@@ -132,22 +155,35 @@ class ImageData:
     def prepared(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
         """An image as the model reads it: float32 [H, W, C]; augmented by `rng`, if any."""
         pixels = self._pixels(transform.convert(image, self.channels), rng)
-        return transform.normalise(pixels, self.mean, self.std)
+        return transform.normalise(pixels, self.mean, self.std, factor=self.rescale_factor)
 
     def _pixels(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
-        resized = self.crop == "resized"
-        if rng is None:
-            zoom = transform.EVALUATION_ZOOM if resized else 1.0
-            return transform.to_array(transform.center_crop(image, self.image_size, zoom=zoom))
-        if resized:
-            image = transform.random_resized_crop(image, self.image_size, rng)
+        if rng is not None and self.crop == "resized":
+            image = transform.random_resized_crop(
+                image, self.image_size, rng, resample=self.resample
+            )
         else:
-            image = transform.center_crop(image, self.image_size)
+            image = self._resized(image)
         pixels = transform.to_array(image)
+        if rng is None:
+            return pixels
         if self.crop == "pad":
             pixels = transform.pad_and_crop(pixels, self.padding, rng)
         pixels = transform.flip(pixels, rng) if self.flip else pixels
         return pixels if self.augment is None else self.augment.pixels(pixels, rng)
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        """The image in the size that the model reads, without anything random."""
+        if self.resize == "crop":
+            zoom = transform.EVALUATION_ZOOM if self.crop == "resized" else 1.0
+            return transform.center_crop(image, self.image_size, zoom=zoom, resample=self.resample)
+        return transform.resize_and_crop(
+            image,
+            self.image_size,
+            to=self.resize_to or self.image_size,
+            stretch=self.resize == "stretch",
+            resample=self.resample,
+        )
 
     def class_names(self) -> list[str]:
         """The names of the classes, by label; of a source that names none their numbers.
@@ -174,8 +210,10 @@ class ImageData:
         where = ("source", "data_dir", "workers")
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         header = {"kind": "image", "class_names": class_names, **settings}
-        if self.augment is None:  # which had no name at first: its digests stay what they were
-            del header["augment"]
+        # These had no name at first: without them digests stay what they were.
+        for name in ("augment", "resize", "resize_to", "resample", "rescale_factor"):
+            if getattr(self, name) == getattr(ImageData, name):
+                del header[name]
         kind = PreparedImages if self.augment is None or not self.mixes else MixedImages
         facts: dict[str, float | int | str] = {
             "source": self.source,

@@ -1,6 +1,7 @@
 """From a decoded image to the float32 pixels a model reads: size, crop, flip, normalise."""
 
 import math
+from typing import Literal
 
 import numpy as np
 from PIL import Image
@@ -14,6 +15,8 @@ CROP_ATTEMPTS = 10
 EVALUATION_ZOOM = 256 / 224
 
 _MODES = {1: "L", 3: "RGB"}
+
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 
 
 def convert(image: Image.Image, channels: int) -> Image.Image:
@@ -36,7 +39,9 @@ def from_array(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-def center_crop(image: Image.Image, size: int, *, zoom: float = 1.0) -> Image.Image:
+def center_crop(
+    image: Image.Image, size: int, *, zoom: float = 1.0, resample: Filter = "bilinear"
+) -> Image.Image:
     """The middle size x size after resizing the shorter side to size * zoom pixels."""
     width, height = image.size
     shorter = min(width, height)
@@ -46,7 +51,31 @@ def center_crop(image: Image.Image, size: int, *, zoom: float = 1.0) -> Image.Im
     if side == size and left.is_integer() and top.is_integer():
         return image.crop((int(left), int(top), int(left) + size, int(top) + size))
     box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return image.resize((size, size), _filter(resample), box=box)
+
+
+def resize_and_crop(
+    image: Image.Image, size: int, *, to: int, stretch: bool, resample: Filter
+) -> Image.Image:
+    """Resize an image, and cut whole pixels to its middle size x size, as transformers does.
+
+    Args:
+      image: of any size.
+      size: of both sides of what is returned.
+      to: pixels that it is resized to, at least `size`.
+      stretch: resize both sides to it, whatever the shape; else the shorter one.
+      resample: Pillow's filter.
+    """
+    width, height = image.size
+    short = min(width, height)
+    wide, high = (to, to) if stretch else (to * width // short, to * height // short)
+    left, top = (wide - size) // 2, (high - size) // 2
+    resized = image.resize((wide, high), _filter(resample))
+    return resized.crop((left, top, left + size, top + size))
+
+
+def _filter(name: Filter) -> Image.Resampling:
+    return Image.Resampling[name.upper()]
 
 
 def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
@@ -68,10 +97,12 @@ def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, in
     return left, top, left + wide, top + high
 
 
-def random_resized_crop(image: Image.Image, size: int, rng: np.random.Generator) -> Image.Image:
+def random_resized_crop(
+    image: Image.Image, size: int, rng: np.random.Generator, *, resample: Filter = "bilinear"
+) -> Image.Image:
     """A random box of the image, scaled to size x size."""
     box = crop_box(*image.size, rng)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return image.resize((size, size), _filter(resample), box=box)
 
 
 def pad_and_crop(pixels: np.ndarray, padding: int, rng: np.random.Generator) -> np.ndarray:
@@ -87,8 +118,14 @@ def flip(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
-def normalise(pixels: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """float32 (pixels / 255 - mean) / std, of uint8 [H, W, C]; mean and std of 1 or C values."""
-    scale = 1.0 / (255.0 * np.asarray(std))
+def normalise(
+    pixels: np.ndarray,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    *,
+    factor: float = 1 / 255,
+) -> np.ndarray:
+    """float32 (factor pixels - mean) / std, of uint8 [H, W, C]; mean and std of 1 or C values."""
+    scale = 1.0 / (1.0 / factor * np.asarray(std))
     shift = np.asarray(mean) / np.asarray(std)
     return pixels * scale.astype(np.float32) - shift.astype(np.float32)

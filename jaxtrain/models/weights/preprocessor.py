@@ -1,0 +1,186 @@
+"""preprocessor_config.json of a published image model: how pixels are made, as settings here.
+
+The classes are transformers' ViTImageProcessor, DeiTImageProcessor and ConvNextImageProcessor,
+which differ in their defaults and in how they resize.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, unsupported, used
+from jaxtrain.models.model import ImageModel
+from jaxtrain.models.transformers.vit import ViT
+
+KEYS: KeyTable = {
+    **used(
+        "image_processor_type", "feature_extractor_type", "size", "crop_size", "do_center_crop",
+        "crop_pct", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean",
+        "image_std",
+    ),
+    **irrelevant("images are converted to the model's channels", "do_convert_rgb"),
+    **irrelevant("it says how transformers returns arrays, or where it computes them",
+                 "return_tensors", "data_format", "input_data_format", "device",
+                 "disable_grouping", "processor_class", "_valid_processor_keys"),
+    **irrelevant("size says it", "default_to_square"),
+    **irrelevant("padding is off", "pad_size"),
+    **irrelevant("it counts tokens of models of text and images", "image_seq_length"),
+    "do_resize": only(True),
+    "do_pad": only(False, None),
+}  # fmt: skip
+# Pillow's filters by their numbers there.
+_FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+_STANDARD = [0.5, 0.5, 0.5]
+# By class: what holds where the file does not say.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ViT": {"size": 224, "resample": 2},
+    "DeiT": {"size": 256, "resample": 3, "do_center_crop": True, "crop_size": 224},
+    "ConvNext": {"size": 384, "resample": 3, "crop_pct": 224 / 256},
+}
+_ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+# From this size on ConvNextImageProcessor does not cut.
+_UNCUT = 384
+
+
+def image_settings(content: Mapping[str, Any], model: ImageModel, *, where: str) -> dict[str, Any]:
+    """Return the settings of ImageData that make pixels as the published model's processor does.
+
+    Args:
+      content: of preprocessor_config.json.
+      model: the sizes of the model.
+      where: the file, for the message.
+
+    Raises:
+      UserError: everything that is not done here, in one message.
+    """
+    reader = _Reader(content, model)
+    settings = reader.settings()
+    if reader.reasons:
+        lines = "\n".join(f"  {reason}" for reason in reader.reasons)
+        raise UserError(f"{where}: it asks for what is not done here:\n{lines}")
+    return settings
+
+
+class _Reader:
+    """A preprocessor_config.json with the defaults of its class; collects what is not done here."""
+
+    def __init__(self, content: Mapping[str, Any], model: ImageModel) -> None:
+        self.model = model
+        self.reasons = list(unsupported(content, KEYS))
+        default = "ViT" if isinstance(model, ViT) else "ConvNext"
+        key = "image_processor_type"
+        named = (
+            content.get(key) or content.get("feature_extractor_type") or f"{default}{_ENDINGS[0]}"
+        )
+        known = {f"{kind}{ending}": kind for kind in _DEFAULTS for ending in _ENDINGS}
+        if named not in known:
+            kinds = " or ".join(f"{kind}ImageProcessor" for kind in _DEFAULTS)
+            self.reasons.append(f"{key} = {named!r}; here it is {kinds}")
+        self.kind = known.get(named, default)
+        said = {key: value for key, value in content.items() if value is not None}
+        self.content = {**_DEFAULTS[self.kind], **said}
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting that the file decides."""
+        scales, normalizes = self._flag("do_rescale", True), self._flag("do_normalize", True)
+        return {
+            **self._sizes(),
+            "resample": self._filter(),
+            "rescale_factor": self._number("rescale_factor", 1 / 255) if scales else 1.0,
+            "mean": self._values("image_mean") if normalizes else (0.0,),
+            "std": self._values("image_std") if normalizes else (1.0,),
+        }
+
+    def _sizes(self) -> dict[str, Any]:
+        """How images are resized and cut."""
+        if self.kind == "ConvNext":
+            if self._flag("do_center_crop", False):
+                self._refuse("do_center_crop", "false, since crop_pct cuts")
+            size = self._side("size", "shortest_edge")
+            if size >= _UNCUT:
+                return {"image_size": self._fitting(size, "size"), "resize": "stretch"}
+            return {
+                "image_size": self._fitting(size, "size"),
+                "resize": "shortest_edge",
+                "resize_to": max(int(size / self._number("crop_pct", 1.0)), size),
+                "crop": "resized",
+            }
+        cuts = self._flag("do_center_crop", False)
+        by_edge = isinstance(self.content["size"], dict) and "shortest_edge" in self.content["size"]
+        size = self._side("size", "shortest_edge" if by_edge and cuts else "height")
+        kind = "shortest_edge" if by_edge else "stretch"
+        if not cuts:
+            return {"image_size": self._fitting(size, "size"), "resize": kind}
+        side = self._fitting(self._side("crop_size", "height"), "crop_size")
+        if size < side:
+            self._refuse("crop_size", f"at most size, {size}")
+        return {"image_size": side, "resize": kind, "resize_to": max(size, side)}
+
+    def _side(self, key: str, name: str) -> int:
+        """One number of pixels, which older files have alone and newer ones under a name."""
+        value = self.content.get(key)
+        if isinstance(value, dict):
+            found = [value.get(name)]
+            names = {name}
+            if name == "height":
+                found.append(value.get("width"))
+                names.add("width")
+            is_one = len({*found}) == 1 and value.keys() == names
+            value = found[0] if is_one else None
+        if type(value) is int and value > 0:
+            return value
+        allowed = "one number above 0 as height and width" if name == "height" else (
+            "a number above 0 as shortest_edge"
+        )  # fmt: skip
+        self._refuse(key, allowed)
+        return self.model.least_pixels
+
+    def _fitting(self, side: int, key: str) -> int:
+        """The side of the images, which a ViT has one of and others a smallest one."""
+        model = self.model
+        if isinstance(model, ViT) and side != model.image_size:
+            self._refuse(key, f"{model.image_size}, as the image_size of config.json")
+            return model.image_size
+        if side < model.least_pixels:
+            self._refuse(key, f"at least {model.least_pixels}")
+        return max(side, model.least_pixels)
+
+    def _filter(self) -> str:
+        value = self.content["resample"]
+        if type(value) is int and 0 <= value < len(_FILTERS):
+            return _FILTERS[value]
+        self._refuse("resample", f"a number of Pillow's, 0 to {len(_FILTERS) - 1}")
+        return "bilinear"
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self.content.get(key, default)
+        if not isinstance(value, bool):
+            self._refuse(key, "true or false")
+        return value is True
+
+    def _number(self, key: str, default: float) -> float:
+        value = self.content.get(key, default)
+        if type(value) in (int, float) and math.isfinite(value) and value > 0:
+            return float(value)
+        self._refuse(key, "a number above 0")
+        return default
+
+    def _values(self, key: str) -> tuple[float, ...]:
+        """Of each channel; of a model of one channel transformers takes one value."""
+        channels = self.model.channels
+        value = self.content.get(key, _STANDARD[:channels])
+        value = value if isinstance(value, list) else [value]
+        is_numbers = all(type(one) in (int, float) and math.isfinite(one) for one in value)
+        if not is_numbers or len(value) not in (1, channels):
+            self._refuse(key, f"1 number, or {channels}, one a channel")
+            return (0.5,)
+        if key == "image_std" and min(value) <= 0:
+            self._refuse(key, "over 0")
+            return (0.5,)
+        return tuple(map(float, value))
+
+    def _refuse(self, key: str, allowed: str) -> None:
+        value = self.content.get(key)
+        told = f"{key} is missing" if value is None else f"{key} = {value!r}"
+        self.reasons.append(f"{told}; here it is {allowed}")
