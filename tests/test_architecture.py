@@ -103,7 +103,7 @@ INTERFACES = {
                                             "grouped_query", "bidirectional", "labels",
                                             "gemma_settings", "awq", "mxfp4", "float8",
                                             "deepseek", "sentences", "qwen_mixture", "gguf_keys",
-                                            "gguf_tokenizer")),
+                                            "gguf_tokenizer", "config_keys", "mamba_keys", "rope")),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used
 from jaxtrain.models.state_space.mamba2 import Mamba2
-from jaxtrain.models.weights import mamba
+from jaxtrain.models.weights import mamba_keys
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, one_after_the_other
@@ -13,7 +13,7 @@ from jaxtrain.models.weights.names import Name, one_after_the_other
 _LAYER = "backbone.layers.{L}"
 _MIXER = f"{_LAYER}.mixer"
 _KEYS: KeyTable = {
-    **mamba.KEYS,
+    **mamba_keys.KEYS,
     **used("head_dim", "num_heads"),
     **irrelevant("steps have no low rank in this version", "time_step_rank"),
     "tie_word_embeddings": Only((True,), default=False),
