@@ -20,11 +20,16 @@ from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import Memory
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.analysis.planning.timing import StepTime
+from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.whole_run import WholeRun, whole_run
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.program import resolve_kernel
 from jaxtrain.training.settings import Config
+
+# Our loop takes this long for a step of next to no arithmetic (benchmarks/RESULTS.md, "Our loop
+# against a bare jitted step": 1.9 ms, 1.5 of them in JAX).
+DISPATCH_SECONDS = 2e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +172,13 @@ class Plan:
             why.append(
                 f"the compiler does {self.repeated} operations again by itself, for want of "
                 "memory: a layout that needs a little less (Remat, more devices) may be faster"
+            )
+        if self.time.seconds is not None and self.time.seconds < DISPATCH_SECONDS:
+            why.append(
+                f"the predicted step of {human_seconds(self.time.seconds)} is shorter than the "
+                f"{human_seconds(DISPATCH_SECONDS)} that a host takes to dispatch one, which the "
+                "prediction leaves out: launch overhead will bind, and devices will wait; a larger "
+                "Train.global_batch_size or a larger model uses them"
             )
         return [
             *why,

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.progress import say
@@ -153,14 +154,14 @@ def _time(console: Console, plan: "Plan") -> None:
     closed = time.estimate
     table = Table(title="Time of one step (predicted)", title_justify="left")
     table.add_column("what")
-    table.add_column("seconds" if closed is None else "by the schedule", justify="right")
+    table.add_column("time" if closed is None else "by the schedule", justify="right")
     if closed is not None:
         table.add_column("closed forms", justify="right")
     table.add_column("share", justify="right")
 
     def row(name: str, seconds: float | None, beside: float | None, share: str) -> None:
-        other = [] if closed is None else ["-" if beside is None else f"{beside:.4g}"]
-        table.add_row(name, f"{seconds or 0:.4g}", *other, share)
+        other = [] if closed is None else ["-" if beside is None else human_seconds(beside)]
+        table.add_row(name, human_seconds(seconds or 0.0), *other, share)
 
     estimate = closed or time
     for name, seconds, beside in (
@@ -182,7 +183,7 @@ def _time(console: Console, plan: "Plan") -> None:
     if time.kernels:
         say(
             console,
-            f"Of the computation {time.kernels:.4g} s are attention's kernels, of which "
+            f"Of the computation {human_seconds(time.kernels)} are attention's kernels, of which "
             "the program says nothing: by closed form.",
         )
     if plan.whole_run is not None:
@@ -213,7 +214,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
             str(one.rank),
             written_mesh(mesh),
             " ".join(others),
-            "-" if seconds is None else f"{seconds:.4g} s",
+            "-" if seconds is None else human_seconds(seconds),
             human_bytes(size) + how,
             one.reason,
         )
@@ -237,7 +238,8 @@ def _advice(console: Console, plan: "Plan") -> None:
         say(console, f"- {words}")
 
 
-_GIB = 2**30
+# The part of a device's memory below which a bar could not be seen next to the capacity.
+_SMALL = 0.05
 # Told apart by lightness and hatching, so that a greyscale print can be read.
 _FILLS: list[dict[str, Any]] = [
     {"color": shade, "hatch": hatch, "edgecolor": "white"}
@@ -267,29 +269,35 @@ def plan_figure(plan: "Plan") -> "Picture":
 def _memory_bars(axes: Any, plan: "Plan") -> None:
     bottom = 0.0
     parts = {name: size for name, size in memory_parts(plan).items() if size}
+    compiled, capacity = plan.compiled, plan.target.chip.hbm_bytes
+    most = max(sum(parts.values()), plan.total)
+    is_small = capacity is not None and most < _SMALL * capacity
+    unit = byte_unit(most if is_small or capacity is None else max(most, capacity))
     for (name, size), fill in zip(parts.items(), _FILLS, strict=False):
-        axes.bar("closed forms", size / _GIB, bottom=bottom, width=0.5, label=name, **fill)
-        bottom += size / _GIB
-    compiled = plan.compiled
+        axes.bar("closed forms", size / unit.size, bottom=bottom, width=0.5, label=name, **fill)
+        bottom += size / unit.size
     if compiled is not None:
         bar = functools.partial(axes.bar, "compiled", width=0.5)
-        bar(compiled.argument_bytes / _GIB, color="dimgrey", label="arguments")
+        bar(compiled.argument_bytes / unit.size, color="dimgrey", label="arguments")
         live = compiled.live_bytes or compiled.temp_bytes or 0
-        start = compiled.argument_bytes / _GIB
-        bar(live / _GIB, bottom=start, color="darkgrey", label="alive beside them")
+        start = compiled.argument_bytes / unit.size
+        bar(live / unit.size, bottom=start, color="darkgrey", label="alive beside them")
         rest = (compiled.temp_bytes or 0) - live
         if rest > 0:
-            start += live / _GIB
+            start += live / unit.size
             bar(
-                rest / _GIB, bottom=start, color="0.92", edgecolor="grey",
+                rest / unit.size, bottom=start, color="0.92", edgecolor="grey",
                 label="reserved besides",
             )  # fmt: skip
-    if plan.target.chip.hbm_bytes is not None:
-        capacity = plan.target.chip.hbm_bytes / _GIB
-        label = f"capacity {capacity:.4g} GiB"
-        axes.axhline(capacity, color="black", linestyle="--", label=label)
+    if is_small:
+        times = f"capacity {human_bytes(capacity)}: {capacity / most:,.0f} times as much"
+        axes.plot([], [], linestyle="none", label=times)
+    elif capacity is not None:
+        line = capacity / unit.size
+        label = f"capacity {human_bytes(capacity)}"
+        axes.axhline(line, color="black", linestyle="--", label=label)
     axes.set_xlim(-0.5, 0.5 if compiled is None else 1.5)
-    axes.set_ylabel("GiB of one device")
+    axes.set_ylabel(f"{unit.name} of one device")
     axes.set_title("Memory")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.spines[["top", "right"]].set_visible(False)
@@ -303,15 +311,17 @@ def _time_bars(axes: Any, plan: "Plan") -> None:
         axes.text(0.5, 0.5, "speed not known", ha="center", transform=axes.transAxes)
         return
     bars = {"step": time} if time.estimate is None else {"schedule": time, "closed": time.estimate}
+    unit = time_unit(max(one.seconds or 0.0 for one in bars.values()))
     for name, one in bars.items():
         pieces = {"computation": one.compute, "communication": one.exposed, "bubble": one.bubble}
         bottom = 0.0
         for (piece, seconds), fill in zip(pieces.items(), _FILLS, strict=False):
             label = piece if one is time else None
-            axes.bar(name, seconds, bottom=bottom, width=0.5, label=label, **fill)
-            bottom += seconds or 0.0
+            height = (seconds or 0.0) / unit.size
+            axes.bar(name, height, bottom=bottom, width=0.5, label=label, **fill)
+            bottom += height
     axes.set_xlim(-0.5, len(bars) - 0.5)
-    axes.set_ylabel("seconds, predicted")
+    axes.set_ylabel(f"{unit.name}, predicted")
     axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.05))
 
 
@@ -320,8 +330,14 @@ def _traffic_bars(axes: Any, plan: "Plan") -> None:
     for row in plan.rows:
         together[row.axis] = together.get(row.axis, 0) + row.bytes
     names = sorted(together, key=lambda name: together[name])
-    axes.barh(names, [together[name] / _GIB for name in names], height=0.5, color="#5b9bd5")
+    unit = byte_unit(max(together.values(), default=0))
+    sizes = [together[name] / unit.size for name in names]
+    axes.barh(names, sizes, height=0.5, color="#5b9bd5")
     axes.margins(y=0.5)
-    axes.set_xlabel("GiB by one device")
+    axes.set_xlabel(f"{unit.name} by one device")
+    axes.set_ylabel("mesh axis")
+    if not names:
+        axes.text(0.5, 0.5, "none", ha="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
     axes.set_title("Traffic by axis")
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.analysis.planning.result import Plan
+from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.run.show.picture import Picture
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes, written_mesh
@@ -54,8 +55,8 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
         table.add_column(name, overflow="fold")
     unit = made[0].config.train.model.inputs if made else "tokens"
     priced = any(plan.price is not None for plan in made)
-    columns = ["devices", "memory", "of", "step, s", f"{unit}/s a device", "MFU"]
-    columns += ["days", "device-hours", *(["dollars"] * priced), "kWh, at most"]
+    columns = ["devices", "memory", "of", "step", f"{unit}/s a device", "MFU"]
+    columns += ["run", "device-hours", *(["dollars"] * priced), "kWh, at most"]
     for name in columns:
         table.add_column(name, justify="right")
     table.add_column("")
@@ -92,13 +93,18 @@ def _numbers(plan: Plan, *, priced: bool) -> list[str]:
     cells: list[str] = [str(plan.devices), human_bytes(plan.total)]
     cells.append("-" if capacity is None else human_bytes(capacity))
     mfu = plan.time.mfu
-    cells += [_short(plan.time.seconds), _short(plan.tokens_per_second)]
+    cells += [_seconds(plan.time.seconds), _short(plan.tokens_per_second)]
     cells.append("-" if mfu is None else f"{mfu:.1%}")
-    numbers = [None if run is None else run.days, None if run is None else run.device_hours]
+    cells.append(_seconds(None if run is None else run.days * 86_400))
+    numbers = [None if run is None else run.device_hours]
     if priced:
         numbers.append(None if run is None else run.dollars)
     numbers.append(None if run is None else run.kilowatt_hours)
     return cells + [_short(number) for number in numbers]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else human_seconds(seconds)
 
 
 def _short(number: float | None) -> str:

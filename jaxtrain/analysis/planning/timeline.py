@@ -228,7 +228,7 @@ def table(timeline: Timeline) -> Table:
 
 def _ranks(values: Sequence[int]) -> str:
     """One number where all ranks have the same, else all of them."""
-    return f"{values[0]}" if len(set(values)) == 1 else " ".join(map(str, values))
+    return f"{values[0]}" if len(set(values)) == 1 else ", ".join(map(str, values))
 
 
 def _title(timeline: Timeline) -> str:
@@ -246,17 +246,19 @@ def _title(timeline: Timeline) -> str:
 
 class _Look(NamedTuple):
     word: str
-    colour: str
+    first: str
+    last: str
     ink: str
     hatch: str
 
 
-# Told apart in grey as well: light, dark, dark, light with stripes.
+# The colours of a rank's first and last chunk: one hue for each kind of work, one lightness for
+# each chunk. In grey too forward is light, backward dark, and a weight gradient has stripes.
 _LOOKS = {
-    Work.FORWARD: _Look("forward", "#c4dcf3", "black", ""),
-    Work.BACKWARD: _Look("backward", "#2d6a4f", "white", ""),
-    Work.BACKWARD_INPUT: _Look("input gradient", "#2d6a4f", "white", ""),
-    Work.BACKWARD_WEIGHT: _Look("weight gradient", "#f9ecc4", "black", "///"),
+    Work.FORWARD: _Look("forward", "#d6e8fa", "#7db3e8", "black", ""),
+    Work.BACKWARD: _Look("backward", "#3f8f6b", "#123d2a", "white", ""),
+    Work.BACKWARD_INPUT: _Look("input gradient", "#3f8f6b", "#123d2a", "white", ""),
+    Work.BACKWARD_WEIGHT: _Look("weight gradient", "#f9ecc4", "#e0b94a", "black", "///"),
 }
 _MAX_WIDTH_INCHES = 40.0
 _MARGIN_INCHES = 0.8
@@ -275,7 +277,7 @@ def timeline_figure(timeline: Timeline) -> "Picture":
 
     schedule = timeline.schedule
     boxes = timeline.makespan / min(span.end - span.start for span in timeline.spans)
-    width = min(max(6.0, _MARGIN_INCHES + 0.22 * boxes), _MAX_WIDTH_INCHES)
+    width = min(max(6.0, _MARGIN_INCHES + 0.15 * boxes), _MAX_WIDTH_INCHES)
     figure = Picture(width, 1.3 + 0.4 * schedule.ranks)
     axes = figure.add_subplot()
     # A digit is about 0.6 of the font's size wide.
@@ -286,15 +288,16 @@ def timeline_figure(timeline: Timeline) -> "Picture":
     for span in timeline.spans:
         look = _LOOKS[span.action.kind]
         chunk = span.action.stage // schedule.ranks
+        shade = _shade(look, chunk, schedule.virtual_stages)
         rows[span.rank, span.action.kind, chunk].append((span.start, span.end - span.start))
         if numbered:
             axes.text(
                 (span.start + span.end) / 2, span.rank, str(span.action.microbatch),
                 ha="center", va="center_baseline", fontsize=size, color=look.ink,
-                bbox={"facecolor": look.colour, "linewidth": 0, "pad": 0.6} if look.hatch else None,
+                bbox={"facecolor": shade, "linewidth": 0, "pad": 0.6} if look.hatch else None,
             )  # fmt: skip
     for (rank, kind, chunk), ranges in rows.items():
-        colour = _shade(_LOOKS[kind].colour, chunk, schedule.virtual_stages)
+        colour = _shade(_LOOKS[kind], chunk, schedule.virtual_stages)
         axes.broken_barh(
             ranges, (rank - 0.45, 0.9),
             facecolor=colour, edgecolor="0.45", linewidth=0.4, hatch=_LOOKS[kind].hatch,
@@ -304,7 +307,7 @@ def timeline_figure(timeline: Timeline) -> "Picture":
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("time")
+    axes.set_xlabel("time (arbitrary unit)")
     axes.set_title(
         f"{_title(timeline)}{'' if numbered else ' (too many to number)'}\n"
         f"bubble {timeline.bubble_fraction:.1%}, peak live microbatches "
@@ -326,12 +329,13 @@ def draw(timeline: Timeline, path: str | Path) -> None:
     write_atomically(Path(path), timeline_figure(timeline).png())
 
 
-def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour of a rank's chunk: the first as given, later ones nearer to middle grey."""
+def _shade(look: _Look, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """The colour of a rank's chunk, between those of the first and the last."""
     from matplotlib.colors import to_rgb
 
-    share = 0.4 * chunk / max(chunks - 1, 1)
-    red, green, blue = ((1 - share) * part + share * 0.5 for part in to_rgb(colour))
+    share = chunk / max(chunks - 1, 1)
+    ends = zip(to_rgb(look.first), to_rgb(look.last), strict=True)
+    red, green, blue = ((1 - share) * first + share * last for first, last in ends)
     return red, green, blue
 
 
@@ -342,7 +346,7 @@ def _legend(schedule: Timetable) -> Iterator["Patch"]:
     for kind, chunk in sorted(used):
         look = _LOOKS[kind]
         yield Patch(
-            facecolor=_shade(look.colour, chunk, schedule.virtual_stages), edgecolor="0.45",
+            facecolor=_shade(look, chunk, schedule.virtual_stages), edgecolor="0.45",
             hatch=look.hatch,
             label=f"{look.word}, chunk {chunk}" if schedule.virtual_stages > 1 else look.word,
         )  # fmt: skip

@@ -392,8 +392,9 @@ def step_time(
     def time(compute: float, waited: float, hidden: float) -> StepTime:
         total = counted.stretched(shares, compute + waited)
         idle = counted.bubble * total
+        exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # but for rounding
         return StepTime(
-            compute, total - idle - compute, idle, hidden, flops, model, model / best / total,
+            compute, exposed, idle, hidden, flops, model, model / best / total,
             counted.by_axis, bar, assumed, chunks=counted.chunks(shares),
         )  # fmt: skip
 

@@ -4,9 +4,11 @@ import dataclasses
 import math
 
 from jaxtrain.analysis.planning.budget import amount
+from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError, counted
 
 _DAY, _HOUR = 86_400.0, 3_600.0
+LEAST_HOURS = 0.01  # device-hours below which nobody counts cost and energy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +76,15 @@ def refuse_amounts(price: float | None, tokens: float | None) -> None:
 
 def sentence(run: WholeRun, *, unit: str, error_bar: float, watts: float | None) -> str:
     """A line for people: how long, how much."""
-    around = f"{run.days * (1 - error_bar):,.3g} to {run.days * (1 + error_bar):,.3g}"
+    seconds = run.days * _DAY
+    least, most = (human_seconds(seconds * (1 + sign * error_bar)) for sign in (-1, 1))
     words = (
         f"The run: {counted(run.steps, 'step')}, {amount(run.examples)} {unit}, "
-        f"{run.days:,.3g} days ({around}), {run.device_hours:,.4g} device-hours"
+        f"{human_seconds(seconds)} ({least} to {most})"
     )
+    if run.device_hours < LEAST_HOURS:
+        return words
+    words += f", {run.device_hours:,.4g} device-hours"
     if run.dollars is not None:
         words += f", ${run.dollars:,.0f}"
     if run.kilowatt_hours is not None:

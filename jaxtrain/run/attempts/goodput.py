@@ -49,6 +49,7 @@ _MAX_POINTS = 1000
 _MAX_BARS = 16
 
 # Told apart by lightness and hatching, so that a greyscale print can be read.
+_COLUMNS = 3  # of the legend
 _FACES = ("0.85", "white", "0.6", "0.95", "0.4", "white", "0.75", "0.2", "white", "0.5", "1", "0.9")
 _HATCHES = ("", "///", "...", "xxx", "", "...", "\\\\\\", "", "+++", "xxx", "", "---")
 
@@ -148,8 +149,15 @@ class Account:
         axes.set_ylabel("attempt")
         axes.set_title(f"goodput {self.goodput:.1%}", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[1]:
-            figure.legend(loc="outside lower center", ncols=6, frameon=False)
+        handles, causes = axes.get_legend_handles_labels()
+        if handles:
+            # A legend fills its columns one after the other; it is read line by line.
+            order = [n for column in range(_COLUMNS) for n in range(column, len(causes), _COLUMNS)]
+            figure.legend(
+                [handles[n] for n in order], [CAUSES[causes[n]] for n in order],
+                loc="outside lower center", ncols=min(_COLUMNS, len(causes)), frameon=False,
+                fontsize="small",
+            )  # fmt: skip
         return figure
 
     def draw(self, file: Path) -> None:
