@@ -104,6 +104,35 @@ def test_the_command_prints_a_line_an_image(folder, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_the_command_goes_on_past_inputs_that_cannot_be_read(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predicting, "AT_ONCE", 2)
+    workdir = str(folder / "run")
+    if not (folder / "run").is_dir():
+        assert main(["train", str(folder / "run.gin"), "--workdir", workdir]) == 0
+    whole = sorted((folder / "fruit" / "plum").iterdir())[:3]
+    for number, file in enumerate(whole):
+        (tmp_path / f"{2 * number}.png").write_bytes(file.read_bytes())
+    (tmp_path / "1.png").write_bytes(whole[0].read_bytes()[:60])
+    (tmp_path / "5.jpg").write_bytes(b"no image")
+    capsys.readouterr()
+    assert main(["predict", "--workdir", workdir, *map(str, whole)]) == 0
+    expected = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    given = [str(tmp_path), str(tmp_path / "absent.png")]
+    assert main(["predict", "--workdir", workdir, *given]) == 2
+    out, err = capsys.readouterr()
+    named = [line.partition(": ") for line in out.splitlines()]
+    assert [name for name, _, _ in named] == [str(tmp_path / f"{n}.png") for n in (0, 2, 4)]
+    assert [told for _, _, told in named] == expected
+    said = [line for line in err.splitlines() if line.startswith("jaxtrain: predict")]
+    assert len(said) == 3
+    for line, name in zip(said, ("absent.png", "1.png", "5.jpg"), strict=True):
+        assert str(tmp_path / name) in line
+    # In Python the first one raises, unless `skip` takes its error.
+    trainer = Trainer(load_config(folder / "run.gin"))
+    with pytest.raises(UserError, match=r"1.png is no readable"):
+        trainer.predict(tmp_path)
+
+
 def test_classes_without_names_are_numbers_and_that_is_said(folder, monkeypatch):
     gone = load_config(folder / "run.gin", ["ImageData.source = 'synthetic'"])
     (one,) = Trainer(gone).predict(folder / "fruit" / "plum" / "0.png", top=1)
@@ -216,6 +245,12 @@ def test_numbers_are_those_that_the_evaluation_weighs(model, tmp_path, capsys):
     assert main(["predict", "--workdir", str(tmp_path / "run"), given]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert told[1]["input"] == f"{given} 2"
+    (tmp_path / "broken.npz").write_bytes(b"PK")
+    broken = [str(tmp_path / "broken.npz"), given]
+    assert main(["predict", "--workdir", str(tmp_path / "run"), *broken]) == 2
+    again = capsys.readouterr()
+    assert [json.loads(line) for line in again.out.splitlines()] == told
+    assert "broken.npz" in again.err
     numbers = np.array([one["numbers"] for one in told])
     loss = trainer.evaluate()["eval_loss"]
     if model == "MLP":

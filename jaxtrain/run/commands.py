@@ -38,7 +38,7 @@ from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say, terminal
 from jaxtrain.run.starved import starved
-from jaxtrain.run.status import DONE, FAILED, PREEMPTED
+from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.settings import Checkpoint, Config, load_config
@@ -220,10 +220,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Prints what the model says of each image, text or vector."""
-    for prediction in open_run(arguments).predict(arguments.inputs, top=arguments.top):
-        print(prediction)  # noqa: T201
-    return DONE
+    """Prints what the model predicts for each image, text or vector that can be read.
+
+    Returns:
+      2 if there is one that cannot be read; each is named on standard error.
+    """
+    skipped = list[UserError]()
+    trainer = open_run(arguments)
+    for told in trainer.predict(arguments.inputs, top=arguments.top, skip=skipped.append):
+        print(told)  # noqa: T201
+    for error in skipped:
+        print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
+    return USER_ERROR if skipped else DONE
 
 
 def inspect(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ from jaxtrain.training.objectives.token_classification import TokenClassificatio
 from jaxtrain.training.settings import TextSource
 
 Given = str | Path | Image.Image | np.ndarray
+Inputs = Sequence[Given] | Given
+
+# Is given the error of an input that cannot be read, which is then left out; None raises it.
+Skip = Callable[[UserError], object] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +103,18 @@ class _Asked:
       logits: of those of these numbers, [N, C].
       names: of the classes; raises UserError where the data that have them cannot be opened.
       classes: how many there are.
+      broken: the numbers of those that could not be read, as far as they were asked for.
     """
 
     called: list[str]
     logits: Callable[[Sequence[int]], np.ndarray]
     names: Callable[[], list[str]]
     classes: int
+    broken: Collection[int] = ()
 
 
 def predict(
-    inputs: Sequence[Given] | Given,
+    inputs: Inputs,
     model: Model,
     data: object,
     says: Says,
@@ -116,6 +122,7 @@ def predict(
     objective: Objective,
     top: int | None,
     say: Callable[[str], object],
+    skip: Skip = None,
 ) -> Iterator[Told]:
     """What is said of each input, prepared as in evaluation.
 
@@ -134,11 +141,16 @@ def predict(
       objective: what it was trained to tell.
       top: classes that are named, or all where there are fewer; None: 3.
       say: is told where the names of the classes are not known, and where texts are cut.
+      skip: is given the error of an input that cannot be read; None raises it.
 
     Raises:
-      UserError: a file is missing or is none of what the model reads.
+      UserError: a file is missing or is none of what the model reads, and there is no `skip`.
     """
     given = [inputs] if isinstance(inputs, Given) else list(inputs)
+    if skip is not None and not reads_images(model):
+        given = _readable(given, model, data, skip)
+        if not given:
+            return iter(())
     name, looks_back = type(model).__name__, reads_tokens(model) and bool(model.cached)
     if embeds(model):
         instead = "makes embeddings"
@@ -149,7 +161,7 @@ def predict(
     elif reads_pairs(model) or (looks_back and not isinstance(objective, TokenClassification)):
         instead, found = "writes text", _written(given, model, says.write)
     else:
-        return _classes(given, model, data, says.logits, 3 if top is None else top, say)
+        return _classes(given, model, data, says.logits, 3 if top is None else top, say, skip)
     if top is not None:
         raise UserError(f"--top {top}: {name} {instead} and tells no classes; leave it out")
     return found
@@ -170,10 +182,11 @@ def _classes(
     logits: Callable[[Any], np.ndarray],
     top: int,
     say: Callable[[str], object],
+    skip: Skip,
 ) -> Iterator[Prediction]:
     """The likeliest classes."""
     if reads_images(model) and isinstance(data, ImageData):
-        asked = _of_images(given, model, data, logits)
+        asked = _of_images(given, model, data, logits, skip)
     elif isinstance(model, ClassModel) and isinstance(data, LabelledText):
         asked = _of_texts(given, model, data, logits)
     elif isinstance(model, ClassModel) and isinstance(data, TaggedText):
@@ -202,6 +215,8 @@ def _classes(
         missing = 0 if begin == 0 else AT_ONCE - len(part)
         found = asked.logits([*part, *[part[-1]] * missing])
         for number, row in zip(part, found, strict=False):
+            if number in asked.broken:
+                continue
             likely = np.exp(row - row.max())
             likely /= likely.sum()
             order = np.argsort(-likely, kind="stable")[:top]
@@ -210,21 +225,63 @@ def _classes(
 
 
 def _of_images(
-    given: list[Given], model: ImageModel, data: ImageData, logits: Callable[[Any], np.ndarray]
+    given: list[Given],
+    model: ImageModel,
+    data: ImageData,
+    logits: Callable[[Any], np.ndarray],
+    skip: Skip,
 ) -> _Asked:
     # All are looked for before the first goes through the model.
-    images = [one for source in given for one in _images(source)]
-    if not images:
+    images, broken = list[Place | Image.Image](), set[int]()
+    for source in given:
+        try:
+            images += _images(source)
+        except UserError as error:
+            if skip is None:
+                raise
+            skip(error)
+    if not images and skip is None:
         raise UserError("predict: there is no image; name PNG or JPEG files, or folders of them")
 
+    def prepared(number: int) -> np.ndarray:
+        try:
+            return data.prepared(_read(images[number]), None)
+        except UserError as error:
+            if skip is None:
+                raise
+            if number not in broken:
+                broken.add(number)
+                skip(error)
+            return np.zeros(data.image_shape, np.float32)
+
     def of(numbers: Sequence[int]) -> np.ndarray:
-        return logits(np.stack([data.prepared(_read(images[number]), None) for number in numbers]))
+        return logits(np.stack([prepared(number) for number in numbers]))
 
     called = [
         f"image {number}" if isinstance(image, Image.Image) else str(image)
         for number, image in enumerate(images, start=1)
     ]
-    return _Asked(called, of, data.class_names, model.num_classes)
+    return _Asked(called, of, data.class_names, model.num_classes, broken)
+
+
+def _readable(
+    given: list[Given], model: Model, data: object, skip: Callable[[UserError], object]
+) -> list[Given]:
+    """Those of the inputs that can be read, each tried alone."""
+    found = []
+    for source in given:
+        try:
+            if isinstance(data, SequenceData):
+                _sequences(source, model, data, 0)
+            elif reads_vectors(model):
+                vectors_of([source], model)
+            else:
+                list(texts_of([source], model))
+        except UserError as error:
+            skip(error)
+        else:
+            found.append(source)
+    return found
 
 
 def _of_texts(
@@ -302,24 +359,32 @@ def _of_sequences(
 ) -> _Asked:
     called, found = list[str](), list[np.ndarray]()
     for source in given:
-        if isinstance(source, Image.Image):
-            raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
-        if isinstance(source, np.ndarray):
-            name, sequences = "sequence", [source.reshape(len(source), -1)]
-        else:
-            path = existing_path("predict INPUT", str(source))
-            said, name = f"predict INPUT = {str(path)!r}", str(path)
-            sequences = sequence_files.read(path, said, labelled=False).x
-        features = sequences[0].shape[1]
-        if features != data.features:
-            raise UserError(
-                f"predict: {name} has vectors of {features} numbers; {type(model).__name__} reads "
-                f"{data.features}"
-            )
-        called += [f"{name} {len(called) + number}" for number in range(1, len(sequences) + 1)]
+        names, sequences = _sequences(source, model, data, len(called))
+        called += names
         found += sequences
     rows = data.prepared(found)
     return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
+
+
+def _sequences(
+    source: Given, model: Model, data: SequenceData, before: int
+) -> tuple[list[str], Sequence[np.ndarray]]:
+    """What the sequences of an input are called, counted from `before`, and each [T, F]."""
+    if isinstance(source, Image.Image):
+        raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
+    if isinstance(source, np.ndarray):
+        name, sequences = "sequence", [source.reshape(len(source), -1)]
+    else:
+        path = existing_path("predict INPUT", str(source))
+        said, name = f"predict INPUT = {str(path)!r}", str(path)
+        sequences = sequence_files.read(path, said, labelled=False).x
+    features = sequences[0].shape[1]
+    if features != data.features:
+        raise UserError(
+            f"predict: {name} has vectors of {features} numbers; {type(model).__name__} reads "
+            f"{data.features}"
+        )
+    return [f"{name} {before + number}" for number in range(1, len(sequences) + 1)], sequences
 
 
 def _where_told(

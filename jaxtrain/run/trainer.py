@@ -45,7 +45,7 @@ from jaxtrain.run.logits import embeddings, logits, numbers
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
-from jaxtrain.run.predict import Given, Says, Told, predict
+from jaxtrain.run.predict import Inputs, Says, Skip, Told, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
 from jaxtrain.run.reference import first_reference, stored_reference
 from jaxtrain.run.resume import other_data
@@ -343,14 +343,13 @@ class Trainer:
         state = self.program.consensus(self.state)
         return logits(plain, self.config.train.model, state, inputs)
 
-    def predict(self, inputs: Sequence[Given] | Given, *, top: int | None = None) -> list[Told]:
-        """What the model says of images, texts or vectors, in classes, numbers or text; see
-        `run.predict`.
+    def predict(self, inputs: Inputs, *, top: int | None = None, skip: Skip = None) -> list[Told]:
+        """Predict classes, numbers or text for images, texts or vectors; see `run.predict`.
 
         Args:
-          inputs: PNG or JPEG files, folders of them, or images of Pillow's; texts; files or arrays
-            of vectors.
-          top: classes that are named; None: 3, of a model that tells classes.
+          inputs: image files, folders or Pillow images; texts; files or arrays of vectors.
+          top: classes that are named; None: 3, of a model that predicts classes.
+          skip: is given the error of an input that cannot be read; None raises it.
 
         Raises:
           UserError: a file is missing or none of what the model reads.
@@ -359,13 +358,13 @@ class Trainer:
         program, state = self.program.plain, self.program.consensus(self.state)
 
         def write(texts: list[str]) -> list[str]:
-            likeliest = Sampling(temperature=0.0)
-            return [answer.text or "" for answer in self.answers(texts, sampling=likeliest)]
+            found = self.answers(texts, sampling=Sampling(temperature=0.0))
+            return [answer.text or "" for answer in found]
 
         vectors = functools.partial(embeddings, program, model, state)
         says = Says(self.logits, vectors, functools.partial(numbers, program, state), write)
-        objective = program.objective
-        return list(predict(inputs, model, data, says, objective=objective, top=top, say=self.say))
+        ask = functools.partial(predict, inputs, model, data, says, objective=program.objective)
+        return list(ask(top=top, say=self.say, skip=skip))
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
         """Gradients of the mean loss over a global batch, float32, by the names of `weights`.
