@@ -39,8 +39,9 @@ class Mixtral(MixtureSizes):
       capacity_factor: None lets every expert take all tokens that choose it (dropless); a number
         gives it ceil(capacity_factor T experts_per_token / num_experts) slots a row of T tokens,
         and what comes later in the row is dropped: the token goes on without that expert.
-      balance_weight: what the load-balancing loss (mean over layers, k where the load is even) is
-        multiplied by; `router_aux_loss_coef` in transformers.
+      balance_weight: what the load-balancing loss (of each row and layer by itself, mean over both;
+        k where the load is even) is multiplied by. `router_aux_loss_coef` of transformers
+        multiplies one loss of all rows and layers together.
       router_z_weight: what the router's z-loss (ST-MoE, arXiv 2202.08906; 1e-3 there) is
         multiplied by, mean over layers.
       context_length: the longest sequence, in tokens.

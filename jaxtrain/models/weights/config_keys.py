@@ -10,6 +10,10 @@ from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used
 from jaxtrain.models.weights import awq, float8, mxfp4
 from jaxtrain.models.weights.sentences import KEY
 
+DROPOUT = (
+    "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "hidden_dropout",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "dropout",
+)  # fmt: skip
 # Whatever the head is for.
 COMMON: KeyTable = {
     **used("architectures", "model_type", "quantization_config"),
@@ -40,9 +44,7 @@ COMMON: KeyTable = {
     **irrelevant("values are drawn only where training starts anew",
                  "initializer_range", "initializer_factor"),
     **irrelevant(
-        "dropout acts in training alone, and is set by this package's own settings",
-        "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
-        "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "dropout",
+        "dropout acts in training alone, and is set by this package's own settings", *DROPOUT
     ),
     **irrelevant(
         "transformers ignores settings of generation in config.json; generation_config.json has "

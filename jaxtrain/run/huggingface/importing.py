@@ -27,6 +27,7 @@ from jaxtrain.run.checkpoint.retention import FOLDER, refuse_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
+from jaxtrain.run.huggingface.training_differences import training_differences
 from jaxtrain.training.balancing import biases_of
 from jaxtrain.training.finetune.tuning import told_apart
 from jaxtrain.training.preflight import preflight
@@ -98,6 +99,8 @@ def _written(
         source.path, family.architecture, stored, made, program, model, params,
         read_otherwise=source.read_otherwise,
     )  # fmt: skip
+    differences = training_differences(model, source.content)
+    found = dataclasses.replace(found, training_differences=differences)
     content = json.dumps(found.to_json(), indent=1).encode()
     write_atomically(carried / receipt.FILE, content)
     found.show(console)

@@ -86,6 +86,7 @@ class Receipt:
       logits: of both models; None where they were not compared.
       why_not: the reason, where they were not compared with another program's.
       ancestors: of an export, the run's checkpoint and what it came from: see `run.ancestry`.
+      training_differences: of an import, what training does otherwise than in transformers.
     """
 
     folder: str
@@ -96,6 +97,7 @@ class Receipt:
     logits: Logits | None
     why_not: str | None
     ancestors: tuple[dict[str, Any], ...] = ()
+    training_differences: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -132,6 +134,9 @@ class Receipt:
             lines.append(f"Differing: {', '.join(self.differing[:8])}")
         if self.compared_with == "itself":
             lines.append(f"No other program's reading was compared: {self.why_not}")
+        lines += [
+            f"Training differs from transformers': {one}" for one in self.training_differences
+        ]
         say(console, *lines)
 
 
