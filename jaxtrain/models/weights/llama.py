@@ -31,7 +31,11 @@ FAMILY = grouped_query.family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     model=Llama,
-    keys={**grouped_query.KEYS, **irrelevant("the architecture says it", "is_llama_config")},
+    keys={
+        **grouped_query.KEYS,
+        **irrelevant("the architecture says it", "is_llama_config"),
+        **irrelevant("transformers reads max_position_embeddings", "max_sequence_length"),
+    },
     read=_read,
     write=_write,
     names=grouped_query.dense_names,

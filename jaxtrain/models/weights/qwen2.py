@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.key_table import only
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights import grouped_query
 from jaxtrain.models.weights.asked import Asked
@@ -34,7 +35,7 @@ FAMILY = grouped_query.family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     model=Llama,
-    keys={**grouped_query.KEYS, **grouped_query.NO_WINDOW},
+    keys={**grouped_query.KEYS, **grouped_query.NO_WINDOW, "use_mrope": only(False)},
     read=_read,
     write=_write,
     names=_names,
