@@ -13,7 +13,7 @@ from pathlib import Path
 CLAIMS = {
     "documentation": (
         "*_page", "readme", "links", "recipes", "schedules_picture", "architecture", "notes",
-        "claims", "smoke", "start", "cli*", "synonyms", "security",
+        "claims", "smoke", "start", "cli*", "synonyms", "newcomers", "security",
     ),
     "notebooks": ("notebooks",),
     "benchmarks": ("benchmarks_*", "promised_results", "g2p"),
@@ -43,7 +43,8 @@ CLAIMS = {
     ),
     "data": (
         "data_*", "mixture", "token_*", "kept_stores", "fill_in_middle", "best_fit",
-        "padded_lengths", "show_examples", "sequences", "starved", "chat_data",
+        "padded_lengths", "show_examples", "sequences", "starved", "chat_data", "left_out",
+        "class_folders",
     ),
     "numerics": ("*",),
 }  # fmt: skip

@@ -139,7 +139,7 @@ def test_the_plot_is_of_the_history(trained):
     curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     losses = [[line["step"], line["loss"]] for line in trained.history if "loss" in line]
     assert curves["training loss"] == losses
-    assert any(label.startswith("unigram entropy") for label in curves)
+    assert any(label.startswith("the text's unigram entropy") for label in curves)
 
 
 def shown(thing) -> dict:
