@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import nbconvert
 import nbformat
 import numpy as np
 import pytest
@@ -44,6 +45,16 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 def sources(book: nbformat.NotebookNode, kind: str) -> list[str]:
     return [cell.source for cell in book.cells if cell.cell_type == kind]
+
+
+@each
+def test_nbconvert_makes_a_page_and_a_script_of_it(path):
+    page, _ = nbconvert.HTMLExporter().from_filename(str(path))
+    shown = [out for cell in read(path).cells for out in cell.get("outputs", [])]
+    badge = 1
+    assert page.count("<img") == badge + sum("image/png" in out.get("data", {}) for out in shown)
+    script, _ = nbconvert.PythonExporter().from_filename(str(path))
+    assert "import jaxtrain" in script or "from jaxtrain" in script
 
 
 # What git holds of the outputs, in bytes.
