@@ -197,3 +197,13 @@ def test_quantization_that_is_not_read_is_rejected(architecture, method, changes
     with pytest.raises(UserError) as error:
         model_of({**small(architecture), "quantization_config": quantization}, where="it")
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Gemma2ForCausalLM"])
+@pytest.mark.parametrize("kinds", [7, "full_attention", [], ["full_attention"] * 3, [None] * 4])
+def test_kinds_of_layers_that_are_none_are_rejected(architecture, kinds):
+    """Of 10^9 layers too, without a list of as many."""
+    for layers in (4, 10**9):
+        content = {**small(architecture), "num_hidden_layers": layers, "layer_types": kinds}
+        with pytest.raises(UserError, match="layer_types"):
+            model_of(content, where="it")

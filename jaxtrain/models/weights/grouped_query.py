@@ -196,6 +196,9 @@ def read_global_every(asked: Asked, default: int) -> int:
     num_layers, found = asked.whole("num_hidden_layers"), asked.content.get("layer_types")
     if found is None:
         return default
+    if not _one_a_layer(asked, found):
+        asked.refuse(f"layer_types is no list of one kind for each of {num_layers} layers")
+        return default
     # Without a global layer any period does that is longer than the model.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
     if list(found) != kinds(num_layers, every):
@@ -208,11 +211,18 @@ def kinds(num_layers: int, every: int) -> list[str]:
     return [LOCAL if number % every else GLOBAL for number in range(1, num_layers + 1)]
 
 
+def _one_a_layer(asked: Asked, found: Any) -> bool:
+    """Whether this is a list with one element a layer."""
+    return isinstance(found, list) and len(found) == asked.whole("num_hidden_layers")
+
+
 def refuse_other_layers(asked: Asked) -> None:
     """Collects layers of other kinds than the one that sees all tokens."""
     found = asked.content.get("layer_types")
-    if found is not None and found != [GLOBAL] * asked.whole("num_hidden_layers"):
-        asked.refuse(f"layer_types = {found!r}; here all layers are {GLOBAL!r}")
+    if found is None:
+        return
+    if not _one_a_layer(asked, found) or any(kind != GLOBAL for kind in found):
+        asked.refuse(f"layer_types of other layers than {GLOBAL!r}, or not one a layer")
 
 
 def _read_rope(kind: str, said: Asked, *, fraction: bool, whole_pairs: bool) -> dict[str, Any]:

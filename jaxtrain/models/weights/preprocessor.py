@@ -4,7 +4,7 @@ The classes are transformers' ViTImageProcessor, DeiTImageProcessor and ConvNext
 which differ in their defaults and in how they resize.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +39,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ConvNext": {"size": 384, "resample": 3, "crop_pct": 224 / 256},
 }
 _ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+_MOST_PIXELS = 8192  # of a side: nobody's model reads more, and a slip would fill the memory
 # From this size on ConvNextImageProcessor does not cut.
 _UNCUT = 384
 
@@ -74,10 +75,10 @@ class _Reader:
             content.get(key) or content.get("feature_extractor_type") or f"{default}{_ENDINGS[0]}"
         )
         known = {f"{kind}{ending}": kind for kind in _DEFAULTS for ending in _ENDINGS}
-        if named not in known:
+        if not isinstance(named, str) or named not in known:
             kinds = " or ".join(f"{kind}ImageProcessor" for kind in _DEFAULTS)
             self.reasons.append(f"{key} = {named!r}; here it is {kinds}")
-        self.kind = known.get(named, default)
+        self.kind = known.get(str(named), default)
         said = {key: value for key, value in content.items() if value is not None}
         self.content = {**_DEFAULTS[self.kind], **said}
 
@@ -103,7 +104,7 @@ class _Reader:
             return {
                 "image_size": self._fitting(size, "size"),
                 "resize": "shortest_edge",
-                "resize_to": max(int(size / self._number("crop_pct", 1.0)), size),
+                "resize_to": self._uncut(size),
                 "crop": "resized",
             }
         cuts = self._flag("do_center_crop", False)
@@ -113,9 +114,18 @@ class _Reader:
         if not cuts:
             return {"image_size": self._fitting(size, "size"), "resize": kind}
         side = self._fitting(self._side("crop_size", "height"), "crop_size")
-        if size < side:
-            self._refuse("crop_size", f"at most size, {size}")
-        return {"image_size": side, "resize": kind, "resize_to": max(size, side)}
+        if not side <= size <= _MOST_PIXELS:
+            self._refuse("size", f"the {side} of crop_size to {_MOST_PIXELS}")
+            size = side
+        return {"image_size": side, "resize": kind, "resize_to": size}
+
+    def _uncut(self, size: int) -> int:
+        """Pixels of the shorter side, of which crop_pct is left."""
+        part = self._number("crop_pct", 1.0)
+        if not size / _MOST_PIXELS <= part <= 1:
+            self._refuse("crop_pct", f"at most 1, and its image at most {_MOST_PIXELS} pixels")
+            return size
+        return int(size / part)
 
     def _side(self, key: str, name: str) -> int:
         """One number of pixels, which older files have alone and newer ones under a name."""
@@ -126,7 +136,7 @@ class _Reader:
             if name == "height":
                 found.append(value.get("width"))
                 names.add("width")
-            is_one = len({*found}) == 1 and value.keys() == names
+            is_one = found.count(found[0]) == len(found) and value.keys() == names
             value = found[0] if is_one else None
         if type(value) is int and value > 0:
             return value
@@ -142,9 +152,10 @@ class _Reader:
         if isinstance(model, ViT) and side != model.image_size:
             self._refuse(key, f"{model.image_size}, as the image_size of config.json")
             return model.image_size
-        if side < model.least_pixels:
-            self._refuse(key, f"at least {model.least_pixels}")
-        return max(side, model.least_pixels)
+        if not model.least_pixels <= side <= _MOST_PIXELS:
+            self._refuse(key, f"{model.least_pixels} to {_MOST_PIXELS}")
+            return model.least_pixels
+        return side
 
     def _filter(self) -> str:
         value = self.content["resample"]
@@ -161,7 +172,7 @@ class _Reader:
 
     def _number(self, key: str, default: float) -> float:
         value = self.content.get(key, default)
-        if type(value) in (int, float) and math.isfinite(value) and value > 0:
+        if _is_number(value) and value > 0:
             return float(value)
         self._refuse(key, "a number above 0")
         return default
@@ -171,8 +182,7 @@ class _Reader:
         channels = self.model.channels
         value = self.content.get(key, _STANDARD[:channels])
         value = value if isinstance(value, list) else [value]
-        is_numbers = all(type(one) in (int, float) and math.isfinite(one) for one in value)
-        if not is_numbers or len(value) not in (1, channels):
+        if not all(map(_is_number, value)) or len(value) not in (1, channels):
             self._refuse(key, f"1 number, or {channels}, one a channel")
             return (0.5,)
         if key == "image_std" and min(value) <= 0:
@@ -184,3 +194,8 @@ class _Reader:
         value = self.content.get(key)
         told = f"{key} is missing" if value is None else f"{key} = {value!r}"
         self.reasons.append(f"{told}; here it is {allowed}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float holds; true and false are none."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max

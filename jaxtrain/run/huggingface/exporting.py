@@ -127,7 +127,7 @@ def _of_tokenizer(config: Config) -> dict[str, bytes]:
 
 # Rotary positions are said in the older of two ways, which all versions read; and what is written
 # are floats.
-_NOT_CARRIED = ("rope_parameters", "quantization_config")
+_NOT_CARRIED = ("rope_parameters", "original_max_position_embeddings", "quantization_config")
 
 
 def settings(
