@@ -338,3 +338,13 @@ def test_many_attempts_share_the_first_bar():
     (steps,) = axes.containers
     assert [bar.get_width() for bar in steps] == [24] + [1] * 16
     assert axes.get_yticklabels()[0].get_text() == "1-24"
+
+
+def test_the_legend_is_read_in_the_order_of_the_bars():
+    figure = Account((dict.fromkeys(CAUSES, 1.0),)).figure()
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    places = [(text.get_window_extent(), text.get_text()) for text in legend.get_texts()]
+    # Line by line from above, each from the left, as matplotlib has laid them out.
+    read = sorted(places, key=lambda place: (-round(place[0].y0), place[0].x0))
+    assert [text for _, text in read] == list(CAUSES.values())
