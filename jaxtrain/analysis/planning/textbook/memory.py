@@ -288,6 +288,8 @@ class _Step:
             phases.append(self._streaming())
         if self._numbers_on_host:
             phases.append({"gradients": self._gradients(itemsize=4) - self._accumulators})
+        if self._sums_locally and self._accumulators and self._ranks == 1:
+            phases.append(self._summing())
         largest = max(phases, key=lambda phase: sum(phase.values()))
         gradients = self._accumulators + largest.pop("gradients")
         if self._copies:
@@ -494,6 +496,14 @@ class _Step:
         """The update: what it reads has another place than what it writes, and both wait."""
         gradients = self._gradients(itemsize=4)
         return {"gradients": gradients, "state on its way": 2 * self.arguments.streamed}
+
+    @property
+    def _sums_locally(self) -> bool:
+        return self.config.sharding.accumulate == "local" and self.config.sharding.zero == 3
+
+    def _summing(self) -> dict[str, int]:
+        """A microbatch's whole gradients are added: XLA holds the sums before and after at once."""
+        return {"gradients": self._gradients(itemsize=4)}
 
     def _embedding(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute)
