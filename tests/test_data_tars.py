@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 
 import pytest
@@ -110,6 +111,31 @@ def test_labels_may_be_a_field_of_json(tmp_path):
         opened(tmp_path / "a.tar")
     with pytest.raises(UserError, match="its .json has no field 'kin'; did you mean 'kind'"):
         opened(tmp_path / "a.tar", label_feature="kin")
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ([("a.webp", b"x"), ("a.cls", b"0")], r"a (.webp, .cls)"),
+        ([("a.cls", b"0")], r"a (.cls)"),
+        ([("a.webp", b"x"), ("a.json", b'{"label": 0}')], r"a (.webp, .json)"),
+        ([("a.left.png", png(1)), ("a.cls", b"0")], r"a (.left.png, .cls)"),
+        ([("a.rgb.jpg", png(1))], r"a (.rgb.jpg)"),
+        ([("a.jpg", png(1)), ("a.png", png(2)), ("a.cls", b"0")], r"a (.jpg, .png, .cls)"),
+    ],
+)
+def test_a_sample_is_never_left_out_unsaid(tmp_path, members, words):
+    write(tmp_path / "a.tar", [*members, *samples(range(6))])
+    said = "a.tar has 1 samples without exactly one .jpg, .jpeg or .png: "
+    with pytest.raises(UserError, match=re.escape(said + words)):
+        opened(tmp_path / "a.tar")
+
+
+def test_what_is_no_sample_is_passed_over(tmp_path):
+    others = [("README.txt", b"x"), ("info.json", b"{}"), ("a.png.license", b"x")]
+    write(tmp_path / "a.tar", [*others, *samples(range(6))])
+    found = opened(tmp_path / "a.tar", heldout_fraction=0.5)
+    assert sorted(greys(found.train) + greys(found.heldout)) == [(n, n % 3) for n in range(6)]
 
 
 def test_a_file_is_passed_over_once_until_it_changes(folder, monkeypatch):

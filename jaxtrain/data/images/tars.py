@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,13 @@ from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.source import part_digest
 
 _ENDINGS = frozenset(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
+# A sample with one of these and no image of `_ENDINGS` would be left out.
+_OTHER_IMAGES = frozenset(
+    ("webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm", "jp2", "jxl", "avif", "npy",
+     "npz", "pt", "pth", "pyd", "pickle")
+)  # fmt: skip
 _SHOWN = 3
+_FORMAT = 2  # of what is kept in the cache folder
 
 
 class _Tar(NamedTuple):
@@ -126,7 +132,7 @@ def _on_disk(path: Place) -> Path:
 def _kept(path: Path, label_field: str) -> _Tar:
     """What is in a file, from the cache where it was read before."""
     state = path.stat()
-    key = f"{path.absolute()} {state.st_size} {state.st_mtime_ns} {label_field}"
+    key = f"{_FORMAT} {path.absolute()} {state.st_size} {state.st_mtime_ns} {label_field}"
     kept = cache_folder("tars") / f"{part_digest(key.encode())[:32]}.npz"
     if kept.is_file():
         with np.load(kept) as arrays:
@@ -143,14 +149,18 @@ def _kept(path: Path, label_field: str) -> _Tar:
 
 
 def _read(path: Path, label_field: str) -> _Tar:
-    rows, names, without = list[tuple[int, int, int]](), list[str](), list[str]()
+    rows, names = list[tuple[int, int, int]](), list[str]()
+    without, unread = list[str](), list[str]()
     try:
         with tarfile.open(path, "r:") as tar:
             for key, members in _samples(tar):
                 names += [f"{member.name}\0{member.size}" for member in members.values()]
-                image = next((members[one] for one in sorted(_ENDINGS & members.keys())), None)
-                if image is None:
+                images = [members[one] for one in sorted(_ENDINGS & members.keys())]
+                if len(images) != 1:
+                    if images or _has_example(members):
+                        unread.append(f"{key} ({', '.join(f'.{one}' for one in members)})")
                     continue
+                [image] = images
                 try:
                     label = _label(tar, members, label_field)
                 except ValueError as error:
@@ -163,14 +173,24 @@ def _read(path: Path, label_field: str) -> _Tar:
             f"ImageData.source: {path} is no tar file that can be read to its end ({error}); copy "
             "it here again"
         ) from error
-    if without:
-        shown, more = "; ".join(without[:_SHOWN]), len(without) - _SHOWN
-        raise UserError(
-            f"ImageData.source: {path} has {len(without):,} images without a label: {shown}"
-            + (f"; and {more:,} more" if more > 0 else "")
-        )
+    for samples, what in (
+        (without, "images without a label"),
+        (unread, "samples without exactly one .jpg, .jpeg or .png"),
+    ):
+        if samples:
+            shown, more = "; ".join(samples[:_SHOWN]), len(samples) - _SHOWN
+            raise UserError(
+                f"ImageData.source: {path} has {len(samples):,} {what}: {shown}"
+                + (f"; and {more:,} more" if more > 0 else "")
+            )
     begins, sizes, labels = np.array(rows, np.int64).reshape(-1, 3).T
     return _Tar(begins, sizes, labels, part_digest("\n".join(names).encode()))
+
+
+def _has_example(members: Collection[str]) -> bool:
+    """Whether a sample without an image has a label or an image of another kind or name."""
+    last = {ending.rpartition(".")[2] for ending in members}
+    return "cls" in members or bool(last & (_ENDINGS | _OTHER_IMAGES))
 
 
 def _refuse_no_end(path: Path, place: int) -> None:
