@@ -44,13 +44,13 @@ def state_of(sizes, values) -> nnx.State:
     )
 
 
-def optimizer_of(rule):
-    settings = Optimizer(rule=rule, learning_rate=RATE, weight_decay=0.0, clip_norm=None)
-    return make_optimizer(settings, optax.constant_schedule(RATE))
+def optimizer_of(rule, rate=RATE, decay=0.0):
+    settings = Optimizer(rule=rule, learning_rate=rate, weight_decay=decay, clip_norm=None)
+    return make_optimizer(settings, optax.constant_schedule(rate))
 
 
-def ours(rule, sizes):
-    optimizer, params = optimizer_of(rule), state_of(sizes, values_of(sizes, 0))
+def ours(rule, sizes, rate=RATE, decay=0.0):
+    optimizer, params = optimizer_of(rule, rate, decay), state_of(sizes, values_of(sizes, 0))
     opt_state = optimizer.init(params)
 
     @jax.jit
@@ -108,6 +108,22 @@ def test_soap_is_its_reference():
         weight_decay=0.0,
     )
     assert_same_path(ours(rule, SQUARE), theirs(make, SQUARE))
+
+
+def test_soap_moves_nothing_by_its_first_update_and_decays_from_the_second_on():
+    """The reference decays what was moved already: rate^2 decay = 2e-7 of a direction apart."""
+    optimizers = pytest.importorskip("pytorch_optimizer")
+    rate, decay = 1e-3, 0.2
+    sizes = {name: SQUARE[name] for name in ("weight", "stacked", "kernel")}
+    make = lambda params: optimizers.SOAP(  # noqa: E731
+        params, rate, betas=(0.95, 0.95), precondition_frequency=10, weight_decay=decay
+    )
+    found = list(ours(SOAP(), sizes, rate, decay))
+    assert_same_path(found, theirs(make, sizes), rtol=0, atol=5e-6)
+    begin = values_of(sizes, 0)
+    assert all(np.array_equal(found[0][name], begin[name]) for name in sizes)
+    plain = list(ours(SOAP(), sizes, rate))
+    assert np.abs(plain[-1]["weight"] - found[-1]["weight"]).max() > 5e-5  # what the decay moves
 
 
 def test_soap_leaves_sides_alone_that_are_too_long():

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, refuse_below, refuse_not_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.stacks import Stacks
@@ -80,11 +80,6 @@ class T5(Stacks):
         refuse_not_positive(self, "norm_eps")
         refuse_rate(self, "dropout", self.dropout)
         refuse_below(4, self, "buckets")
-        if self.buckets % 4:
-            raise UserError(
-                f"T5.buckets={self.buckets}: use a multiple of 4, halves of halves of which hold "
-                f"one distance each; the nearest is {nearest_multiple(self.buckets, 4)}"
-            )
         if self.distance <= self.buckets // 2:
             raise UserError(
                 f"T5.distance={self.distance} is not beyond the {self.buckets // 2} distances that "

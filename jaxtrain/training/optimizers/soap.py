@@ -12,7 +12,9 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import preconditioners as sided
 from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
+from jaxtrain.training.optimizers.groups import Decay
 from jaxtrain.training.optimizers.matrices import each
+from jaxtrain.training.optimizers.moments import Moments
 from jaxtrain.training.optimizers.rule import Kept, refuse_rate
 
 
@@ -40,8 +42,8 @@ class Bases(NamedTuple):
 class SOAP(AdamRule):
     """SOAP (arXiv 2409.11321): AdamW of each matrix of each layer in the eigenbasis of the moving
     means of G G^T and G^T G, which every few updates turns once by the power iteration; AdamW for
-    norm scales and biases. The first update makes the bases and moves nothing, as in the authors'
-    code.
+    norm scales and biases. The first update makes the bases and moves nothing, by decay neither, as
+    in the authors' code.
 
     Attributes:
       b3: decay rate of the means of G G^T and G^T G.
@@ -65,6 +67,14 @@ class SOAP(AdamRule):
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(self._init, self._update)
+
+    def chain(
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
+    ) -> list[optax.GradientTransformation]:
+        def after_first(count: Any) -> Any:
+            return jnp.where(count == 0, 0.0, rate(count))
+
+        return super().chain(after_first, decay=decay, moments=moments)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         squares = [kept for kept in sided.of_sides(shape, axes, self.largest) if kept is not None]
