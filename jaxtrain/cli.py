@@ -53,7 +53,7 @@ def _status(words: list[str]) -> int:
 
 def _absent_config(name: str | None) -> str | None:
     """The message for a config that is not there, before JAX is imported to read one."""
-    if name is None:
+    if not name:  # an empty one is the command's to reject
         return None
     from jaxtrain.config.errors import UserError
     from jaxtrain.config.shipped import HUGGING_FACE, find_config
