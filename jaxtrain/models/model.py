@@ -32,7 +32,7 @@ class AttentionFacts:
       value_dim: width of one head of the values.
       window: tokens that a query sees back, itself included; None is all of them.
       causal: whether a query sees no later token.
-      layers_differ: whether only some layers have the window.
+      window_share: the part of the layers that have the window; the others see all tokens.
       biased: whether something is added to the scores, as relative positions are.
       softcap: the bound that scores are flattened towards; None is none.
       sinks: whether a part of each softmax goes nowhere.
@@ -45,11 +45,26 @@ class AttentionFacts:
     value_dim: int
     window: int | None = None
     causal: bool = True
-    layers_differ: bool = False
+    window_share: float = 1.0
     biased: bool = False
     softcap: float | None = None
     sinks: bool = False
     pattern: Pattern | None = None
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether only some layers have the window."""
+        return self.window is not None and self.window_share < 1
+
+    def visible_share(self, length: int) -> float:
+        """The part of the pairs of a query and a key in a sequence that the mask leaves, the mean
+        over layers; documents and patterns aside. What MFU counts: a window W under T leaves W (1 -
+        W / 2T) keys of T, a causal mask T / 2 (arXiv 2204.02311, appendix B)."""
+        if not self.causal:
+            return 1.0
+        near = min(self.window or length, length) / length
+        share = self.window_share if self.layers_differ else 1.0
+        return share * near * (1 - near / 2) + (1 - share) / 2
 
     @property
     def keys_and_values(self) -> tuple[Cached, Cached]:

@@ -14,12 +14,13 @@ from jax.extend.core import ClosedJaxpr
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops, products_of, shape_of
 from jaxtrain.data.batch import example_shape
-from jaxtrain.models.model import has_stacks
+from jaxtrain.models.model import Model, MultiTokenModel, has_stacks, reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.program.program import make_program
@@ -119,17 +120,18 @@ def executed_flops(config: Config, layout: Layout) -> float:
     """FLOPs of products that one device executes in a step, with a kernel that is named."""
     row = row_flops(computed(config, layout.mesh.size))
     flops = float(row.executed)
-    if KERNELS[config.attention.kernel].skips_hidden:
-        flops -= row.scores / 2
+    flops -= row.scores * (1 - scored_share(config))
     if layout.mesh.shape["pipe"] > 1:
         flops += _again(config) * flops
     return flops * config.train.global_batch_size / layout.mesh.size
 
 
 def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float]:
-    """FLOPs that one device executes in products beside attention's scores, and in the scores: of
-    those that a causal mask hides none where the kernel skips them, and in the backward pass what
-    it does to make them again, which is traced where it goes by a pattern."""
+    """FLOPs that one device executes in products beside attention's scores, and in the scores.
+
+    Those that the mask hides are left out where the kernel skips them. In the backward pass a
+    kernel makes them again, which is traced where it goes by a pattern.
+    """
     row, rows = row_flops(config), config.train.global_batch_size / devices
     passes, backward = (4, 3) if _by_pattern(config) else (3, _SCORES_BACKWARD)
     forward = row_flops(dataclasses.replace(config, remat=type(config.remat)())).scores / passes
@@ -141,8 +143,25 @@ def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float
     if pipelined:
         products += _again(config) * products
         again += config.pipeline.backward == "recompute"
-    kept = 0.5 if kernel.skips_hidden else 1.0
-    return products * rows, kept * forward * (1 + again + backward) * rows
+    return products * rows, scored_share(config) * forward * (1 + again + backward) * rows
+
+
+def scored_share(config: Config) -> float:
+    """The part of all pairs of a query and a key whose scores the attention kernel computes.
+
+    A kernel that skips what a causal mask or a window hides does so in blocks; the blocks that are
+    hidden in part are not counted whole.
+    """
+    model = config.train.model
+    if model.attention is None or not KERNELS[config.attention.kernel].skips_hidden:
+        return 1.0
+    shape = example_shape(config.train.data.abstract_batch(1))
+    if reads_pairs(model):  # the source sees all of itself, the target all of the source
+        S, T = shape
+        return (S * S + T * T / 2 + S * T) / (S * S + T * T + S * T)
+    if reads_tokens(model):
+        return model.attention.visible_share(shape[0])
+    return 1.0  # patches of an image see all others
 
 
 def _again(config: Config) -> float:
@@ -160,20 +179,46 @@ def _numbers_of_a_row(config: Config) -> int:
         train = dataclasses.replace(config.train, global_batch_size=rows)
         program = traced(dataclasses.replace(config, train=train))
         return sum(
-            math.prod(shape_of(array))
-            for _, product in products_of(program)
-            for array in (*product.invars[:2], *product.outvars)
+            product.times * math.prod(shape_of(array))
+            for product in products_of(program)
+            for array in (*product.equation.invars[:2], *product.equation.outvars)
         )
 
     return numbers(2) - numbers(1)
+
+
+def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
+    """Elements that a token's products read and write in a forward pass: as wide as the stream,
+    others, and logits."""
+    stream = split = vocabulary = 0
+    for weight in weights_of(model):
+        sizes = dict(zip(weight.axes, weight.shape, strict=True))
+        if "vocab" in sizes:
+            vocabulary = sizes["vocab"]
+            continue
+        if not weight.is_matrix or "vocab_embed" in sizes:
+            continue  # tables that are looked up
+        stack, rows, columns = sides(weight.axes)
+        times, matrices = (model.layers or 1) if weight.is_layer else 1, weight.shape[: len(stack)]
+        if "experts" in sizes and model.experts is not None:
+            times, matrices = times * model.experts.per_token, ()
+        # Matrices that are stacked read the same input.
+        for places, count in ((rows, 1), (columns, math.prod(matrices))):
+            elements = times * count * math.prod(weight.shape[place] for place in places)
+            if "embed" in {weight.axes[place] for place in places}:
+                stream += elements
+            else:
+                split += elements
+    told = model.predicted_tokens if isinstance(model, MultiTokenModel) else 1
+    return stream, split, told * vocabulary
 
 
 def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
     """Bytes of activations that the products of a step read and write, over all devices.
 
     Each weight has an input and an output, of two bytes an element: a forward pass, two for the
-    gradients, and what is recomputed; logits in float32. Of images and vectors, whose layers are
-    not one like the other, they are those of the traced step's products. With tensor parallelism
+    gradients, and what is recomputed; logits in float32, of each token that is predicted. Of
+    images, vectors and pairs they are those of the traced step's products. With tensor parallelism
     what is as wide as the stream is read by every device of the axis, unless the sequence is split
     too. A kernel that keeps the scores reads or writes them in each of attention's products: two
     bytes for the 2 H FLOPs of one.
@@ -181,24 +226,14 @@ def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
     if config.train.model.inputs != "tokens":
         return 2.0 * config.train.global_batch_size * _numbers_of_a_row(of_one_row(config))
     shape = config.train.data.abstract_batch(1).inputs.shape
-    stream = split = vocabulary = 0
-    layers = config.train.model.layers or 1
-    for weight in weights_of(config.train.model):
-        sizes = dict(zip(weight.axes, weight.shape, strict=True))
-        if "vocab" in sizes:
-            vocabulary = sizes["vocab"]
-        elif weight.is_matrix and weight.is_layer:
-            experts, facts = sizes.pop("experts", None), config.train.model.experts
-            times = 1 if experts is None or facts is None else facts.per_token
-            stream += times * sizes.pop("embed", 0)
-            split += times * math.prod(sizes.values())
+    stream, split, vocabulary = _elements_of_a_token(config.train.model)
     copies = 1 if config.sharding.sequence_parallel else config.mesh.sizes(devices)["tensor"]
     row = row_flops(config)
     plain = row_flops(dataclasses.replace(config, remat=type(config.remat)()))
     passes = 3 * (row.executed - row.scores) / max(plain.executed - plain.scores, 1)
     passes += pipelined and config.pipeline.backward == "recompute"
     rows = config.train.global_batch_size
-    wide = 2 * passes * layers * (copies * stream + split)
+    wide = 2 * passes * (copies * stream + split)
     attention, kept = config.train.model.attention, 0.0
     kernel = KERNELS[config.attention.kernel]
     if attention is not None and (kernel.plain or kernel.by_pattern):

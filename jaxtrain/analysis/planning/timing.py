@@ -34,6 +34,7 @@ from jaxtrain.analysis.planning.executed import (
     computed,
     executed_flops,
     row_flops,
+    scored_share,
     stack_costs,
     work,
 )
@@ -414,9 +415,9 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
     network = "one host, without a network"
     if chip.dcn_bandwidth is not None:
         network = f"{chip.dcn_bandwidth / 1e9:.1f} GB/s a device between hosts or slices"
-    causal = "halved (the kernel skips what is masked)"
-    skips = KERNELS[config.attention.kernel].skips_hidden
-    skipped = causal if skips else "in full (the kernel masks them)"
+    skipped = "in full (the kernel masks them)"
+    if KERNELS[config.attention.kernel].skips_hidden:
+        skipped = f"to {scored_share(config):.0%} (the kernel skips what is masked)"
     peaks = f"{peak / 1e12:.0f} TFLOP/s ({config.precision.compute})"
     narrow = _narrow_peak(config, target)
     if narrow is not None:

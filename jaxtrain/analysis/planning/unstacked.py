@@ -48,9 +48,9 @@ def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
 def _inputs(config: Config) -> tuple[tuple[int, bool], ...]:
     """Of each layer whose outputs are shared, in order: numbers of its input, and whether those are
     shared too."""
-    forward = (one for scope, one in products_of(traced(config)) if "transpose(" not in scope)
+    forward = (one for one in products_of(traced(config)) if "transpose(" not in one.scope)
     found = []
-    for product in forward:
+    for product in (one.equation for one in forward):
         inputs, outputs = _channels(product)
         if not outputs % SHARED:
             found.append((math.prod(shape_of(product.invars[0])), not inputs % SHARED))

@@ -215,7 +215,7 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
             value_dim=self.key_dim,
             window=self.sliding_window,
             pattern=self.attention_pattern,
-            layers_differ=self.local is not None,
+            window_share=1.0 if self.local is None else self.local.share,
             softcap=self.attention_softcap,
             sinks=self.sinks,
         )

@@ -37,6 +37,11 @@ class Local:
     window: int
     rotary: Rotations
 
+    @property
+    def share(self) -> float:
+        """The part of the layers that they are."""
+        return sum(self.layers) / len(self.layers)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
@@ -129,7 +134,7 @@ class GroupedQuery:
 
         mean = keys(self.window)
         if self.local is not None:
-            near = sum(self.local.layers) / len(self.local.layers)
+            near = self.local.share
             mean = near * keys(self.local.window) + (1 - near) * mean
         return 12 * self.num_heads * self.head_dim * mean
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -108,16 +108,33 @@ def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = Non
     return _walk(program.jaxpr, "", choose or (lambda scope: False))
 
 
-def products_of(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
-    """The matrix products and convolutions of a traced program at any depth, with their scopes."""
-    waiting = [("", program.jaxpr)]
+class Product(NamedTuple):
+    """A matrix product or a convolution of a traced program.
+
+    Attributes:
+      scope: as of `count_flops`.
+      equation: the operation.
+      times: how often the loops around it run it.
+    """
+
+    scope: str
+    equation: JaxprEqn
+    times: int
+
+
+def products_of(program: ClosedJaxpr) -> Iterator[Product]:
+    """The matrix products and convolutions of a traced program at any depth."""
+    waiting = [("", program.jaxpr, 1)]
     while waiting:
-        outer, jaxpr = waiting.pop()
+        outer, jaxpr, times = waiting.pop()
         for equation in jaxpr.eqns:
             scope = _scope(equation, outer)
             if equation.primitive.name in _PRODUCTS:
-                yield scope, equation
-            waiting += [(scope, body) for body in _jaxprs(equation.params)]
+                yield Product(scope, equation, times)
+            inside = times
+            if equation.primitive.name == "scan":
+                inside *= equation.params["length"]
+            waiting += [(scope, body, inside) for body in _jaxprs(equation.params)]
 
 
 def _scope(equation: JaxprEqn, outer: str) -> str:
