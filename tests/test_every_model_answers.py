@@ -242,7 +242,7 @@ def test_what_reads_no_text_writes_none(name):
 @pytest.mark.parametrize("name", by_cost(MODELS))
 def test_plans_count_the_parameters_that_are_there(name):
     found = plan(config_of(name), "h100:1x1", compile=False)
-    numbers = sum(x.size for x in jax.tree.leaves(trainer_of(name).state.params))
+    numbers = sum(x.size for x in jax.tree.leaves(trainer_of(name).state.weights))
     assert found.to_json()["memory"]["params"] == 4 * numbers
     assert found.to_json()["step_seconds"] > 0
 
@@ -259,6 +259,6 @@ def test_what_is_exported_comes_back_as_it_was(name, tmp_path):
         assert not out.exists()
         return
     trainer.export_huggingface(out)
-    again = Trainer.from_huggingface(out, workdir=tmp_path / "run")
+    again = Trainer.from_huggingface(out, bindings=["Precision.compute = 'float32'"])
     inputs: Batch = heldout(name)
     np.testing.assert_allclose(again.logits(inputs), trainer.logits(inputs), atol=1e-5, rtol=1e-4)
