@@ -30,7 +30,7 @@ from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import Pieces, peak_flops, pieces
-from jaxtrain.analysis.planning.variants import slices_of
+from jaxtrain.analysis.planning.variants import refusal, slices_of
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.picture import Picture
@@ -85,6 +85,9 @@ def read(row: dict[str, str]) -> Point:
     bindings = [word for flag, word in zip(words, words[1:], strict=False) if flag == "-b"]
     target = parse_target(words[words.index("--target") + 1])
     config = load_config(name, [*_AT_ONCE, *bindings])
+    # What `jaxtrain plan` rejects is not predicted here either.
+    if (refused := refusal(config, target)) is not None:
+        raise UserError(refused)
     devices = target.devices * slices_of(config, target)
     layout = abstract_layout(config, devices)
     config = resolved(config, target.chip.kind)

@@ -341,8 +341,11 @@ def test_a_search_goes_on_where_a_compiler_does_work_again(llama_file, monkeypat
         assert sum("2 operations again by itself" in words for words in made.advice) == count / 2
 
 
-def test_slices_are_joined_by_the_network():
+@pytest.mark.parametrize("fsdp", [-1, 64])
+def test_slices_are_joined_by_the_network(fsdp):
+    """Sizes that are written are of all slices, 2 x 64 chips, as those that are left open."""
     bindings = ["Mesh.data = 2", "Mesh.dcn = {'data': 2}", "Train.global_batch_size = 1024"]
+    bindings.append(f"Mesh.fsdp = {fsdp}")
     config = load_config("llama_8b", ["Attention.kernel = 'tpu'", *bindings])
     report = plan(config, target="v5p:4x4x4", compile=False)
     assert report.devices == 128

@@ -81,8 +81,7 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
       target: the machine.
       over: bytes by which it exceeds a device's memory.
     """
-    slices = slices_of(config, target)
-    sizes = config.mesh.sizes(target.devices * slices)
+    sizes = config.mesh.sizes(target.devices * slices_of(config, target))
     before = price(config, target)
     tried: list[Fix] = []
     first: list[Fix] = []
@@ -91,7 +90,7 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
         # Memory that is there, at no cost.
         first = [Fix({FRACTION: MOST_OF_A_GPU}, more, 0.0, True)]
     for changes in fixes(config, target, sizes):
-        found = _try(config, changes, target, slices, before, over)
+        found = _try(config, changes, target, before, over)
         if found is not None:
             tried.append(found)
     # Of the values of one binding the mildest that is enough.
@@ -100,7 +99,7 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
         enough.setdefault(tuple(sorted(fix.changes)), fix)
     if enough:
         return [*first, *enough.values()][:MOST]
-    combined = _combined(config, tried, target, slices, before, over)
+    combined = _combined(config, tried, target, before, over)
     rest = sorted(tried, key=lambda fix: -fix.saved)
     return [*first, *combined, *rest][:MOST]
 
@@ -109,13 +108,12 @@ def _try(
     config: Config,
     changes: Mapping[str, Any],
     target: Target,
-    slices: int,
     before: Price,
     over: int,
 ) -> Fix | None:
     """The change with its saving; None where it is refused or saves nothing."""
     variant = _changed(config, changes)
-    if variant is None or refusal(variant, target, slices=slices) is not None:
+    if variant is None or refusal(variant, target) is not None:
         return None
     after = price(variant, target)
     saved = before.memory.total - after.memory.total
@@ -136,7 +134,6 @@ def _combined(
     config: Config,
     tried: list[Fix],
     target: Target,
-    slices: int,
     before: Price,
     over: int,
 ) -> list[Fix]:
@@ -146,7 +143,7 @@ def _combined(
     for fix in by_worth:
         if len(together) >= TOGETHER or set(fix.changes) & set(together):
             continue
-        found = _try(config, {**together, **fix.changes}, target, slices, before, over)
+        found = _try(config, {**together, **fix.changes}, target, before, over)
         if found is None:
             continue
         together.update(fix.changes)

@@ -250,7 +250,7 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
     for changes in LIGHTER:
         if any(essential(smallest.config, changes)):
             variant = changed(smallest.config, changes)
-            if refusal(variant, target, slices=slices_of(variant, target)) is None:
+            if refusal(variant, target) is None:
                 saved = size - price(variant, target).memory.total
                 ways.append((saved, " and ".join(bindings_of(changes))))
     enough = [words for saved, words in sorted(ways) if size - saved <= room]
@@ -368,7 +368,7 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
         variant = changed(config, changes)
     except UserError as error:
         return str(error)
-    said = refusal(variant, target, slices=slices)
+    said = refusal(variant, target)
     if said is not None:
         return said.splitlines()[0]
     sharded = dataclasses.replace(variant, sharding=dataclasses.replace(variant.sharding, zero=3))

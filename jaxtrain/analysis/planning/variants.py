@@ -60,12 +60,13 @@ def essential(config: Config, changes: Changes) -> dict[str, Any]:
     return found
 
 
-def refusal(config: Config, target: Target, *, slices: int = 1) -> str | None:
-    """Why `jaxtrain train` would refuse a configuration on a target; None where it would run."""
+def refusal(config: Config, target: Target) -> str | None:
+    """Why `jaxtrain train` would reject a configuration on a target, or on as many of them as
+    Mesh.dcn joins; None where it would run."""
     try:
         preflight.check(
             config,
-            device_count=target.devices * slices,
+            device_count=target.devices * slices_of(config, target),
             platform=target.chip.kind,
             kind=target.chip.device_kinds[0],
             reads_data=False,
