@@ -188,7 +188,9 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def submit(folder: Path, jaxtrain: str, *words: str, **more: str) -> subprocess.CompletedProcess:
+def submit(
+    folder: Path, jaxtrain: str, *words: str, others: dict[str, str] | None = None, **more: str
+) -> subprocess.CompletedProcess:
     """Runs slurm.sbatch as sbatch does, with stand-ins for srun, scontrol and `jaxtrain`."""
     (folder / "program.py").write_text(PROGRAM)
     (folder / "srun.py").write_text(SRUN)
@@ -196,6 +198,7 @@ def submit(folder: Path, jaxtrain: str, *words: str, **more: str) -> subprocess.
         "srun": f'exec {sys.executable} "{folder}/srun.py" "$@"',
         "scontrol": 'echo "$@" >scontrol.txt',
         "jaxtrain": jaxtrain,
+        **(others or {}),
     }.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
@@ -256,6 +259,45 @@ def test_a_slurm_job_goes_back_into_the_queue_after_saving_alone(tmp_path, statu
     }
     # A task that has ended leaves the others the time to save.
     assert "--kill-on-bad-exit=0" in (tmp_path / "srun").read_text()
+
+
+def test_a_slurm_job_that_is_stopped_at_once_is_not_requeued_indefinitely(tmp_path):
+    requeued, statuses = tmp_path / "scontrol.txt", []
+    for _ in range(5):
+        requeued.unlink(missing_ok=True)
+        done = submit(tmp_path, "exit 75", *TRAIN)
+        statuses.append((done.returncode, requeued.exists()))
+        if len(statuses) == 4:
+            assert done.stderr == (
+                "jaxtrain: stopped 4 times in a row within 3 minutes of its start: not requeued; "
+                "look for what stops it (sacct -j 4095), and submit it again\n"
+            )
+    # Submitted again it has its requeues again.
+    assert statuses == [(75, True)] * 3 + [(1, False), (75, True)]
+
+
+def test_a_slurm_job_that_trains_in_between_is_requeued_each_time(tmp_path):
+    # Three starts that are stopped at once, then one that takes four minutes by bash's own clock.
+    clock = tmp_path / "minutes.sh"
+    clock.write_text("trap 'SECONDS=240' DEBUG\n")
+    for number in range(8):
+        long = {"BASH_ENV": str(clock)} if number % 4 == 3 else {}
+        done = submit(tmp_path, "exit 75", *TRAIN, **long)
+        assert (done.returncode, done.stderr) == (75, ""), number
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(120, 2), (240, 2), (600, 0)])
+def test_a_time_limit_below_the_notice_is_rejected(tmp_path, seconds, status):
+    dates = {"date": "echo 1000000"}
+    end = str(1000000 + seconds)
+    done = submit(tmp_path, "exit 0", *TRAIN, others=dates, SLURM_JOB_END_TIME=end)
+    assert done.returncode == status
+    assert (tmp_path / "srun").read_text().startswith("#!/bin/sh") == (status == 2)  # not called
+    if status:
+        assert done.stderr == (
+            f"jaxtrain: the time limit leaves {seconds} s, and the signal to save comes 180 s "
+            "ahead of it; use more than 5 minutes, such as sbatch --time 1:00:00\n"
+        )
 
 
 def test_a_slurm_job_without_a_command_is_told_so(tmp_path):

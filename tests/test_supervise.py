@@ -147,6 +147,20 @@ def test_a_restart_storm_ends(tmp_path):
     assert exit_of(tmp_path) == {"status": "failed", "reason": reason, "step": 0, "attempt": 3}
 
 
+def test_stops_without_progress_end_too(tmp_path):
+    """A queue with a time limit that is too short would start it again indefinitely."""
+    stopped = "end('preempted'); sys.exit(75)"
+    plan = [stopped, stopped, f"save(5); {stopped}", *[stopped] * 5]
+    statuses = [run(tmp_path, *plan, max_restarts_without_progress=2) for _ in plan[:6]]
+    assert [status for status, _ in statuses] == [75, 75, 75, 75, 75, 1]
+    reason = (
+        "stopped 3 times in a row before a newer checkpoint was written: not to be queued again; "
+        "give it a longer time limit, or save more often (Train.save_every)"
+    )
+    assert [said for _, said in statuses] == [[], [], [], [], [], [reason]]
+    assert exit_of(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "attempt": 6}
+
+
 def test_a_storm_before_the_folder_is_taken_ends_too(tmp_path):
     said, folder = [], tmp_path / "new"
     command = [sys.executable, "-c", "raise SystemExit(1)"]

@@ -120,6 +120,17 @@ def newest_step(workdir: Place) -> int | None:
     return next((int(f.name) for f in newest_first if (f / "manifest.json").is_file()), None)
 
 
+def stops_without_progress(workdir: Place, status: int) -> int:
+    """How many of the newest attempts, in a row, ended with this status and no newer checkpoint."""
+    count, attempt = 0, newest_attempt(workdir)
+    while attempt > 0:
+        record = read(workdir / ATTEMPTS_FOLDER / f"{attempt}.json") or {}
+        if record.get("status") != status or record.get("step_before") != record.get("step_after"):
+            break
+        count, attempt = count + 1, attempt - 1
+    return count
+
+
 # -- who took it ----------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ class Supervision:
 
     Attributes:
       max_restarts_without_progress: restarts in a row that bring no newer checkpoint; then it gives
-        up.
+        up. Attempts that a signal stopped are counted likewise, over all starts of the supervisor.
       grace_seconds: that a command may take to save and end after the first SIGTERM or Ctrl-C.
       stall_seconds: without a beat, after which a command counts as stalled and is killed. Beats
         begin when the command calls `jaxtrain.run.attempts.lifeline.report_to_supervisor`.
@@ -197,6 +197,10 @@ def supervise(
             ending = _run(command, workdir, settings, stop, say)
             with contextlib.suppress(BucketError):
                 ending.write(workdir)
+            if ending.status == PREEMPTED and (reason := _idle(workdir, settings)):
+                say(reason)
+                ending.write_last(workdir, "failed", reason)
+                return FAILED
             if ending.status in (DONE, USER_ERROR, PREEMPTED):
                 return ending.status
             step = ending.step_after
@@ -359,6 +363,18 @@ def _known(workdir: Place) -> tuple[int | None, int | None]:
         return records.newest_attempt(workdir), records.newest_step(workdir)
     except BucketError:
         return None, None
+
+
+def _idle(workdir: Place, settings: Supervision) -> str | None:
+    """Why a run that was stopped should not be queued again; None where it trains in between."""
+    with contextlib.suppress(BucketError):
+        stops = records.stops_without_progress(workdir, PREEMPTED)
+        if stops > settings.max_restarts_without_progress:
+            return (
+                f"stopped {stops} times in a row before a newer checkpoint was written: not to be "
+                "queued again; give it a longer time limit, or save more often (Train.save_every)"
+            )
+    return None
 
 
 def _cause(workdir: Place, status: int, attempt: int | None) -> str:
