@@ -259,10 +259,10 @@ class _End:
         )
         return f"; behind the others, at step {least}: {words}"
 
-    def _abort(self, reason: str, *, with_stacks: bool = True) -> NoReturn:
+    def _abort(self, reason: str, *, with_stacks: bool = True) -> None:
         """From another thread: stacks and reason on disk, then the end of the process."""
         if not self._once.acquire(blocking=False):
-            threading.Event().wait()  # the first to come ends the process
+            return  # the first to come ends the process, and may wait for this thread
         # Not for ever: the disk or bucket may be what hangs.
         traces = (reason, with_stacks)
         writer = threading.Thread(target=self._leave_traces, args=traces, daemon=True)
