@@ -6,6 +6,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Say, name_processes
@@ -13,7 +14,7 @@ from jaxtrain.run.cluster.hub import Cause, Hub, Table, read_table
 from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
 from jaxtrain.run.cluster.meeting import Meeting, double_sentence, meet
 from jaxtrain.run.cluster.token import RunToken
-from jaxtrain.run.cluster.wire import Link, Message
+from jaxtrain.run.cluster.wire import Link, Message, is_loopback
 
 # The table goes to all; with many processes less often, so that the traffic grows with their
 # number and not with its square.
@@ -85,6 +86,7 @@ class Together(Peers):
     def __init__(self, process_id: int, meeting: Meeting) -> None:
         self.process_id, self.num_processes = process_id, len(meeting.hosts)
         self.hosts, self.welcome = meeting.hosts, meeting.welcome
+        self.address = _address_here(meeting.links.values())
         self.jax_coordinator = meeting.jax_coordinator
         self.silence_seconds = meeting.silence_seconds
         self.cause = None
@@ -367,3 +369,13 @@ class Together(Peers):
         self._selector.close()
         self._wake_up.close()
         self._alarm.close()
+
+
+def _address_here(links: Iterable[Link]) -> str:
+    """This machine's address by a connection to another machine; loopback if there is none."""
+    for link in links:
+        with contextlib.suppress(OSError):  # it may be gone already
+            address = str(link.socket.getsockname()[0]).removeprefix("::ffff:")
+            if not is_loopback(address):
+                return address
+    return "127.0.0.1"

@@ -33,6 +33,7 @@ class Peers(abc.ABC):
       process_id: this process, from 0.
       num_processes: all of them.
       hosts: their hosts.
+      address: this machine's in the connections to the others; loopback if all run here.
       welcome: what process 0 told all at the rendezvous.
       jax_coordinator: HOST:PORT for JAX's own coordinator; None for one process.
       silence_seconds: after this long without a word a process is lost.
@@ -42,6 +43,7 @@ class Peers(abc.ABC):
     process_id: int
     num_processes: int
     hosts: dict[int, str]
+    address: str
     welcome: dict[str, str | int]
     jax_coordinator: str | None
     silence_seconds: float
@@ -103,6 +105,7 @@ class Alone(Peers):
     def __init__(self, welcome: Hello | None = None) -> None:
         self.process_id, self.num_processes = 0, 1
         self.hosts = {0: socket.gethostname()}
+        self.address = "127.0.0.1"
         self.welcome = dict(welcome or {})
         self.jax_coordinator = None
         self.silence_seconds = float("inf")

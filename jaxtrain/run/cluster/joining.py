@@ -1,15 +1,21 @@
 """Starts jax.distributed among the processes of a run that have met."""
 
+from typing import Any
+
 import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple
+from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Say
+from jaxtrain.run.cluster.hosts import validate_host_name
 from jaxtrain.run.cluster.interface import Peers
 from jaxtrain.run.cluster.relay import Relay
 from jaxtrain.run.cluster.wire import bind_host, is_free, join_address, split_address
 
-# JAX's own watch ends a process without a word to us; ours, which names the cause, comes first.
-_JAX_HEARTBEAT_FACTOR = 4
+# JAX ends a process without a word to us when its heartbeats are late, by the wall clock: a clock
+# that is set forward by days would end them all. Years, so that only the channel between the
+# processes, which measures by a monotonic clock, decides who is lost.
+_JAX_HEARTBEAT_SECONDS = 10 * 365 * 24 * 60 * 60
 _JAX_SHUTDOWN_SECONDS = 10
 
 
@@ -47,7 +53,8 @@ def start(
       report: takes a line on what was found.
 
     Raises:
-      UserError: the simulated devices do not divide over the processes; JAX's port is taken.
+      UserError: the simulated devices do not divide over the processes; JAX's port is taken;
+        this host's name leads to loopback, where CPU devices of other machines cannot connect.
       ClusterError: JAX did not get the processes together.
     """
     report(cluster.found)
@@ -57,7 +64,10 @@ def start(
     if simulated_devices:
         jax.config.update("jax_platforms", "cpu")
         count = devices_per_process(simulated_devices, cluster.num_processes)
-        jax.config.update("jax_num_cpu_devices", count)
+        offer_cpu_devices(count)
+    settings: Any = jax.config  # whose attributes are made at run time
+    if settings.jax_platforms == "cpu":
+        validate_host_name(peers)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM away from Python: its C++ handler replaces the program's own.
     jax.config.update("jax_enable_preemption_service", False)
@@ -79,12 +89,14 @@ def start(
             # What `detect` left open is meant so: all accelerators of this machine.
             cluster_detection_method="deactivate",
             initialization_timeout=int(timeout_seconds),
-            heartbeat_timeout_seconds=int(_JAX_HEARTBEAT_FACTOR * peers.silence_seconds),
+            heartbeat_timeout_seconds=_JAX_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=_JAX_SHUTDOWN_SECONDS,
             coordinator_bind_address=join_address(bind_host(host), port),
         )
         devices = jax.devices()
     except jax.errors.JaxRuntimeError as error:
         raise ClusterError(f"JAX could not join the processes: {error}") from error
+    if devices[0].platform == "cpu":  # which no setting had said
+        validate_host_name(peers)
     here = jax.local_device_count()
     report(f"{len(devices)} {devices[0].device_kind} devices, {here} of them on this process")

@@ -2,8 +2,7 @@
 
 JAX's client ends a process by SIGABRT about a tenth of a second after its connection to process 0
 broke: before a reason can be written. Over this relay the connection stays open and only falls
-silent, which JAX notices after its heartbeat timeout; the channel between the processes has named
-the loss long before.
+silent; the channel between the processes names the loss and ends the process.
 """
 
 import asyncio
