@@ -39,7 +39,8 @@ CLAIMS = {
         "resume", "checkpoint*", "retention", "best", "manifest", "survival", "chaos", "mishaps",
         "lock", "supervise", "watchdog", "signals", "goodput", "phases", "full_disk", "peers",
         "distributed*", "strangers", "run_token", "buckets", "bucket_runs", "launch_*",
-        "train_faults", "guard*", "corruption", "fuzz*", "hostile*", "output",
+        "train_faults", "guard*", "corruption", "fuzz*", "hostile*", "output", "attempt_*",
+        "host_names", "collective_timeouts", "foreign_modules",
     ),
     "data": (
         "data_*", "mixture", "token_*", "kept_stores", "fill_in_middle", "best_fit",
