@@ -25,7 +25,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_SECONDS = 600
-WIDEST, COLOURS = 640, 48  # pixels and palette of a picture that is kept
+WIDEST, COLOURS = 640, 32  # pixels and palette of a picture that is kept
 LONGEST = 1200  # characters of text that are kept of a cell
 
 # What a terminal obeys, and what says nothing of an object but where it lay.
@@ -117,7 +117,9 @@ def smaller(picture: str) -> str:
         white.paste(image, mask=image.convert("RGBA").getchannel("A"))
         white.thumbnail((WIDEST, WIDEST))
         out = io.BytesIO()
-        palette = white.quantize(COLOURS, dither=Image.Dither.NONE)
+        # Of few colours these keep the hues of thin lines, which the median cut makes grey.
+        method = Image.Quantize.MAXCOVERAGE
+        palette = white.quantize(COLOURS, method=method, dither=Image.Dither.NONE)
         palette.save(out, "PNG", optimize=True)
     return base64.b64encode(out.getvalue()).decode()
 
