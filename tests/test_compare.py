@@ -85,13 +85,14 @@ def test_plot_prints_draws_and_loads_no_run(tmp_path, capsys):
     ("words", "told"),
     [
         (["FOLDER/firts"], "no metrics there (no metrics.jsonl); did you mean 'FOLDER/first'?"),
-        (["FOLDER"], "plot FOLDER: no metrics there"),
+        (["FOLDER/empty"], "plot FOLDER/empty: no metrics there"),
         (["FOLDER/first", "--png", "FOLDER"], "--png 'FOLDER' is no file"),
         (["FOLDER/first", "--png", "FOLDER/x.jpg"], "what is drawn is PNG; use FOLDER/x.png"),
     ],
 )
 def test_what_is_no_run_or_no_picture_is_refused(words, told, tmp_path, capsys):
     save(tmp_path / "first")
+    (tmp_path / "empty").mkdir()
     assert main(["plot", *(word.replace("FOLDER", str(tmp_path)) for word in words)]) == 2
     assert told.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))
