@@ -236,6 +236,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from jaxtrain.run import data
 
             return data.command(arguments)
+        case "tokenizer":
+            from jaxtrain.run import train_tokenizer
+
+            return train_tokenizer.command(arguments)
         case "prepare":
             from jaxtrain.run import prepare
 

@@ -62,7 +62,7 @@ def theirs(model, sources, **settings):
 def ours(trainer, sources, sampling, **more):
     return targets(
         trainer.program.plain, trainer.config.train.model, trainer.state, sources, begin=BEGIN,
-        end=END, max_new_tokens=NEW, sampling=sampling, seed=0, batch_size=8, **more,
+        ends=[END], max_new_tokens=NEW, sampling=sampling, seed=0, batch_size=8, **more,
     )  # fmt: skip
 
 

@@ -9,12 +9,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from foreign_tokenizers import CORPUS, SPECIAL, template, trained
-from tokenizers import processors
+from tokenizers import models, pre_tokenizers, processors, trainers
 
+from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.data.text.chat import ChatData
+from jaxtrain.data.text.fill_in_middle import FilledRows
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import STORE_FILE
@@ -334,3 +339,77 @@ def test_the_text_of_a_special_token_is_text_where_the_folder_says_so(tmp_path):
     expected = theirs("the cat</s>").input_ids
     assert theirs.eos_token_id not in expected
     assert FileTokenizer(file).encode("the cat</s>") == expected
+
+
+def test_a_tokenizer_without_a_known_end_is_reported_where_the_data_are_described(tmp_path, capsys):
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<end>"],
+                                    initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )  # fmt: skip
+    made.save(str(tmp_path / "tokenizer.json"))
+    words = ["-b", f"TextData.tokenizer='{tmp_path / 'tokenizer.json'}'", "-b",
+             f"TextData.source='{corpus_of(tmp_path)}'", "-b", "TextData.sequence_length=8",
+             "-b", "GPT.vocab_size=320"]  # fmt: skip
+    assert main(["data", "gpt_quickstart", *words]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "No token is known to end a text" in told
+    assert "name one in TextData.end_of_text" in told
+    assert main(["data", "gpt_quickstart", *words, "-b", "TextData.end_of_text='<end>'"]) == 0
+    assert "No token is known" not in capsys.readouterr().out
+
+
+def test_texts_and_words_with_classes_are_surrounded(tmp_path):
+    file = folder_of(tmp_path / "bert", "bert", template("<s> $A </s>"), eos_token="</s>")
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent)
+    texts = [text.replace("\n", " ") for text in CORPUS[:6]]
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": text, "label": str(n % 2)}) for n, text in enumerate(texts))
+    )
+    data = LabelledText(
+        source=str(tmp_path / "texts.jsonl"), tokenizer=str(file), num_classes=2,
+        sequence_length=12, heldout_fraction=0.4,
+    )  # fmt: skip
+    opened = data.open(seed=0)
+    found = set()
+    for split in (opened.train, opened.heldout):
+        for row in (split.example(number, None) for number in range(len(split))):
+            found.add(tuple(row.inputs[: int((row.segment_ids > 0).sum())].tolist()))
+    cut = [theirs(text, truncation=True, max_length=12).input_ids for text in texts]
+    assert any(len(ids) == 12 for ids in cut)
+    assert found == set(map(tuple, cut))
+    words, tags = texts[1].split(), ["a", "b"] * 40
+    (tmp_path / "words.jsonl").write_text(
+        "\n".join([json.dumps({"tokens": words, "tags": tags[: len(words)]})] * 6)
+    )
+    data = TaggedText(
+        source=str(tmp_path / "words.jsonl"), tokenizer=str(file), num_classes=2,
+        sequence_length=99, heldout_fraction=0.4,
+    )  # fmt: skip
+    row = data.open(seed=0).train.example(0, None)
+    ids = theirs(words, is_split_into_words=True)
+    assert row.inputs[: len(ids.input_ids)].tolist() == ids.input_ids
+    # By hand: a word's class is told at its first token.
+    first = [n for n, (before, word) in enumerate(zip([None, *ids.word_ids()], ids.word_ids(),
+             strict=False)) if word is not None and word != before]  # fmt: skip
+    assert np.flatnonzero(row.loss_mask).tolist() == first
+
+
+@pytest.mark.parametrize("kind", ["llama2", "metaspace", "gpt2", "gemma"])
+def test_a_moved_middle_has_no_space_that_the_text_lacks(tmp_path, kind):
+    """The special tokens around a document stay around it, and its characters stay the same."""
+    file = folder_of(tmp_path / "folder", kind, template("<s> $A"), eos_token="</s>")
+    tokenizer, theirs = FileTokenizer(file), tokenizers.Tokenizer.from_file(str(file))
+    sentinels = tuple(SPECIAL.index(name) for name in ("<unk>", "<|im_end|>", "<end_of_turn>"))
+    rows = FilledRows(None, 1.0, 0.0, tokenizer, sentinels)
+    text = "the cat sat on the mat. It is a cat"
+    document = np.array([*theirs.encode(text).ids, 2])
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        moved = rows._moved(document, rng).tolist()
+        assert (moved[0], moved[1], moved[-1]) == (1, sentinels[0], 2)
+        suffix, middle = (moved.index(one) for one in sentinels[1:])
+        parts = moved[2:suffix], moved[middle + 1 : -1], moved[suffix + 1 : middle]
+        tokens = [theirs.id_to_token(one) for part in parts for one in part]
+        assert "".join(tokens).replace("▁", " ").replace("Ġ", " ").removeprefix(" ") == text

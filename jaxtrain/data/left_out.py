@@ -1,8 +1,8 @@
 """What a data source leaves out or decides by itself, as facts and as sentences for people.
 
 Facts of this kind are `files`, `files_left_out` and `endings_left_out` of a folder,
-`bad_records` and `first_bad_records` of files of records, `converted` of images, and
-`heldout_rule`.
+`bad_records` and `first_bad_records` of files of records, `converted` of images,
+`heldout_rule`, and `no_end_of_text` of a tokenizer.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Facts = dict[str, float | int | str]
 NO_ENDING = "no ending"
 
 # Facts that are sentences or lists: shown on lines of their own.
-SENTENCES = ("endings_left_out", "first_bad_records", "converted", "heldout_rule")
+SENTENCES = ("endings_left_out", "first_bad_records", "converted", "heldout_rule", "no_end_of_text")
 _COUNTS = ("files", "files_left_out", "bad_records")
 
 
@@ -89,7 +89,8 @@ def sentences(facts: Mapping[str, object]) -> list[str]:
     if "first_bad_records" in facts:
         bad = counted(_int(facts["bad_records"]), "record")
         told.append(f"Left out {bad}: {facts['first_bad_records']}")
-    return told + [str(facts[name]) for name in ("converted", "heldout_rule") if name in facts]
+    whole = ("converted", "heldout_rule", "no_end_of_text")
+    return told + [str(facts[name]) for name in whole if name in facts]
 
 
 def _way(facts: Mapping[str, object]) -> str:

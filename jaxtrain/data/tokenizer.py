@@ -1,5 +1,6 @@
 """Text to token ids and back: bytes, or a Hugging Face tokenizer.json file."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -48,6 +49,11 @@ class Tokenizer(Protocol):
         """The ids, without special tokens around them."""
         ...
 
+    def encode_inside(self, text: str) -> list[int]:
+        """The ids of a text that other text comes before: without the space that some tokenizers
+        put before a text."""
+        ...
+
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """The ids, and of each the place of its first character in the text."""
         ...
@@ -87,6 +93,15 @@ def closing(tokenizer: Tokenizer) -> tuple[int, ...]:
     return after if end is None or after[-1:] == (end,) else (*after, end)
 
 
+def no_end_of_text(section: str, tokenizer: str) -> str:
+    """The sentence for people about a tokenizer without a known end of a text."""
+    return (
+        f"No token is known to end a text ({section}.tokenizer = {tokenizer!r}): documents follow "
+        "one another without one, and answers end at their greatest length; name one in "
+        f"{section}.end_of_text"
+    )
+
+
 def special_tokens_header(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
     """What special tokens around texts add to the description of a run's data; nothing where there
     are none, so that descriptions of earlier versions stay what they were."""
@@ -111,6 +126,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_inside(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
         """As of `FileTokenizer`: nothing is put around."""
@@ -185,6 +203,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         changes = _complete(self._tokenizer, folder)
         self.before, self.after = _around(self._tokenizer)
+        own = self.before, self.after
         # It may leave spaces out of the places.
         self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -206,6 +225,8 @@ class FileTokenizer:
             self.before = self.after = ()
         elif add_special_tokens and not (self.before or self.after):
             self.before = (self._own_begin(folder, vocab, f"{section}.add_special_tokens", path),)
+        self.is_surrounded_otherwise = (self.before, self.after) != own
+        self._special = dict(folder.special)
 
     def _own_end(self, folder: TokenizerFolder, vocab: Mapping[str, int]) -> int | None:
         """The token that ends a text, as the folder or the vocabulary has it."""
@@ -229,8 +250,47 @@ class FileTokenizer:
             )
         return vocab[named]
 
+    def special_names(self) -> dict[str, str]:
+        """Special tokens as tokenizer_config.json names them: the folder's own, with the end of a
+        text and what begins one."""
+        names = dict(self._special)
+        if self.end_of_text is not None:
+            names["eos_token"] = str(self._tokenizer.id_to_token(self.end_of_text))
+        if self.before:
+            names.setdefault("bos_token", str(self._tokenizer.id_to_token(self.before[0])))
+        return names
+
+    def to_json(self) -> str:
+        """A tokenizer.json that puts the special tokens around a text that this one puts."""
+        import tokenizers
+
+        name = self._tokenizer.id_to_token
+        parts = [*map(name, self.before), "$A", *map(name, self.after)]
+        template = tokenizers.processors.TemplateProcessing(
+            single=parts,
+            pair=[*parts, "$B:1"],
+            special_tokens=[(str(name(one)), one) for one in {*self.before, *self.after}],
+        )
+        whole = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        whole.post_processor = template
+        return whole.to_str()
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        found = self._encode_after("\n", text) if self._puts_space else None
+        return self.encode(text) if found is None else found
+
+    @functools.cached_property
+    def _puts_space(self) -> bool:
+        return self._encode_after("\n", "a") != self.encode("a")
+
+    def _encode_after(self, context: str, text: str) -> list[int] | None:
+        """The ids of a text behind another; None where a token is of both."""
+        whole = self._tokenizer.encode(context + text, add_special_tokens=False)
+        number = border_at(whole.ids, whole.offsets, len(context))
+        return None if number is None else whole.ids[number:]
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
         """The ids of a text with those that the file puts around it, such as [CLS] and [SEP], and

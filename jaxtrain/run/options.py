@@ -196,6 +196,16 @@ def add_run_commands(add: Add) -> None:
     )
     add_config_options(command)
 
+    command = add("tokenizer", "trains a byte-level BPE tokenizer on text")
+    command.add_argument(
+        "source", metavar="SRC", help="text as of TextData.source, or a config that names it"
+    )
+    command.add_argument("--out", metavar="DIR", required=True, help="the folder of its files")
+    command.add_argument(
+        "--vocab-size", type=int, default=8192, metavar="N", help="tokens at most; %(default)s"
+    )
+    add_config_options(command)
+
     add("configs", "lists the shipped configs: what each trains, on which hardware")
 
     command = add("plot", "compares runs: a table, and their curves in one picture")

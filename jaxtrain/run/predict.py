@@ -303,8 +303,8 @@ def _of_words(
         words = text.split()
         tokens, of_words = data.tokens_of(words, tokenizer)
         for word, place in zip(words, of_words, strict=True):
-            at = None if place is None else place + (data.begin is not None)
-            if at is None or at >= data.sequence_length:
+            at = None if place is None else place + len(data.around[0])
+            if place is None or at is None or place >= data.room:
                 raise UserError(
                     f"predict: the word {word!r} of text {number + 1} "
                     + (

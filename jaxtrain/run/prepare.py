@@ -23,7 +23,7 @@ from jaxtrain.training.settings import load_config
 def command(arguments: argparse.Namespace) -> int:
     """Makes the store and says what is in it, and how to train on it."""
     console = terminal()
-    data, out = _data(arguments, console), place(arguments.out)
+    data, out = text_of_arguments(arguments, console), place(arguments.out)
     workers = arguments.workers
     most = os.cpu_count() or 1
     if not 1 <= workers <= most:
@@ -58,10 +58,10 @@ def command(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _data(arguments: argparse.Namespace, console: Console) -> TextData:
-    """What is to be prepared: a config's text, or the source itself."""
+def text_of_arguments(arguments: argparse.Namespace, console: Console) -> TextData:
+    """The text that a command names: a config's, or the source itself."""
     source, bindings = arguments.source, list(arguments.gin_bindings)
-    if arguments.tokenizer is not None:
+    if getattr(arguments, "tokenizer", None) is not None:
         bindings.insert(0, f"TextData.tokenizer = {arguments.tokenizer!r}")
     is_config = source.endswith(".gin") or source in [one.name for one in shipped_headers()]
     if not is_config:
@@ -73,8 +73,8 @@ def _data(arguments: argparse.Namespace, console: Console) -> TextData:
     data = config.train.data
     if not isinstance(data, TextData):
         raise UserError(
-            f"prepare {source}: its data are {type(data).__name__}; a token store is made of "
-            "TextData"
+            f"{arguments.command} {source}: its data are {type(data).__name__}; name text, or a "
+            "config with TextData"
         )
     return data
 

@@ -513,9 +513,9 @@ class Trainer:
           UserError: the model is no language model, or a prompt does not fit into its context.
         """
         return respond(
-            self.program.plain, self.config.train, self.program.consensus(self.state), prompts,
+            self.program.plain, self.config, self.program.consensus(self.state), prompts,
             max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), stop=stop, seed=seed,
-            batch_size=batch_size, show=show,
+            batch_size=batch_size, show=show, workdir=self.workdir,
         )  # fmt: skip
 
     def show(self, *, verbose: bool = False) -> None:

@@ -5,6 +5,7 @@ Letter: T length.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -32,7 +33,9 @@ class ClassedText(ClassedRows, Generic[R]):
       source: the file, which may be `.gz` or `.zst`; or `'synthetic'`, random tokens and labels.
       sequence_length: tokens of a row; of longer texts the rest is left out, and counted.
       tokenizer: `'byte'`, or the path of a Hugging Face `tokenizer.json`.
-      begin: the id of a token that is put before each text, such as BERT's `[CLS]`; None: none.
+      begin: the id of a token that is put before each text, and no other around it; None: the
+        special tokens that the tokenizer puts around a text, such as BERT's `[CLS]` and `[SEP]`.
+      add_special_tokens: whether it puts them; None: as it does by default.
       place: which token of a text, or of a word that has a class, tells it: the `'first'`, or the
         `'last'`, as a recurrent model needs it that goes one way.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
@@ -40,6 +43,7 @@ class ClassedText(ClassedRows, Generic[R]):
 
     tokenizer: Annotated[str, PathOr(("byte",))] = "byte"
     begin: int | None = None
+    add_special_tokens: bool | None = None
     synthetic_vocab_size: int = 256
 
     def __post_init__(self) -> None:
@@ -93,7 +97,25 @@ class ClassedText(ClassedRows, Generic[R]):
         path = None
         if self.tokenizer != "byte":
             path = existing_path(f"{self.section}.tokenizer", self.tokenizer, words=("byte",))
-        return open_tokenizer(self.tokenizer, end_of_text=None, path=path)
+        return open_tokenizer(
+            self.tokenizer, end_of_text=None, path=path, section=self.section,
+            add_special_tokens=self.add_special_tokens,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens before and after each text; random ones have none but `begin`."""
+        if self.begin is not None:
+            return (self.begin,), ()
+        if self.source == "synthetic":
+            return (), ()
+        tokenizer = self.open_tokenizer()
+        return tokenizer.before, tokenizer.after
+
+    @property
+    def room(self) -> int:
+        """Tokens of a text's own that a row holds."""
+        return max(self.sequence_length - sum(map(len, self.around)), 0)
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
         """The shapes and dtypes of a batch, for lowering a step without data."""
@@ -120,8 +142,9 @@ class ClassedText(ClassedRows, Generic[R]):
         return names
 
     def begun(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """A text's tokens with the one before them, as many as a row holds, int32."""
-        whole = ([] if self.begin is None else [self.begin]) + list(tokens)
+        """A text's tokens with those around them, as many as a row holds, int32."""
+        before, after = self.around
+        whole = [*before, *list(tokens)[: self.room], *after]
         return np.array(whole[: self.sequence_length], np.int32)
 
     def open(self, *, seed: int) -> Dataset:
@@ -138,7 +161,7 @@ class ClassedText(ClassedRows, Generic[R]):
             of_name = {name: label for label, name in enumerate(names)}
             texts = [self.encoded(record, tokenizer, of_name) for record in self.records()]
         empty = sum(not len(tokens) for tokens, _ in texts)
-        if empty and self.begin is None:
+        if empty and not any(self.around):
             raise UserError(
                 f"{self.section}.source = {self.source!r}: {empty} of its texts are empty; leave "
                 f"them out, or name a token that is put before each in {self.section}.begin"
@@ -146,7 +169,6 @@ class ClassedText(ClassedRows, Generic[R]):
         labels = [label for _, label in texts]
         held = self.held_out(labels)
         self.refuse_empty_split(held, "texts")
-        most = self.sequence_length - (self.begin is not None)
         facts: dict[str, float | int | str] = {
             "source": self.source,
             "vocab_size": self.vocab_size,
@@ -154,12 +176,14 @@ class ClassedText(ClassedRows, Generic[R]):
             "class_names": ", ".join(names),
             "train_texts": int((~held).sum()),
             "heldout_texts": int(held.sum()),
-            "texts_cut": sum(len(tokens) > most for tokens, _ in texts),
+            "texts_cut": sum(len(tokens) > self.room for tokens, _ in texts),
         }
-        header = {
+        header: dict[str, Any] = {
             "kind": "labelled", "tokenizer": None if tokenizer is None else tokenizer.digest,
             "names": names, "settings": [self.sequence_length, self.begin, self.place],
         }  # fmt: skip
+        if self.begin is None and any(self.around):
+            header["special_tokens"] = [list(part) for part in self.around]
         lengths = np.array([len(tokens) for tokens, _ in texts], np.int64)
         told = np.concatenate([np.atleast_1d(label) for label in labels]).astype(np.int64)
         parts = [np.concatenate([tokens for tokens, _ in texts]), lengths, told, held]

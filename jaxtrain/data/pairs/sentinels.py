@@ -38,6 +38,10 @@ class WithSentinels:
         """The ids; where the text has a sentinel's name, the sentinel's."""
         return self.encode_with_places(text)[0]
 
+    def encode_inside(self, text: str) -> list[int]:
+        """As in Tokenizer."""
+        return self.encode(text)
+
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """As in Tokenizer."""
         ids, places, begin = list[int](), list[int](), 0

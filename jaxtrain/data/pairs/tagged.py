@@ -70,8 +70,9 @@ class TaggedText(ClassedText[Sentence]):
 
     def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
         """As in ClassedText, with labels of the tokens; one stands for all."""
-        first = 0 if self.begin is None else 1
-        return self.told_everywhere(self.begun(places), label, first=first)
+        if np.ndim(label):
+            label = np.asarray(label)[: self.room]
+        return self.told_everywhere(self.begun(places), label, first=len(self.around[0]))
 
     def held_out(self, labels: list[Labels]) -> np.ndarray:
         """As in ClassedText."""

@@ -121,17 +121,20 @@ class FilledRows:
         # What a row has of a document may begin or end within a character: then tokens are cut.
         whole: str | list[int] = text if self.tokenizer.encode(text) == own else own
         first, second = sorted(rng.integers(len(whole) + 1, size=2).tolist())
+        parts = whole[:first], whole[first:second], whole[second:]
         prefix, middle, suffix = (
-            self.tokenizer.encode(part) if isinstance(part, str) else part
-            for part in (whole[:first], whole[first:second], whole[second:])
+            (self.tokenizer.encode_inside if number else self.tokenizer.encode)(part)
+            if isinstance(part, str)
+            else part
+            for number, part in enumerate(parts)
         )
         before_prefix, before_suffix, before_middle = self.sentinels
         if rng.random() < self.spm:
-            parts = [before_prefix, before_suffix, *suffix, before_middle, *prefix, *middle]
+            moved = [before_prefix, before_suffix, *suffix, before_middle, *prefix, *middle]
         else:
-            parts = [before_prefix, *prefix, before_suffix, *suffix, before_middle, *middle]
+            moved = [before_prefix, *prefix, before_suffix, *suffix, before_middle, *middle]
         last = tokens[len(tokens) - end :]
-        return np.concatenate([tokens[:begin], np.asarray(parts, tokens.dtype), last])
+        return np.concatenate([tokens[:begin], np.asarray(moved, tokens.dtype), last])
 
     def _special(self, tokens: np.ndarray) -> tuple[int, int]:
         """How many special tokens a document, or what a row has of it, begins and ends with."""

@@ -13,7 +13,7 @@ from jaxtrain.data.text.pieces import Document, Text
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import TOKENIZER_FILE, TOKENIZER_FILES, Split, Store, is_store
-from jaxtrain.data.text.tokenizing import Texts, tokenize
+from jaxtrain.data.text.tokenizing import Texts, split_documents, tokenize
 
 # The settings that say which documents there are.
 _OF_DOCUMENTS = (
@@ -66,6 +66,24 @@ def prepare(
     Raises:
       UserError: as `TextData.open`; the source is not on a disk; the folder holds something else.
     """
+    store = tokenize(
+        texts_of(data), data.open_tokenizer, folder, workers=workers, progress=progress
+    )
+    if data.tokenizer != "byte":
+        path = existing_path("TextData.tokenizer", data.tokenizer)
+        write_atomically(folder / TOKENIZER_FILE, path.read_bytes())
+        for name in TOKENIZER_FILES[1:]:
+            if (path.parent / name).is_file():
+                write_atomically(folder / name, (path.parent / name).read_bytes())
+    return store
+
+
+def texts_of(data: TextData) -> Texts:
+    """The documents of a source, read a part at a time.
+
+    Raises:
+      UserError: nothing there, or it is no text on this machine's disks.
+    """
     path, words = data.path(), f"TextData.source = {data.source!r}"
     if path is not None and is_store(path):
         raise UserError(f"{words} is a store already; name the text that it was made of")
@@ -81,20 +99,23 @@ def prepare(
         found = {} if files is None else {**files["train"].facts(), **records.facts()}
         return {"source": data.source, **found}
 
-    texts = Texts(
+    return Texts(
         documents=_documents(data, files, records),
         heldout_fraction=None if data.heldout_split is not None else data.heldout_fraction,
         identity=_identity(data, paths),
         facts=facts,
     )
-    store = tokenize(texts, data.open_tokenizer, folder, workers=workers, progress=progress)
-    if data.tokenizer != "byte":
-        path = existing_path("TextData.tokenizer", data.tokenizer)
-        write_atomically(folder / TOKENIZER_FILE, path.read_bytes())
-        for name in TOKENIZER_FILES[1:]:
-            if (path.parent / name).is_file():
-                write_atomically(folder / name, (path.parent / name).read_bytes())
-    return store
+
+
+def training_text(data: TextData) -> Iterator[str]:
+    """The characters of the documents to train on, in parts of any size.
+
+    Raises:
+      UserError: as of `texts_of`.
+    """
+    for split, document, begin, end in split_documents(texts_of(data)):
+        if split == "train":
+            yield from document.parts(begin, end)
 
 
 def _documents(

@@ -38,7 +38,13 @@ from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.store import SPLITS, Split, Store, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
-from jaxtrain.data.tokenizer import Tokenizer, closing, open_tokenizer, special_tokens_header
+from jaxtrain.data.tokenizer import (
+    Tokenizer,
+    closing,
+    no_end_of_text,
+    open_tokenizer,
+    special_tokens_header,
+)
 
 SOURCE = PathOr(("embedded", "synthetic", PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
@@ -302,6 +308,8 @@ class TextData:
             "unigram_entropy": entropy,
             **more,
         }
+        if tokenizer.end_of_text is None:
+            facts["no_end_of_text"] = no_end_of_text("TextData", self.tokenizer)
         if self.packing == "stream":
             return Dataset(train, heldout, made, facts, tokenizer, "tokens")
         if self.packing == "padded":

@@ -241,7 +241,7 @@ def _jobs(texts: Texts, tokenizer: Tokenizer) -> Iterator[list[Piece]]:
 
 
 def _all_pieces(texts: Texts, tokenizer: Tokenizer) -> Iterator[Piece]:
-    for split, document, begin, end in _split(texts):
+    for split, document, begin, end in split_documents(texts):
         before, first = None, True
         for part in cut(document.parts(begin, end), tokenizer.border):
             if before is not None:
@@ -252,7 +252,7 @@ def _all_pieces(texts: Texts, tokenizer: Tokenizer) -> Iterator[Piece]:
         yield Piece(split, before, first, ends=True)
 
 
-def _split(texts: Texts) -> Iterator[tuple[Split, Document, int, int | None]]:
+def split_documents(texts: Texts) -> Iterator[tuple[Split, Document, int, int | None]]:
     """Each document that is not blank, its split, and which of its characters are in it."""
     fraction = texts.heldout_fraction
     if fraction is None:

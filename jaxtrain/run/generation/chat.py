@@ -15,6 +15,11 @@ from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.memory import Memory
+from jaxtrain.run.generation.published_defaults import (
+    Defaults,
+    ends_of_run,
+    published_defaults,
+)
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import show, tokenizer_of, write
 from jaxtrain.run.status import DONE
@@ -89,10 +94,12 @@ class Chat:
             text, count = self._prompt(asked)
         most = self._most or max(1, min(MOST_TOKENS, self._context - count))
         program, train = self._trainer.program, self._trainer.config.train
+        ends = ends_of_run(self._trainer.config, self._trainer.workdir)
         (answer,) = write(
             program.plain, train, program.consensus(self._trainer.state), [text],
             max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
             seed=self._seed + len(asked), memory=self.memory, special_tokens=False,
+            ends=ends,
         )  # fmt: skip
         self.messages = [*asked, {"role": "assistant", "content": answer.text or ""}]
         return answer
@@ -129,8 +136,16 @@ def template_of(train: Train) -> ChatTemplate:
     return found
 
 
-def converse(arguments: argparse.Namespace, sampling: Sampling | BeamSearch) -> int:
-    """Answers the lines of standard input, each a message of the user's."""
+def converse(
+    arguments: argparse.Namespace,
+    sampling_of: Callable[[argparse.Namespace, Defaults], Sampling | BeamSearch],
+) -> int:
+    """Answers the lines of standard input, each a message of the user's.
+
+    Args:
+      arguments: the parsed command line.
+      sampling_of: how tokens are drawn, by it and by the model's own defaults.
+    """
     for name in ("beams", "draft"):
         if vars(arguments)[name] is not None:
             raise UserError(
@@ -139,9 +154,11 @@ def converse(arguments: argparse.Namespace, sampling: Sampling | BeamSearch) -> 
             )
     if arguments.log_probabilities:
         raise UserError("--log-probabilities with --chat: answers are text; leave one of them out")
+    trainer = open_run(arguments)
+    sampling = sampling_of(arguments, published_defaults(trainer.config, trainer.workdir))
     assert isinstance(sampling, Sampling), "beams were refused"
     chat = Chat(
-        open_run(arguments),
+        trainer,
         system=arguments.system,
         sampling=sampling,
         max_new_tokens=arguments.max_new_tokens,

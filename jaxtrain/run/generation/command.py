@@ -3,7 +3,8 @@
 import argparse
 import json
 import sys
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
@@ -12,11 +13,13 @@ from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.chat import converse
 from jaxtrain.run.generation.drafting import drafted, refuse_guesses
+from jaxtrain.run.generation.published_defaults import Defaults, published_defaults
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import printable, show
 from jaxtrain.run.json_records import read_records
 from jaxtrain.run.status import DONE
 
+_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
     None: False,
     "false": False,
@@ -27,10 +30,10 @@ _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
 
 def generate(arguments: argparse.Namespace) -> int:
     """Prints what a trained language model writes, to a terminal as it is drawn."""
-    sampling = _sampling(arguments)
+    _sampling(arguments, Defaults())  # wrong options are reported before a run is opened
     refuse_guesses(arguments)
     if arguments.chat:
-        return converse(arguments, sampling)
+        return converse(arguments, _sampling)
     if arguments.system is not None:
         raise UserError("--system is of a conversation; add --chat, or leave it out")
     records = []
@@ -43,6 +46,7 @@ def generate(arguments: argparse.Namespace) -> int:
     else:
         prompts = [arguments.prompt]
     trainer = open_run(arguments)
+    sampling = _sampling(arguments, published_defaults(trainer.config, trainer.workdir))
     in_lines = arguments.prompts is not None or arguments.log_probabilities
     plain = isinstance(sampling, Sampling) and arguments.draft is None
     goes_on = reads_tokens(trainer.config.train.model)
@@ -75,30 +79,41 @@ def generate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _sampling(arguments: argparse.Namespace) -> Sampling | BeamSearch:
-    """How the next token is chosen."""
+def _sampling(arguments: argparse.Namespace, defaults: Defaults) -> Sampling | BeamSearch:
+    """How the next token is chosen: by options, and by a model's own defaults without them."""
     penalty, beams = arguments.repetition_penalty, arguments.beams
+    if penalty is None:
+        penalty = defaults.options.get("repetition_penalty")
+    drawing = {name: getattr(arguments, name) for name in _DRAWING}
+    given = {name: value for name, value in drawing.items() if value is not None}
+    plain = not given and not arguments.chat and arguments.draft is None and not arguments.stop
+    if beams is None and defaults.beams is not None and plain:
+        return _beam_search(arguments, defaults.beams, penalty, defaults.options)
     for name in ("length_penalty", "early_stopping"):
         if beams is None and vars(arguments)[name] is not None:
             raise UserError(f"{_option(name)} is of a beam search; add --beams, or leave it out")
     if beams is None:
-        return Sampling(
-            temperature=0.8 if arguments.temperature is None else arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            min_p=arguments.min_p,
-            repetition_penalty=penalty,
+        own = {name: value for name, value in defaults.options.items() if name in _DRAWING}
+        chosen: dict[str, Any] = {"temperature": 0.8, **own, **given}
+        return Sampling(**chosen, repetition_penalty=penalty)
+    for name, value in given.items():
+        raise UserError(
+            f"{_option(name)} {value} with --beams {beams}: a beam search draws nothing; leave one "
+            "of them out"
         )
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        if vars(arguments)[name] is not None:
-            raise UserError(
-                f"{_option(name)} {vars(arguments)[name]} with --beams {beams}: a beam search "
-                "draws nothing; leave one of them out"
-            )
+    return _beam_search(arguments, beams, penalty, {})
+
+
+def _beam_search(
+    arguments: argparse.Namespace, beams: int, penalty: float | None, options: Mapping[str, Any]
+) -> BeamSearch:
+    length_penalty, early_stopping = arguments.length_penalty, arguments.early_stopping
+    if length_penalty is None:
+        length_penalty = options.get("length_penalty")
     return BeamSearch(
         beams=beams,
-        length_penalty=1.0 if arguments.length_penalty is None else arguments.length_penalty,
-        early_stopping=_EARLY_STOPPING[arguments.early_stopping],
+        length_penalty=1.0 if length_penalty is None else length_penalty,
+        early_stopping=_EARLY_STOPPING[early_stopping or options.get("early_stopping")],
         repetition_penalty=penalty,
     )
 

@@ -9,6 +9,7 @@ from jaxtrain.models.model import token_model
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.published_defaults import ends_of_run
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.speculative import Draft, Guesser, Lookup, rolls_back, speculate
 from jaxtrain.run.generation.stopping import Stopping
@@ -61,13 +62,14 @@ def drafted(
     rolls_back(train.model)
     guesser = _guesser(arguments, trainer)
     tokens = [encoded(tokenizer, prompt) for prompt in prompts]
-    as_text, end = Stopping(tokenizer, tokens, ()), tokenizer.end_of_text
+    as_text = Stopping(tokenizer, tokens, ())
+    ends = ends_of_run(trainer.config, trainer.workdir)
     answers, drawn, passes, guessed, accepted = [], 0, 0, 0, 0
     for number, prompt in enumerate(tokens):
         found = speculate(
             trainer.program.plain, train.model, state, prompt, guesser,
             max_new_tokens=arguments.max_new_tokens, sampling=sampling, seed=arguments.seed,
-            ends=() if end is None else (end,),
+            ends=ends,
         )  # fmt: skip
         answers.append(as_text.answer(number, found.answer))
         drawn += found.passes + found.accepted

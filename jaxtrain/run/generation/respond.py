@@ -3,21 +3,23 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_pairs
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import generate
+from jaxtrain.run.generation.published_defaults import ends_of_run, published_folder
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.targets import tell
 from jaxtrain.run.generation.write import write
-from jaxtrain.training.settings import Train
+from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState
 
 
 def respond(
     program: Program,
-    train: Train,
+    config: Config,
     state: TrainState,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
@@ -27,33 +29,39 @@ def respond(
     seed: int,
     batch_size: int,
     show: Callable[[str], None] | None,
+    workdir: Place | None,
 ) -> list[Answer]:
     """What a trained model writes; other arguments, and what is raised, as in `Trainer.answers`.
 
     Args:
       program: whose model it is.
-      train: the run's model and data.
+      config: of the run.
       state: its parameters.
       prompts: texts, or lists of token ids.
+      workdir: the run's folder, which holds the files of the published model that it started from.
     """
+    train = config.train
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts) and (texts or stop or show):
         raise UserError(
             "Trainer.answers: prompts that are token ids go with no text: give all of them as "
             "texts, or leave texts, `stop` and `show` out"
         )
+    ends = ends_of_run(config, workdir)
     if reads_pairs(train.model):
         return tell(
             program, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
-            stop=stop, seed=seed, batch_size=batch_size, show=show,
+            stop=stop, seed=seed, batch_size=batch_size, show=show, ends=ends,
         )  # fmt: skip
     if len(texts) == len(prompts):
         return write(
             program, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
-            seed=seed, stop=stop, batch_size=batch_size, show=show,
+            seed=seed, stop=stop, batch_size=batch_size, show=show, ends=ends,
         )  # fmt: skip
     ids: Any = prompts
     return generate(
         program, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
         seed=seed, batch_size=batch_size,
+        # A run without a published model answers token ids up to their greatest length.
+        ends=() if published_folder(config, workdir) is None else ends,
     )  # fmt: skip

@@ -65,6 +65,7 @@ def tell(
     seed: int,
     batch_size: int,
     show: Callable[[str], None] | None = None,
+    ends: Sequence[int],
 ) -> list[Answer]:
     """What a trained encoder-decoder tells of sources: texts, answered in text, or token ids.
 
@@ -76,10 +77,11 @@ def tell(
       max_new_tokens, sampling, seed, batch_size: as of `targets`.
       stop: strings before which the target of a text ends.
       show: is given the first text's target piece by piece while it is written.
+      ends: tokens that end a target.
 
     Raises:
-      UserError: the data are no pairs, a source cannot be read, a stop string is empty, or a beam
-        search is to stop at one.
+      UserError: the data are no pairs, nothing is known to end a target, a source cannot be read,
+        a stop string is empty, or a beam search is to stop at one.
     """
     if not isinstance(train.data, PairData | SpanData):
         raise UserError(
@@ -89,23 +91,24 @@ def tell(
         )
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     tokenizer = train.data.open_tokenizer() if train.data.source != "synthetic" else None
-    if tokenizer is None or tokenizer.end_of_text is None:
-        section = "PairData" if isinstance(train.data, PairData) else "TextData"
+    section = "PairData" if isinstance(train.data, PairData) else "TextData"
+    if tokenizer is None and (texts or not ends):
         raise UserError(
             f"generate: {section}.source = 'synthetic' are random tokens, which tell nothing; bind "
             f"{section}.source and {section}.tokenizer"
         )
-    ids = [encoded(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-           for prompt in prompts]  # fmt: skip
+    asked: dict[str, Any] = {
+        "begin": train.data.begin, "ends": ends, "max_new_tokens": max_new_tokens,
+        "sampling": sampling, "seed": seed, "batch_size": batch_size,
+    }  # fmt: skip
+    sizes = pair_model(train.model)
+    if tokenizer is None or not texts:
+        ids: list[Any] = list(prompts)
+        return targets(program, sizes, state, ids, **asked)
+    ids = [encoded(tokenizer, text) for text in texts]
     # A target begins with nothing: it is the text of its own tokens alone.
     watch = Stopping(tokenizer, [[]] * len(ids), stop, show)
-    answers = targets(
-        program, pair_model(train.model), state, ids,
-        begin=train.data.begin, end=tokenizer.end_of_text, max_new_tokens=max_new_tokens,
-        sampling=sampling, seed=seed, batch_size=batch_size, watch=watch if stop or show else None,
-    )  # fmt: skip
-    if not texts:
-        return answers
+    answers = targets(program, sizes, state, ids, **asked, watch=watch if stop or show else None)
     told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
     watch.show_rest(told[0].text or "")
     return told
@@ -118,7 +121,7 @@ def targets(
     sources: Sequence[Sequence[int]],
     *,
     begin: int,
-    end: int,
+    ends: Sequence[int],
     max_new_tokens: int | None,
     sampling: Sampling | BeamSearch,
     seed: int,
@@ -133,7 +136,7 @@ def targets(
       state: the trained state.
       sources: tokens, each at least one.
       begin: the token that a target's first is told from.
-      end: the token that ends a target.
+      ends: tokens that end a target.
       max_new_tokens: how many to draw for each at most; None: 100, or as many as fit.
       sampling: how to draw them, or to search for the likeliest.
       seed: of the draws; a source's are of its number among them.
@@ -165,7 +168,7 @@ def targets(
             if isinstance(sampling, BeamSearch):
                 answers += beams.grow(
                     program, state, logits_BV, read, np.zeros(rows, np.int32),
-                    [[begin]] * len(some), limits, settings=sampling, ends=[end], room=new + 1,
+                    [[begin]] * len(some), limits, settings=sampling, ends=ends, room=new + 1,
                     following=_following, rows_of=_rows_of,
                 )  # fmt: skip
                 continue
@@ -177,7 +180,7 @@ def targets(
             )
             answers += written(
                 program, state, begun, range(first, first + len(some)), limits,
-                drawing=drawing, keys_B=keys_B, ends=[end], room=new + 1, watch=watch,
+                drawing=drawing, keys_B=keys_B, ends=ends, room=new + 1, watch=watch,
                 following=_following,
             )[0]  # fmt: skip
     return answers

@@ -33,6 +33,7 @@ from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
+from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training.finetune.few_bits import FewBits, sides_of
@@ -96,9 +97,10 @@ def export_awq(
     with new_folder(out) as (folder, beside):
         made = their_tensors(names, params, order)
         write_weights(beside, theirs, dtypes, ((name, _tensor(name, x)) for name, x in made))
+        whole = settings(content, family, said, config, "float16")
+        carried |= generation_files(config, workdir, carried, whole)
         for name, copied in carried.items():
             write_atomically(beside / name, copied)
-        whole = settings(content, family, said, config, "float16")
         whole["quantization_config"] = quantization
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = ((name, _tensor(name, x)) for name, x in their_tensors(names, params, order))

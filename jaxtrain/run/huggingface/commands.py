@@ -5,6 +5,7 @@ import functools
 
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.tokenizer import no_end_of_text
 from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.parallel.compilation import keep_compiled_programs
@@ -36,6 +37,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
             "No tokenizer came with it: to give it text, bind TextData.source and "
             "TextData.tokenizer to what it was trained on",
         )
+    elif isinstance(data, TextData) and data.open_tokenizer().end_of_text is None:
+        say(console, no_end_of_text("TextData", data.tokenizer))
     say(
         console,
         f"To go on: jaxtrain {first_use(config.train.model, workdir)}, or train "

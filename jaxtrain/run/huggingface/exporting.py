@@ -15,14 +15,16 @@ from rich.console import Console
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.mixture import text_of
+from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.ancestry import Ancestor
+from jaxtrain.run.generation.published_defaults import published_folder
 from jaxtrain.run.huggingface import receipt
-from jaxtrain.run.huggingface.importing import CARRIED_FOLDER
+from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors
 from jaxtrain.training.settings import Config
@@ -77,10 +79,11 @@ def export_run(
         zeros = ((name, np.zeros((), np.int64)) for name in counts)
         every = dict.fromkeys(counts, ()) | shapes
         write_weights(beside, every, dtypes, itertools.chain(zeros, made), file_bytes)
+        whole = settings(content, family, said, config, dtype)
+        carried |= generation_files(config, workdir, carried, whole)
         for name, copied in {**carried, **family.beside(model)}.items():
             (beside / name).parent.mkdir(exist_ok=True)
             write_atomically(beside / name, copied)
-        whole = settings(content, family, said, config, dtype)
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = their_tensors(names, params, program.layer_order)
         stored = {name: x for name, x in Folder(beside).tensors().items() if name in shapes}
@@ -96,23 +99,19 @@ def export_run(
 
 def carried_along(config: Config, workdir: Place | None) -> dict[str, bytes]:
     """What goes along: of the import, of what the run started from, or the run's tokenizer."""
-    start = config.train.start_from
-    for one in (workdir, None if start is None else place(start)):
-        if one is None:
-            continue
-        for folder in (one / CARRIED_FOLDER, one):
-            if (folder / CONFIG).is_file():
-                if isinstance(folder, Path):
-                    return Folder(folder.absolute()).carried()
-                files = {name: folder / name for name in CARRIED}
-                return {name: f.read_bytes() for name, f in files.items() if f.is_file()}
-    return _of_tokenizer(config)
+    folder = published_folder(config, workdir)
+    if folder is None:
+        return _of_tokenizer(config)
+    if isinstance(folder, Path):
+        return Folder(folder.absolute()).carried()
+    files = {name: folder / name for name in CARRIED}
+    return {name: f.read_bytes() for name, f in files.items() if f.is_file()}
 
 
 def _of_tokenizer(config: Config) -> dict[str, bytes]:
     """The files of the tokenizer's folder, and the chat template that the data name."""
     data = config.train.data
-    data = data if isinstance(data, Templated) else text_of(data)
+    data = data if isinstance(data, Templated | PairData) else text_of(data)
     found: dict[str, bytes] = {}
     if data is not None and data.tokenizer != "byte":
         folder = place(data.tokenizer).parent

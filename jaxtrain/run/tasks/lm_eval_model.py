@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, with_special_tokens
 from jaxtrain.models.model import token_model
 from jaxtrain.run.generation.generate import BATCH_SIZE
 from jaxtrain.run.generation.sampling import Sampling
@@ -83,9 +83,8 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
             for numbers in kinds.values():
                 settings = requests[numbers[0]].args[1]
                 limit, until, sampling = _asked(settings, length=length)
-                prompts = [
-                    _last(tokenizer, requests[number].args[0], length - limit) for number in numbers
-                ]
+                most = length - limit - len(with_special_tokens(tokenizer, ()))
+                prompts = [_last(tokenizer, requests[number].args[0], most) for number in numbers]
                 answers = trainer.answers(
                     prompts, max_new_tokens=limit, sampling=sampling, stop=until,
                     batch_size=batch_size,

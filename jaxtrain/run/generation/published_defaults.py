@@ -1,0 +1,168 @@
+"""What a published model's generation_config.json has as defaults: the tokens that end an answer,
+and how tokens are drawn.
+
+transformers' generate() takes both from generation_config.json, and the ends from config.json where
+there is no such file. `jaxtrain generate` does the same of a run that started from the model.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used, validate_keys
+from jaxtrain.data.mixture import text_of
+from jaxtrain.data.text.templated import Templated
+from jaxtrain.data.tokenizer_folder import GENERATION, MODEL_CONFIG, ends_of, read_json
+from jaxtrain.run.huggingface.importing import CARRIED_FOLDER
+from jaxtrain.training.settings import Config, TextSource
+
+TOP_K = 50  # of transformers, where it draws and nothing is said
+_SUPPRESSES = "which tokens may be written is not limited here"
+
+# Of generation_config.json.
+GENERATION_KEYS: KeyTable = {
+    **used(
+        "eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+        "num_beams", "length_penalty", "early_stopping",
+    ),
+    **irrelevant(
+        "an answer's greatest length is --max-new-tokens", "max_length", "max_new_tokens"
+    ),
+    **irrelevant(
+        "prompts are made by the run's tokenizer, and sources by its data",
+        "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    ),
+    **irrelevant(
+        "it decides how an answer is computed, not which",
+        "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config",
+        "disable_compile", "prefill_chunk_size", "continuous_batching_config", "low_memory",
+    ),
+    **irrelevant(
+        "it decides what is returned with an answer, and how many of them",
+        "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+        "return_dict_in_generate", "num_return_sequences", "return_legacy_cache",
+    ),
+    **irrelevant(
+        "guesses of a draft change no answer; --draft asks for them",
+        "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "use_mtp",
+        "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+        "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+        "speculation_type",
+    ),
+    **irrelevant(
+        "it describes the file",
+        "transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash",
+    ),
+    "assistant_ensemble_weight": only(None, 0.0),
+    **dict.fromkeys(
+        ("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        only(0, reason=_SUPPRESSES),
+    ),
+    **dict.fromkeys(
+        ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias",
+         "forced_bos_token_id", "forced_eos_token_id", "force_words_ids", "constraints",
+         "exponential_decay_length_penalty", "watermarking_config"),
+        Only((None, [], {}), reason=_SUPPRESSES),
+    ),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty"), only(0.0)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), only(1.0)),
+    **dict.fromkeys(("top_h", "max_time", "dola_layers"), only(None)),
+    "penalty_alpha": Only((None, 0.0)),
+    "num_beam_groups": only(1),
+    "renormalize_logits": only(False),
+    "remove_invalid_values": only(False),
+    "token_healing": only(False),
+    "stop_strings": Only((None, []), reason="give --stop"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What stands for options of `jaxtrain generate` that are not given.
+
+    Attributes:
+      options: by name, such as `temperature`.
+      beams: of a beam search, which any option of drawing turns off; None: tokens are drawn.
+    """
+
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    beams: int | None = None
+
+
+def published_folder(config: Config, workdir: Place | None) -> Place | None:
+    """The folder with the config.json of the published model that a run started from, if it did."""
+    start = config.train.start_from
+    for one in (workdir, None if start is None else place(start)):
+        if one is not None:
+            for folder in (one / CARRIED_FOLDER, one):
+                if (folder / MODEL_CONFIG).is_file():
+                    return folder
+    return None
+
+
+def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
+    """The tokens that end an answer of a run's model.
+
+    Of a run that started from a published model they are those at which transformers stops, and
+    what the data set in `end_of_text`; of another, or where the model names none, the tokenizer's
+    end of a text.
+    """
+    folder = published_folder(config, workdir)
+    found = () if folder is None else published_ends(folder)
+    data = config.train.data
+    if isinstance(data, TextSource) and getattr(data, "source", "") != "synthetic":
+        named = data if isinstance(data, Templated) else text_of(data)
+        if not found or getattr(named or data, "end_of_text", None) is not None:
+            end = data.open_tokenizer().end_of_text
+            found += () if end is None or end in found else (end,)
+    return found
+
+
+def published_ends(folder: Place) -> tuple[int, ...]:
+    """The tokens at which transformers' generate() ends an answer of a folder's model."""
+    if (folder / GENERATION).is_file():
+        return ends_of(read_json(folder / GENERATION))
+    content = read_json(folder / MODEL_CONFIG)
+    inner = content.get("text_config")
+    return ends_of(content) or (ends_of(inner) if isinstance(inner, dict) else ())
+
+
+def published_defaults(config: Config, workdir: Place | None) -> Defaults:
+    """The defaults of the published model that a run started from; none of another run.
+
+    Raises:
+      UserError: its generation_config.json has what is not done here.
+    """
+    folder = published_folder(config, workdir)
+    if folder is None or not (folder / GENERATION).is_file():
+        return Defaults()
+    said, where = read_json(folder / GENERATION), str(folder / GENERATION)
+    validate_keys(said, GENERATION_KEYS, where=where)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams",
+                 "length_penalty"):  # fmt: skip
+        value = said.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{where}: {name} = {value!r} is no number; correct it, or remove it")
+    options: dict[str, Any] = {}
+    if said.get("repetition_penalty") not in (None, 1):
+        options["repetition_penalty"] = float(said["repetition_penalty"])
+    beams = int(said.get("num_beams") or 1)
+    if beams > 1:
+        if said.get("do_sample"):
+            raise UserError(
+                f"{where}: num_beams = {beams} with do_sample = True, beams that are drawn, are "
+                "not done here; give --beams, or remove one of them from the file"
+            )
+        stopping = {True: "true", False: "false"}.get(said.get("early_stopping") or False, "never")
+        options |= {"length_penalty": said.get("length_penalty"), "early_stopping": stopping}
+        return Defaults(options, beams)
+    if said.get("do_sample") is False:
+        options["temperature"] = 0.0
+    elif said.get("do_sample"):
+        top_k = said.get("top_k")
+        options["temperature"] = float(said.get("temperature") or 1.0)
+        options["top_k"] = (TOP_K if top_k is None else int(top_k)) or None
+        options |= {name: said[name] for name in ("top_p", "min_p") if said.get(name) is not None}
+    return Defaults(options)
