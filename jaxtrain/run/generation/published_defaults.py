@@ -1,5 +1,4 @@
-"""What a published model's generation_config.json has as defaults: the tokens that end an answer,
-and how tokens are drawn.
+"""Defaults of a published model: the tokens that end an answer, and how tokens are drawn.
 
 transformers' generate() takes both from generation_config.json, and the ends from config.json where
 there is no such file. `jaxtrain generate` does the same of a run that started from the model.
