@@ -471,7 +471,7 @@ class Trainer:
 
         Args:
           prompt: text, which is answered in text up to its end; or a list of token ids, which is
-            answered with all the ids that were drawn.
+            answered with ids, of a published model up to one that ends its answers.
           max_new_tokens: None: as far as 100 tokens fit.
           temperature, top_k, top_p: as in `run.generation.sampling.Sampling`.
           seed: of the draws.
