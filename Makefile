@@ -42,9 +42,13 @@ durations: $(VENV)/fast.json $(VENV)/slow.json
 chaos: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m chaos
 
+# Damages small files of every kind that is read, at random, for about ten minutes.
+fuzz: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -q -m fuzz tests/test_fuzz.py
+
 # What runs on every supported Python and JAX, without PyTorch.
 smoke: $(VENV)/installed-smoke
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto -m "not slow and not chaos" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto -m "not slow and not chaos and not fuzz" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
 
 # Lint, format check and types.
 lint: $(VENV)/installed-dev

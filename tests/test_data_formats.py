@@ -190,7 +190,7 @@ def test_a_folder_that_datasets_saved_is_read_by_its_splits(tmp_path):
     (both / "train" / "data-00000-of-00002.arrow").unlink()
     assert "data-00000-of-00002.arrow, which is not there" in refusal(both)
     (both / "train" / "state.json").write_text("{")
-    assert "state.json is damaged" in refusal(both)
+    assert "state.json is no JSON" in refusal(both)
 
 
 # As `datasets` 5.2 writes them: Dataset.save_to_disk and the fields of DatasetInfo.

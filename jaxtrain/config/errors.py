@@ -4,12 +4,39 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+_LONGEST_LINE, _MOST_LINES = 2000, 100  # of a message
+
 
 class UserError(ValueError):
     """A mistake of the user's: the command line prints the sentence alone and exits with status 2.
 
-    The sentence names the thing, the value, what is allowed and the nearest valid choice.
+    The sentence names the thing, the value, what is allowed and the nearest valid choice. A value
+    may be somebody else's: control characters are escaped, and long lines and lists are cut.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(_shown(str(message)))
+
+
+def _shown(message: str) -> str:
+    lines = [one if one.isprintable() else _escaped(one) for one in message.split("\n")]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES:,} lines more"]
+    if any(len(line) > _LONGEST_LINE for line in lines):
+        half = _LONGEST_LINE // 2
+        lines = [
+            line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+            for line in lines
+        ]
+    return "\n".join(lines)
+
+
+def _escaped(line: str) -> str:
+    """A line without what a terminal would take for a command, or cannot encode."""
+    return "".join(
+        one if one.isprintable() or one == "\t" else one.encode("unicode_escape").decode()
+        for one in line
+    )
 
 
 class NoCompilerError(UserError):

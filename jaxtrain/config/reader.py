@@ -166,10 +166,11 @@ class _Bindings:
             self.lacks_bindings = True
 
     def _base(self, path: Path, name: str) -> Path:
-        for folder in (path.parent, self.search_path):
-            base = (folder / name).resolve()
-            if base.is_file() and base.is_relative_to(folder.resolve()):
-                return base
+        with refused_path(f"{path}: include {name!r}", needs="include a file beside it"):
+            for folder in (path.parent, self.search_path):
+                base = (folder / name).resolve()
+                if base.is_file() and base.is_relative_to(folder.resolve()):
+                    return base
         raise UserError(
             f"{path}: include {name!r}: no such file beside it or among the shipped configs "
             f"(a base stays inside its folder){did_you_mean(name, _gin_files(path.parent))}"
@@ -501,6 +502,8 @@ def _read(path: Path) -> str:
 def _statements(text: str, origin: str) -> list[Any]:
     try:
         return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
+    except RecursionError:
+        raise UserError(f"{origin}: its brackets are nested too deep; use fewer levels") from None
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         if isinstance(error, tokenize.TokenError):  # as Python 3.12 says it of a missing quote
             row = error.args[1][0]

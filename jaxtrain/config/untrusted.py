@@ -78,8 +78,12 @@ def read_bounded(path: Place, *, named: str | None = None, limit: int = MAX_JSON
     return content
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, *, unique_names: bool = False) -> Any:
     """Return the value of a JSON text, within this module's limits of size, depth and digits.
+
+    Args:
+      content: UTF-8 text.
+      unique_names: whether an object with a name twice is malformed; else the last value counts.
 
     Raises:
       MalformedError: it is not JSON, or exceeds a limit.
@@ -90,7 +94,7 @@ def parse_json(content: bytes | str) -> Any:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:
             raise MalformedError(f"more than {MAX_JSON_VALUES:,} values")
-        value = json.loads(text, parse_int=_parse_int)
+        value = (_UNIQUE if unique_names else _ANY).decode(text)
     except MalformedError:
         raise
     except RecursionError:
@@ -105,6 +109,17 @@ def _parse_int(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
         raise MalformedError(f"a number of {len(digits)} digits")
     return int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        raise MalformedError("a name stands in it twice")
+    return names
+
+
+_ANY = json.JSONDecoder(parse_int=_parse_int)
+_UNIQUE = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_unique)
 
 
 def _require_shallow(value: Any) -> None:

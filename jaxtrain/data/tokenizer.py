@@ -5,14 +5,15 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import refused_path
 from jaxtrain.config.key_table import validate_keys
+from jaxtrain.config.untrusted import MalformedError, parse_json, read_bounded
+from jaxtrain.data.guarded_tokenizer import Guarded, library_errors
 from jaxtrain.data.long_texts import Border, TextPiece, border_at, encode_texts, tokens_of
 from jaxtrain.data.tokenizer_folder import TOKENIZER_KEYS, TokenizerFolder, read_folder
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 BATCH_CHARACTERS = 1 << 23
+
+_MAX_VOCAB = 1 << 22  # the largest published vocabularies have a million tokens
 
 # Taken where the files next to a tokenizer.json name no end of a text.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
@@ -192,12 +195,14 @@ class FileTokenizer:
         import tokenizers
 
         named = f"{section}.tokenizer = {str(path)!r}"
-        with refused_path(named, needs="use a tokenizer.json that can be read"):
-            content = path.read_bytes() if path.is_file() else b""
-        tree = _checked_content(named, path, content)
+        _refuse_folder(named, path)
+        content = read_bounded(path, named=named)
+        tree = _checked_content(named, content)
         validate_keys(tree, TOKENIZER_KEYS, where=str(path))
         folder = read_folder(path, tree)
-        self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        with library_errors(named):
+            tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        self._tokenizer = cast("tokenizers.Tokenizer", Guarded(tokenizer, named))
         # A file may ask for cutting and padding, which would lose or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -208,7 +213,12 @@ class FileTokenizer:
         self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         # The largest id and not the count: files with holes in their ids exist.
-        self.vocab_size = max(vocab.values()) + 1
+        self.vocab_size = max(vocab.values(), default=0) + 1
+        if self.vocab_size > _MAX_VOCAB:
+            raise UserError(
+                f"{named}: its largest id is {self.vocab_size - 1:,}; at most {_MAX_VOCAB - 1:,} "
+                "can be used, since tables have a row for each"
+            )
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
         self.file_digest = self.digest = hashlib.sha256(content).hexdigest()
         if changes:
@@ -400,7 +410,9 @@ def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[i
         if own:
             whole = tokenizer.encode(probe).ids
             starts = range(len(whole) - len(own) + 1)
-            begin = next(at for at in starts if whole[at : at + len(own)] == own)
+            begin = next((at for at in starts if whole[at : at + len(own)] == own), None)
+            if begin is None:
+                continue
             return tuple(whole[:begin]), tuple(whole[begin + len(own) :])
     return (), ()
 
@@ -418,14 +430,17 @@ def _batches(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-def _checked_content(named: str, path: Place, content: bytes) -> dict[str, Any]:
+def _refuse_folder(named: str, path: Place) -> None:
     if path.is_dir():
         inside = path / "tokenizer.json"
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""
         raise UserError(f"{named} is a folder, not a file{hint}")
+
+
+def _checked_content(named: str, content: bytes) -> dict[str, Any]:
     try:
-        tree = json.loads(content)
-    except ValueError:  # covers text that is not UTF-8 and text that is not JSON
+        tree = parse_json(content)
+    except MalformedError:
         tree = None
     model = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(model, dict) or not {"type", "vocab"} <= model.keys():

@@ -159,7 +159,7 @@ def read_json(path: Place) -> dict[str, Any]:
       UserError: it cannot be read, or is no JSON object.
     """
     with refused_path(str(path), needs="use a file that can be read"):
-        if not path.is_file():
+        if not path.exists():
             return {}
     return read_json_object(path)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.models.weights.folder import CONFIG, INDEX
 from jaxtrain.run.checkpoint import manifest
 from jaxtrain.run.checkpoint.digests import CRC32, digest
@@ -66,7 +67,7 @@ def told(ancestors: Sequence[Ancestor]) -> list[str]:
 def _written_down(receipt: Path) -> list[Ancestor]:
     """What a receipt says of ancestors; [] where there is none, or what it says is no such list."""
     try:
-        found = json.loads(receipt.read_text())["ancestors"]
+        found = parse_json(receipt.read_bytes())["ancestors"]
         return [
             {
                 "path": str(one["path"]),

@@ -1,12 +1,14 @@
 """Files of JSON lines that a command is given: a record a line, every mistake by its place."""
 
 import dataclasses
-import json
 from typing import Any
 
 from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import refused_path
+from jaxtrain.config.untrusted import parse_json, read_bounded
+
+_MAX_BYTES = 1 << 28  # of a whole file, which is held in memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_records(argument: str, path: str) -> list[Record]:
     """
     file = place(path)
     with refused_path(f"{argument} {path}", needs="name a file of JSON lines that can be read"):
-        content = file.read_bytes()
+        content = read_bounded(file, named=f"{argument} {path}", limit=_MAX_BYTES)
     found = []
     # Not splitlines: U+2028 may stand inside a JSON string.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -55,8 +57,8 @@ def read_records(argument: str, path: str) -> list[Record]:
             continue
         where = f"{argument} {path}:{number}"
         try:
-            fields = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:
+            fields = parse_json(line.decode())
+        except ValueError as error:
             raise UserError(f"{where}: no JSON ({error}); use one record a line") from error
         if not isinstance(fields, dict):
             raise UserError(f"{where}: no record in braces; use one such as {{...}} a line")

@@ -7,7 +7,6 @@ lie beside its checkpoints, with a digest of themselves and of the data. Letters
 import dataclasses
 import functools
 import io
-import zipfile
 from collections.abc import Callable
 
 import jax
@@ -18,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.config.untrusted import MalformedError
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.npz import read_npz
 from jaxtrain.data.source import Dataset, digest
 from jaxtrain.data.text.preferences import Pairs
 from jaxtrain.nn.transformer import hidden, logits
@@ -69,9 +70,9 @@ def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
             "data, without which its loss would be another; put it back, or begin another run"
         )
     try:
-        with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as found:
-            train, heldout, said = found["train"], found["heldout"], str(found["digest"])
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        found = read_npz(file, ["train", "heldout", "digest"])
+        train, heldout, said = found["train"], found["heldout"], str(found["digest"])
+    except MalformedError as error:
         raise UserError(
             f"{file} is damaged ({error}); put it back, or begin another run"
         ) from error

@@ -173,8 +173,7 @@ def _show(
     """The table, with the run of the lowest held-out loss marked, and the picture."""
     last = {}
     for point in points:
-        lines = lines_of(point.folder)
-        last[point.folder] = {key: value for line in lines for key, value in line.items()}
+        last[point.folder] = compare.last_values(lines_of(point.folder))
     losses = {folder: values.get("eval_loss") for folder, values in last.items()}
     held = {folder: loss for folder, loss in losses.items() if loss is not None}
     best = min(held, key=lambda folder: held[folder], default=None)

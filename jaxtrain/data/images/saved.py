@@ -1,9 +1,10 @@
 """Images in Arrow files, mapped and read by rows: those that Hugging Face's `datasets` saved."""
 
+import contextlib
 import dataclasses
 import functools
 import io
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.images.stores import decode
 from jaxtrain.data.text.records import arrow
 from jaxtrain.data.text.saved_datasets import arrow_files, column_feature
@@ -58,9 +60,12 @@ class SavedImages:
         number = int(np.searchsorted(self.ends, index, side="right"))
         row = index - (int(self.ends[number - 1]) if number else 0)
         file = self.files[number]
-        value = _mapped(file.path).column(self.image_field)[row].as_py()
-        content = value["bytes"] if isinstance(value, dict) else value
         name = f"{file.named}, row {row + 1:,}"
+        one = _mapped(file.path).column(self.image_field).slice(row, 1)
+        with _whole(file.path):
+            one.validate(full=True)  # pyarrow ends the process at an offset that is wrong
+        value = one[0].as_py()
+        content = value["bytes"] if isinstance(value, dict) else value
         if content is None:
             raise UserError(
                 f"{_SETTING}: {name} has no image in it (a path alone, or null); save the dataset "
@@ -129,6 +134,8 @@ def open_arrow(
         check_columns(table.schema, file.named, image_field=image_field, label_field=label_field)
         labels.append(_labels(table.column(label_field), file.named, label_field))
     ends = np.cumsum([len(one) for one in labels])
+    if not ends[-1]:
+        raise UserError(f"{_SETTING}: {files[0].named} holds no rows; use one that does")
     identity = "\n".join(
         f"{file.named.name}\0{len(one)}\0{file.named.stat().st_size}"
         for file, one in zip(files, labels, strict=True)
@@ -168,6 +175,8 @@ def _has_bytes(types: Any, kind: Any) -> bool:
 
 
 def _labels(column: Any, path: Path, field: str) -> np.ndarray:
+    with _whole(path):
+        column.validate(full=True)
     found = None if column.null_count else column.to_numpy().astype(np.int64)
     if found is None or found.min(initial=0) < 0:
         raise UserError(
@@ -179,8 +188,15 @@ def _labels(column: Any, path: Path, field: str) -> np.ndarray:
 
 def _class_names(schema: Any, field: str) -> list[str] | None:
     """As `datasets` writes them into a file's schema."""
-    said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return said.get("info", {}).get("features", {}).get(field, {}).get("names")
+    try:
+        said = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"))
+    except MalformedError:
+        return None  # names are optional
+    for name in ("info", "features", field):
+        said = said.get(name) if isinstance(said, dict) else None
+    names = said.get("names") if isinstance(said, dict) else None
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names if is_list else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -188,8 +204,14 @@ def _mapped(path: Path) -> Any:
     """The table of a file of Arrow's stream format, none of it read yet."""
     pyarrow = arrow("pyarrow", path, _SETTING)
     ipc = arrow("pyarrow.ipc", path, _SETTING)
-    try:
+    with _whole(path):
         return ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, OSError, NotImplementedError) as error:  # of pyarrow, all of them
         raise UserError(
             f"{_SETTING}: {path} is no whole Arrow file ({str(error).splitlines()[0]}); save the "

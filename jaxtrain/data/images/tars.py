@@ -7,7 +7,6 @@ the images lie; that is kept in the cache folder.
 
 import dataclasses
 import io
-import json
 import tarfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import cache_folder, refused_path, write_atomically
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.source import part_digest
 
@@ -31,6 +31,7 @@ _OTHER_IMAGES = frozenset(
 )  # fmt: skip
 _SHOWN = 3
 _FORMAT = 2  # of what is kept in the cache folder
+_LABEL_BYTES = 1 << 20  # of a .cls or .json beside an image
 
 
 class _Tar(NamedTuple):
@@ -226,10 +227,12 @@ def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], field: str
             continue
         file = tar.extractfile(members[ending])
         assert file is not None, "a file"
+        if members[ending].size > _LABEL_BYTES:
+            raise ValueError(f"a .{ending} of {members[ending].size:,} bytes")
         content = file.read()
         if ending == "cls":
             return _number(content.decode("utf-8").strip())
-        record = json.loads(content)
+        record = parse_json(content)
         if not isinstance(record, dict) or field not in record:
             near = did_you_mean(field, record) if isinstance(record, dict) else ""
             raise ValueError(f"its .json has no field {field!r}{near}")

@@ -1,13 +1,13 @@
 """Files of pairs of texts: JSON lines, Parquet, Arrow, and tables with a line of names."""
 
 import csv
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.text import columnar
 from jaxtrain.data.text.json_lines import BadLineError, string
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
@@ -97,8 +97,8 @@ def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, 
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:  # covers text that is not UTF-8
+            record = parse_json(line.decode("utf-8"))
+        except ValueError as error:  # covers text that is not UTF-8
             raise UserError(f"{said}: line {number} is no JSON in UTF-8 ({error})") from error
         if not isinstance(record, dict):
             raise UserError(f"{said}: line {number} is no record in braces")
@@ -115,10 +115,11 @@ def field(record: dict[str, Any], name: str, where: str) -> Any:
 def _string(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: {name!r} is no string, which a text is")
-    return _text(value, f"{where}: {name!r}")
+    return text_of(value, f"{where}: {name!r}")
 
 
-def _text(text: str, said: str) -> str:
+def text_of(text: str, said: str) -> str:
+    """The text; UserError where it holds half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -145,7 +146,7 @@ def _of_table(
             where = f"{said}: line {rows.line_num}"
             if len(row) != len(header):
                 raise UserError(f"{where} has {len(row)} fields, the line of names {len(header)}")
-            source, target = (_text(row[column], where) for column in columns)
+            source, target = (text_of(row[column], where) for column in columns)
             yield source, (target,)
     except csv.Error as error:
         raise UserError(f"{said} is no whole table (line {rows.line_num}: {error})") from error

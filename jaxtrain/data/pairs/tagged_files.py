@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pairs.files import field, records
+from jaxtrain.data.pairs.files import field, records, text_of
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
 
 COLUMNS = (".conll", ".iob", ".bio", ".txt")
@@ -50,7 +50,7 @@ def _strings(record: dict, name: str, where: str) -> list[str]:
     value = field(record, name, where)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise UserError(f"{where}: {name!r} is no list of strings")
-    return value
+    return [text_of(one, f"{where}: {name!r}") for one in value]
 
 
 def _of_columns(lines: Iterator[bytes], said: str) -> Iterator[Sentence]:

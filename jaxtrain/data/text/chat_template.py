@@ -15,8 +15,17 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.untrusted import read_bounded
 from jaxtrain.data.source import existing_path
+from jaxtrain.data.text.template_bounds import (
+    MAX_SOURCE,
+    bound_filters,
+    bounded,
+    bounds_extension,
+    budget,
+    counted_tree,
+    written,
+)
 from jaxtrain.data.tokenizer_folder import SETTINGS, read_json, special_tokens
 
 Message = Mapping[str, Any]
@@ -97,16 +106,18 @@ class ChatTemplate:
         if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
             raise TemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
         jinja2 = _jinja()
+        compiled = self._compiled
         try:
-            rendered = self._compiled.render(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=reply,
-                **self.special,
-            )
+            with budget():
+                rendered = compiled.render(
+                    messages=[_with_reasoning(message) for message in messages],
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=reply,
+                    **self.special,
+                )
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError,
-                ValueError, AttributeError) as error:  # fmt: skip
+                ValueError, AttributeError, AssertionError) as error:  # fmt: skip
             raise TemplateError(str(error) or type(error).__name__) from error
         return _without_marks(rendered)
 
@@ -152,9 +163,14 @@ class ChatTemplate:
     @functools.cached_property
     def _compiled(self) -> Any:
         jinja2 = _jinja()
+        if len(self.source) > MAX_SOURCE:
+            raise UserError(f"{self.named} has {len(self.source):,} characters, which none has")
         try:
-            return self._environment.from_string(self.source)
-        except jinja2.TemplateError as error:
+            with budget():
+                return _compiled(self._environment, self.source)
+        # What Python's compiler says of a template's code, of nesting that is too deep above all.
+        except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, TypeError,
+                OverflowError, MemoryError, AssertionError) as error:  # fmt: skip
             raise UserError(f"{self.named} is no template of Jinja ({error})") from error
 
     @functools.cached_property
@@ -216,7 +232,7 @@ def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTempla
       UserError: it is no template, or a file beside it is no JSON.
     """
     folder = tokenizer.parent
-    if (folder / _FILE).is_file():
+    if (folder / _FILE).exists():
         named = f"the chat template {folder / _FILE}"
         source: Any = _read(folder / _FILE, named)
     else:
@@ -234,8 +250,7 @@ def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTempla
 
 
 def _read(path: Place, named: str) -> str:
-    with refused_path(named, needs="use a file that can be read"):
-        content = path.read_bytes()
+    content = read_bounded(path, named=named, limit=MAX_SOURCE)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -310,10 +325,12 @@ def _environment(strftime_now: Any) -> Any:
             made[name] = value
         return made
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extension.loopcontrols]
-    )
+    environment = bounded(sandbox.ImmutableSandboxedEnvironment)(
+        trim_blocks=True, lstrip_blocks=True, finalize=written,
+        extensions=[Generation, extension.loopcontrols, bounds_extension(extension.Extension)],
+    )  # fmt: skip
     environment.filters["tojson"] = tojson
+    bound_filters(environment)
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
@@ -321,6 +338,12 @@ def _environment(strftime_now: Any) -> Any:
         "namespace": namespace,
     }
     return environment
+
+
+def _compiled(environment: Any, source: str) -> Any:
+    nodes, visitor = _jinja().nodes, importlib.import_module("jinja2.visitor")
+    tree = environment.parse(source)
+    return environment.from_string(counted_tree(nodes, visitor, tree, environment))
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:

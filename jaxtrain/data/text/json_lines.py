@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import did_you_mean
+from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
 from jaxtrain.data.text.records import BadRecord, refuse_empty
 
@@ -49,12 +50,13 @@ class BadLineError(ValueError):
 
 def _record(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLineError(f"no UTF-8 text (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise BadLineError(f"no JSON ({error.msg}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # numbers and depths past Python's limits
+    except MalformedError as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            cause = error.__cause__
+            raise BadLineError(f"no JSON ({cause.msg}, column {cause.colno})") from error
         raise BadLineError(f"no JSON that can be read ({error})") from error
     if not isinstance(record, dict):
         raise BadLineError(f"{kind(record)}, where a record in braces is wanted")

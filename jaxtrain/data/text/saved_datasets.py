@@ -1,11 +1,11 @@
 """Folders that Hugging Face's `datasets` wrote by `save_to_disk`: the Arrow files of a split."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
+from jaxtrain.config.files import refused_path
 from jaxtrain.config.key_table import (
     KeyTable,
     Nested,
@@ -15,6 +15,7 @@ from jaxtrain.config.key_table import (
     used,
     validate_keys,
 )
+from jaxtrain.config.untrusted import read_json_object
 
 # Of state.json, as `datasets` 1 to 5 wrote it.
 STATE_KEYS: KeyTable = {
@@ -81,7 +82,8 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
       UserError: no such split, or the folder is not whole.
     """
     if has_splits(folder):
-        splits = _entry(folder / _SPLITS, _json(folder / _SPLITS), "splits", list)
+        listed = _entry(folder / _SPLITS, _json(folder / _SPLITS), "splits", list)
+        splits = _names(folder / _SPLITS, listed)
         if split not in splits:
             raise UserError(
                 f"{setting} = {split!r}: {folder} has no such split{did_you_mean(split, splits)}"
@@ -90,12 +92,17 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
     state = _json(folder / _STATE)
     validate_keys(state, STATE_KEYS, where=str(folder / _STATE))
     validate_keys(_json(folder / _INFO), INFO_KEYS, where=str(folder / _INFO))
-    names = _entry(folder / _STATE, state, "_data_files", list)
-    files = [folder / _entry(folder / _STATE, file, "filename", str) for file in names]
-    for file in files:
-        # A name that leads elsewhere would be read like the dataset's own.
-        if file.parent != folder or not file.is_file():
-            raise UserError(f"{folder / _STATE} names {file}, which is not there; save it again")
+    listed = _entry(folder / _STATE, state, "_data_files", list)
+    names = [_entry(folder / _STATE, file, "filename", str) for file in listed]
+    files = [folder / name for name in _names(folder / _STATE, names)]
+    where = folder / _STATE
+    with refused_path(str(where), needs="save the dataset again"):
+        for file in files:
+            # A name that leads elsewhere would be read like the dataset's own.
+            if file.parent != folder or not file.is_file():
+                raise UserError(
+                    f"{folder / _STATE} names {file}, which is not there; save it again"
+                )
     return files
 
 
@@ -113,19 +120,20 @@ def column_feature(folder: Place, split: str, column: str) -> dict[str, Any]:
 
 
 def _json(file: Place) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, FileNotFoundError) as error:
-        raise _damaged(file, f"{type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
-        raise _damaged(file, "no JSON object")
-    return found
+    return read_json_object(file, advice="save the dataset again")
 
 
 def _entry(file: Place, content: Any, key: str, kind: type) -> Any:
     found = content.get(key) if isinstance(content, dict) else None
     if not isinstance(found, kind):
         raise _damaged(file, f"{key} = {found!r}")
+    return found
+
+
+def _names(file: Place, found: list[Any]) -> list[str]:
+    """At least one name, as a file lists them."""
+    if not found or not all(isinstance(one, str) and one and "\0" not in one for one in found):
+        raise _damaged(file, f"names {found!r}")
     return found
 
 

@@ -22,6 +22,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, write_atomically
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.joined import Joined
 from jaxtrain.data.once import alone, made_once
 from jaxtrain.data.source import part_digest
@@ -128,6 +129,8 @@ def _megatron(path: Path, index: Path) -> TokenFile:
             raise ValueError(f"it holds {dtype}, which is no type of tokens")
         sequences, documents = map(int, np.frombuffer(content, "<u8", 2, at + 9))
         at += 25
+        if len(content) != at + 12 * sequences + 8 * documents:
+            raise ValueError(f"{len(content):,} bytes are not those of its {sequences:,} sequences")
         sizes = np.frombuffer(content, "<i4", sequences, at)
         pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
         first = np.frombuffer(content, "<i8", documents, at + 12 * sequences)
@@ -291,7 +294,7 @@ def _known(
 
     # Of several processes of a machine one reads all tokens; what others have mapped stays.
     made_once(folder, index.is_file, look)
-    kept = json.loads(index.read_text(encoding="utf-8"))
+    kept = parse_json(index.read_bytes())
     offsets = np.load(arrays[0], "r"), np.load(arrays[1], "r")
     return _Known(kept["cut"], offsets, tuple(kept["digests"]), kept["unigram_entropy"])
 

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.left_out import sentences
 from jaxtrain.data.long_texts import TextPiece, cut
 from jaxtrain.data.once import LOCK, alone
@@ -209,7 +210,7 @@ def _refuse_others(folder: Path) -> None:
 def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     """The journal of the earlier start in a folder, or a new one."""
     try:
-        said = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
+        said = parse_json((folder / _JOURNAL).read_bytes())
     except FileNotFoundError:
         journal = _Journal({split: Written() for split in SPLITS})
         write_atomically(folder / _JOURNAL, journal.text(identity))

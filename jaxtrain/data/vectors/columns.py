@@ -6,7 +6,6 @@ Letters: N examples, D features, K numbers that are told.
 import csv
 import importlib
 import io
-import zipfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.npz import read_npz
 
 
 class Table(NamedTuple):
@@ -105,17 +105,16 @@ def read_vectors(path: Place, said: str) -> np.ndarray:
     if path.suffix != ".npz":
         raise UserError(f"{said}: it takes a .npz or a .csv file of vectors")
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            return np.atleast_2d(arrays["x"].astype(np.float64))
-    except (KeyError, ValueError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        return np.atleast_2d(read_npz(path, ["x"])["x"].astype(np.float64))
+    except (ValueError, TypeError) as error:
         raise UserError(f"{said}: it holds no array of numbers x: {error}") from error
 
 
 def _npz(path: Place, said: str) -> tuple[np.ndarray, np.ndarray]:
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            return arrays["x"].astype(np.float64), arrays["y"].astype(np.float64)
-    except (KeyError, ValueError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        arrays = read_npz(path, ["x", "y"])
+        return arrays["x"].astype(np.float64), arrays["y"].astype(np.float64)
+    except (ValueError, TypeError) as error:
         raise UserError(f"{said}: it holds no arrays of numbers x and y: {error}") from error
 
 
@@ -131,6 +130,8 @@ def _csv(content: bytes, said: str) -> np.ndarray:
             raise UserError(
                 f"{said}: row {number} of numbers is {','.join(row)!r}; use {len(rows[0])} numbers"
             )
+    if not rows:
+        raise UserError(f"{said}: there is no row of numbers in it")
     return np.array(rows, np.float64).reshape(len(rows), -1)
 
 

@@ -5,8 +5,6 @@ classification archive" (arXiv 1811.00075).
 Letters: N examples, T places, F features.
 """
 
-import io
-import zipfile
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy as np
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.classed_rows import Labels
+from jaxtrain.data.npz import read_npz
 
 
 class Series(NamedTuple):
@@ -63,10 +62,10 @@ def read(path: Place, said: str, *, labelled: bool = True) -> Series:
 
 def _npz(path: Place, said: str, *, labelled: bool) -> Series:
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            x, y = arrays["x"].astype(np.float64), arrays["y"] if labelled else np.zeros((), int)
-            lengths = arrays.get("lengths")
-    except (KeyError, ValueError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        arrays = read_npz(path, ["x", "y"] if labelled else ["x"], optional=["lengths"])
+        x, y = arrays["x"].astype(np.float64), arrays.get("y", np.zeros((), int))
+        lengths = arrays.get("lengths")
+    except (ValueError, TypeError) as error:
         wanted = "arrays of numbers x and y" if labelled else "an array of numbers x"
         raise UserError(f"{said}: it holds no {wanted}: {error}") from error
     if x.ndim == 2:

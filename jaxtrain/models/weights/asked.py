@@ -3,6 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxtrain.config.values import LARGEST
+
+_MOST_LAYERS = 10_000
+
 
 class Asked:
     """What a config.json asks for; what is not done here is collected rather than raised.
@@ -19,9 +23,11 @@ class Asked:
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number; required where it has no default."""
         value = self._value(key, default)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        return self._refuse(key, value, "a whole number", 1)
+        if not isinstance(value, int) or isinstance(value, bool):
+            return self._refuse(key, value, "a whole number", 1)
+        # Layers are listed one by one before anything else can tell that there are not as many.
+        most = _MOST_LAYERS if key.endswith(("layer", "layers")) else LARGEST
+        return value if abs(value) <= most else self._refuse(key, value, f"at most {most:,}", 1)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; required where it has no default."""

@@ -15,6 +15,9 @@ from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.config_keys import QUANTIZATION, aliased
 from jaxtrain.models.weights.names import Name
 
+# What families raise for values that nobody foresaw.
+_OTHER_KINDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -71,6 +74,8 @@ def family_of(content: Mapping[str, Any], *, where: str) -> Family:
     """
     known = {family.architecture: family for family in families()}
     asked = content.get("architectures") or [f"model_type {content.get('model_type')!r}"]
+    if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
+        raise UserError(f"{where}: architectures = {asked!r}; use a list of names")
     for name in asked:
         if name in known:
             return known[name]
@@ -102,11 +107,13 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
     else:
         within = "quantization_config."
         asked.reasons += unsupported(quantised, QUANTIZATION[method], within=within)
-    settings, model = family.read(asked), None
+    model = None
     try:
-        model = family.model(**settings)
+        model = family.model(**family.read(asked))
     except UserError as error:
         asked.reasons += str(error).splitlines()
+    except _OTHER_KINDS as error:  # a list where a number is usual, a depth of 0
+        asked.refuse(f"values of other kinds than {family.architecture} has ({error!r})")
     if asked.reasons or model is None:
         lines = "\n".join(f"  {reason}" for reason in asked.reasons)
         raise UserError(f"{where}: it asks for what is not done here:\n{lines}")

@@ -6,7 +6,6 @@ in the folder, and no link leads out of it.
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path
+from jaxtrain.config.untrusted import parse_json_object, read_bounded
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights import awq, float8, mxfp4
 from jaxtrain.models.weights.family import Family, model_of
@@ -107,7 +107,7 @@ class Folder:
         """The files that go along with the weights, by name."""
         files = {name: self.path / name for name in CARRIED}
         return {
-            name: self._inside(file).read_bytes() for name, file in files.items() if file.exists()
+            name: read_bounded(self._inside(file)) for name, file in files.items() if file.exists()
         }
 
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -123,6 +123,10 @@ class Folder:
                     raise UserError(f"{self.path}: {name} stands in two of its files")
                 found[name] = tensor
         settings = self.content.get("quantization_config") or {}
+        if not isinstance(settings, dict):
+            raise UserError(
+                f"{self.path / CONFIG}: quantization_config is no object; fetch it again"
+            )
         few_bits = {
             mxfp4.METHOD: mxfp4.merged,
             awq.METHOD: awq.merged,
@@ -167,11 +171,11 @@ class Folder:
 
     def _read(self, name: str) -> bytes | None:
         file = self.path / name
-        return self._inside(file).read_bytes() if file.is_file() else None
+        return read_bounded(self._inside(file)) if file.exists() else None
 
     def _json(self, name: str) -> Mapping[str, Any]:
         file = self._inside(self.path / name)
-        return json_object(file.read_bytes(), file)
+        return json_object(read_bounded(file), file)
 
     def _inside(self, file: Path) -> Path:
         """The file itself, where it lies in the folder; the hub's cache links to its own blobs."""
@@ -195,13 +199,7 @@ def json_object(content: bytes, file: Path) -> Mapping[str, Any]:
     Raises:
       UserError: it is no JSON object.
     """
-    try:
-        said = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no JSON ({error}); fetch it again") from error
-    if not isinstance(said, dict):
-        raise UserError(f"{file} is no JSON object; fetch it again")
-    return said
+    return parse_json_object(content, named=str(file))
 
 
 def match(

@@ -8,6 +8,7 @@ whatever it claims is checked against the file before a byte is read.
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.untrusted import MAX_JSON_BYTES, open_regular, parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -30,7 +32,7 @@ _BITS = {
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64,
 }  # fmt: skip
-_LONGEST_HEADER = 100_000_000  # bytes, as the format's own readers have it
+_MOST_DIMENSIONS = 64  # as NumPy has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +72,17 @@ def read_header(file: Path) -> dict[str, Tensor]:
     Raises:
       UserError: it is no safetensors file, or its header claims what cannot be.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+        if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
             raise _malformed(file, f"a header of {length} bytes does not fit into its {size} bytes")
         text = stream.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_once)
+        header = parse_json(text, unique_names=True)
         header.pop("__metadata__", None)
         found = {name: _tensor(file, 8 + length, row) for name, row in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(file, f"its header: {str(error) or type(error).__name__}") from error
     end = 8 + length
     for name, tensor in sorted(found.items(), key=lambda one: (one[1].begin, one[1].bytes)):
@@ -92,18 +94,16 @@ def read_header(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError("a name stands in it twice")
-    return dict(pairs)
-
-
 def _tensor(file: Path, start: int, row: Mapping[str, Any]) -> Tensor:
     begin, end = row["data_offsets"]
     shape = tuple(row["shape"])
     numbers = (begin, end, *shape)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{len(shape)} dimensions")
+    # Bounded before they are multiplied.
+    if not all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers
+    ):
         raise ValueError(f"{numbers} are no offsets and sizes")
     if row["dtype"] not in _BITS:
         raise ValueError(f"the dtype {row['dtype']!r} is none of the format's")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, only, unsupported, used
+from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.models.weights.asked import Asked
 
 MODULES = "modules.json"
@@ -148,6 +149,6 @@ def _settings(content: bytes | None) -> dict[str, Any]:
 def _json(content: bytes) -> Any:
     """Of a file that nobody vouches for; None: it is no JSON."""
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
+        return parse_json(content)
+    except MalformedError:
         return None

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.config.untrusted import parse_json, read_bounded
 from jaxtrain.run.attempts.phases import Activity, Phases
 from jaxtrain.run.show.progress import clock, say
 
@@ -179,7 +180,7 @@ def read_account(file: Path) -> Account | None:
     if not file.exists():
         return None
     try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
+        whole = parse_json(read_bounded(file))
         if whole["format"] != FORMAT:
             raise ValueError(f"its format is {whole['format']}, this version reads {FORMAT}")
         recorded_at = whole["recorded_at"]

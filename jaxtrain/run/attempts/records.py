@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.files import create, write_atomically
+from jaxtrain.config.untrusted import parse_json
 
 LOCK_FILE = "lock.json"
 EXIT_FILE = "exit.json"
@@ -93,7 +94,7 @@ def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: 
 def read(file: Place) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file or something else in it."""
     try:
-        value = json.loads(file.read_bytes())
+        value = parse_json(file.read_bytes())
     except (ValueError, FileNotFoundError):
         return None
     except OSError as error:

@@ -19,6 +19,7 @@ from typing import Any
 from jaxtrain.config.buckets import BucketPath, Place, Stored
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import sync, write_atomically
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint.digests import CRC32, MD5, digest, kind
 
 FILE = "manifest.json"
@@ -215,7 +216,7 @@ def _envelope(content: dict[str, Any]) -> bytes:
 
 
 def _from_bytes(content: bytes) -> Manifest:
-    found = json.loads(content)["manifest"]
+    found = parse_json(content)["manifest"]
     # Byte for byte: a bit flipped in a space changes nothing, but says that the disk is failing.
     if _envelope(found) != content:
         raise ValueError("its bytes changed")

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxtrain.config.buckets import BucketError, Place, place
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint import manifest, retention
 from jaxtrain.run.checkpoint.fingerprint import dispatch, fingerprints, numbers
 from jaxtrain.run.checkpoint.forgotten import go_around
@@ -345,7 +346,7 @@ class Checkpoints:
         """
         self._check_described(step, lambda name: name == _EXTRA_FILE)
         with Reading(self._path(step), step):
-            return json.loads((self._path(step) / _EXTRA_FILE).read_text())
+            return parse_json((self._path(step) / _EXTRA_FILE).read_bytes())
 
     def tree(self, step: int) -> dict[str, StoredLeaf]:
         """Names, shapes, dtypes and shardings of the arrays saved at `step`, none of them read.

@@ -13,9 +13,9 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import refused_path, write_atomically
 from jaxtrain.config.key_table import unsupported
+from jaxtrain.config.untrusted import read_json_object
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import family_for
-from jaxtrain.models.weights.folder import json_object
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.run.huggingface.adapter_keys import KEYS
@@ -67,7 +67,7 @@ def read_adapter(source: str, config: Config, program: Program) -> dict[str, np.
     """
     tuning, folder = _tuning(program, f"Finetune.adapter={source!r}"), on_disk(source)
     with refused_path(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
-        said = json_object((folder / CONFIG).read_bytes(), folder / CONFIG)
+        said = read_json_object(folder / CONFIG)
         stored = safetensors.read_header(folder / WEIGHTS)
     pairs = _names(config, program, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])

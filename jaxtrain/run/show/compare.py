@@ -98,10 +98,20 @@ def table(runs: Iterable[Run]) -> Table:
     for name in names:
         shown.add_column(name.replace("_", " "), justify="right")
     for run in runs:
-        last = {key: value for line in run.lines for key, value in line.items()}
+        last = last_values(run.lines)
         cells = ["-" if last.get(name) is None else f"{last[name]:.6g}" for name in names]
         shown.add_row(escape(run.name), *cells)
     return shown
+
+
+def last_values(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The last number of each metric; None where that was not finite."""
+    return {
+        name: value
+        for line in lines
+        for name, value in line.items()
+        if value is None or isinstance(value, int | float)
+    }
 
 
 def figure(runs: Sequence[Run]) -> "Picture":
@@ -153,7 +163,7 @@ def curve(
     What is not finite leaves a gap.
     """
     points = [
-        (line["step"], math.nan if line[name] is None else line[name])
+        (line["step"], line[name] if isinstance(line[name], int | float) else math.nan)
         for line in lines
         if name in line
     ]

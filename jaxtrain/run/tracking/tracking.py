@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
-from jaxtrain.config.untrusted import MalformedError
+from jaxtrain.config.untrusted import MalformedError, read_json_object
 from jaxtrain.run.metrics_file import METRICS_FILE, numbers_of, parse_line
 from jaxtrain.run.tracking.services import Function, Service, Track, open_service
 from jaxtrain.training.settings import Config
@@ -51,8 +52,8 @@ class Tracking:
         self._lines, self._say = lines, say
         said: dict[str, Any] = {"run": None, "done": 0}
         if self._file is not None and self._file.is_file():
-            said = json.loads(self._file.read_text())
-        self._done = int(said["done"])  # bytes of metrics.jsonl, or lines
+            said = _position(self._file)
+        self._done = said["done"]  # bytes of metrics.jsonl, or lines
         self._service = service(said["run"])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tracker {name}")
         if self._file is not None and said["run"] != self._service.run:
@@ -115,6 +116,16 @@ class Tracking:
         assert self._file is not None, "a run with a folder"
         said = {"run": self._service.run, "done": self._done}
         write_atomically(self._file, json.dumps(said).encode())
+
+
+def _position(file: Path) -> dict[str, Any]:
+    """What `Tracking` has written down; UserError where the file is damaged."""
+    advice = "remove it: the service then gets all lines again, as another run"
+    said = read_json_object(file, advice=advice)
+    run, done = said.get("run"), said.get("done")
+    if not (run is None or isinstance(run, str)) or not isinstance(done, int) or done < 0:
+        raise UserError(f"{file} is damaged; {advice}")
+    return {"run": run, "done": done}
 
 
 def trackings(

@@ -1,0 +1,210 @@
+"""Bounds of time and memory for chat templates: a budget of steps, as Jinja's sandbox has none.
+
+A template is somebody else's program. Every turn of a loop, call and operation takes steps from the
+budget of its rendering, and a long text or list takes more of them; what would make one that is too
+long is refused before it is made. The bounds count and do not measure: the same template ends the
+same way on every machine.
+"""
+
+import contextlib
+import contextvars
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MAX_SOURCE = 1 << 18  # bytes of a template; the longest published ones have 20 kB
+MAX_STEPS = 1_000_000  # some seconds; a conversation of a million characters takes a tenth
+_CHARACTERS = 64  # of a text, that take a step
+_MAX_LENGTH = 1 << 24  # characters of a text, items of a list
+_MAX_NUMBER = 100_000  # that is passed to a function; such as a width
+_MAX_BITS = 4096  # of a product or power
+_LONG_FORM = re.compile(r"[*]|\d{6}")  # a width in a format
+
+_left: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("steps", default=None)
+
+
+class BoundsError(ValueError):
+    """A template does more than the bounds allow."""
+
+
+@contextlib.contextmanager
+def budget() -> Iterator[None]:
+    """Within, templates of this thread may take MAX_STEPS steps in all."""
+    token = _left.set([MAX_STEPS])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _spend(steps: int) -> None:
+    left = _left.get()
+    if left is not None:
+        left[0] -= steps
+        if left[0] < 0:
+            raise BoundsError(f"it takes more than {MAX_STEPS:,} steps")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+
+
+def _spent(value: Any) -> Any:
+    """The value, its length taken from the budget."""
+    length = _length(value)
+    _refuse_length(length)
+    _spend(1 + (length // _CHARACTERS if isinstance(value, str) else length))
+    return value
+
+
+def _refuse_length(length: int) -> None:
+    if length > _MAX_LENGTH:
+        raise BoundsError(f"it makes a text or list of {length:,} characters or items")
+
+
+def _refuse_operands(operator: str, left: Any, right: Any) -> None:
+    """Refuse a binary operation that makes something long of short operands."""
+    match operator, left, right:
+        case "+", _, _:
+            _refuse_length(_length(left) + _length(right))
+        case "*", int(), int():
+            if left.bit_length() + right.bit_length() > _MAX_BITS:
+                raise BoundsError("it multiplies numbers that are too large")
+        case "*", (int() as count), many:
+            _refuse_length(count * _length(many))
+        case "*", many, (int() as count):
+            _refuse_length(count * _length(many))
+        case "**", int(), int():
+            if abs(left) > 1 and left.bit_length() * abs(right) > _MAX_BITS:
+                raise BoundsError("it raises a number to a power that is too large")
+        case "%", str(), _:
+            _refuse_form(left)
+
+
+def _refuse_form(form: str) -> None:
+    if _LONG_FORM.search(form):
+        raise BoundsError(f"it formats with {form[:40]!r}")
+
+
+def _refuse_arguments(function: Any, arguments: list[Any]) -> None:
+    """Refuse a call that makes something long of short arguments."""
+    own = getattr(function, "__self__", None)  # of a method: 'x'.join
+    own = getattr(
+        getattr(function, "__wrapped__", None), "__self__", own
+    )  # of the sandbox's format
+    name = getattr(function, "__name__", "")
+    parts = [own, *arguments] if isinstance(own, str) else arguments
+    for one in arguments:
+        if isinstance(one, int) and abs(one) > _MAX_NUMBER:
+            raise BoundsError(f"it calls {name} with {one}")
+    if name in ("format", "format_map", "do_format") and parts and isinstance(parts[0], str):
+        _refuse_form(parts[0])
+    if name in (
+        "replace",
+        "do_replace",
+        "join",
+        "do_join",
+        "sync_do_join",
+        "expandtabs",
+        "translate",
+    ):
+        longest = sorted(map(_length, parts))[-2:]
+        _refuse_length((longest[0] + 1) * (longest[-1] + 1))
+
+
+def bounded(sandbox: type) -> type:
+    """A class of environments with these bounds.
+
+    Args:
+      sandbox: a class of Jinja's sandboxed environments.
+    """
+    base: Any = sandbox
+
+    class Bounded(base):
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _refuse_operands(operator, left, right)
+            return _spent(super().call_binop(context, operator, left, right))
+
+        # Names that keyword arguments of a template's calls do not have, as Jinja has them.
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+            _refuse_arguments(__obj, [*args, *kwargs.values()])
+            return _spent(base.call(__self, __context, __obj, *args, **kwargs))
+
+    return Bounded
+
+
+def bound_filters(environment: Any) -> None:
+    """Put the bounds around an environment's filters, and remove what no chat template needs."""
+    environment.globals.pop("lipsum", None)
+    environment.filters.pop("urlize", None)
+    for name, function in environment.filters.items():
+        environment.filters[name] = _bounded_filter(function)
+
+
+def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # with what Jinja marks it by
+    def bounded_filter(*args: Any, **kwargs: Any) -> Any:
+        _refuse_arguments(function, [*args, *kwargs.values()])
+        return _spent(function(*args, **kwargs))
+
+    return bounded_filter
+
+
+def bounds_extension(base: type) -> type:
+    """A class of extensions whose methods the changed tree of `counted_tree` calls."""
+    of_extension: Any = base
+
+    class Bounds(of_extension):
+        tags = frozenset()
+
+        def tick(self, characters: int) -> str:
+            _spend(1 + characters // _CHARACTERS)
+            return ""
+
+        def concat(self, *parts: Any) -> str:
+            found = [str(part) for part in parts]
+            _refuse_length(sum(map(len, found)))
+            return _spent("".join(found))
+
+    return Bounds
+
+
+def written(value: Any) -> Any:
+    """What a template writes out, its length taken from the budget; Jinja's `finalize`."""
+    return _spent(value if isinstance(value, str) else str(value))
+
+
+def counted_tree(nodes: Any, visitor: Any, tree: Any, environment: Any) -> Any:
+    """A template's tree that counts each turn of a loop and each call of a block, and joins texts
+    within the bounds.
+
+    Args:
+      nodes, visitor: Jinja's modules.
+      tree: as `environment.parse` gives it.
+      environment: with the extension of `bounds_extension`.
+    """
+    bounds = next(x for x in environment.extensions.values() if hasattr(x, "concat"))
+
+    def call(name: str, arguments: list[Any], line: int) -> Any:
+        made = nodes.Call(bounds.attr(name), arguments, [], None, None)
+        return made.set_lineno(line)
+
+    class Counting(visitor.NodeTransformer):
+        def visit_Concat(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return call("concat", node.nodes, node.lineno)
+
+        def visit_For(self, node: Any) -> Any:
+            # Texts in it are written once a turn, without `finalize`.
+            texts = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
+            self.generic_visit(node)
+            tick = nodes.ExprStmt(call("tick", [nodes.Const(texts)], node.lineno))
+            node.body.insert(0, tick.set_lineno(node.lineno))
+            return node
+
+        visit_Macro = visit_CallBlock = visit_AssignBlock = visit_FilterBlock = visit_For
+
+    return Counting().visit(tree)
