@@ -51,7 +51,8 @@ def heldout_facts(
       fraction: its value.
       count: of all examples, those held out too.
       unit: what they are, such as "document".
-      each: what has at most so many, if one of each is held out, such as "class".
+      each: the group of which one example each is held out, such as "class"; it has at most
+        `count` examples.
     """
     of = f"{counted(count, unit)}" if each is None else f"at most {counted(count, unit)} a {each}"
     return {
@@ -72,25 +73,25 @@ def merged(facts: Mapping[str, Mapping[str, object]]) -> Facts:
         if values:
             found[name] = sum(value for value in values if isinstance(value, int))
     for name in SENTENCES:
-        told = [f"{source}: {one[name]}" for source, one in facts.items() if name in one]
-        if told:
-            found[name] = "; ".join(told)
+        lines = [f"{source}: {one[name]}" for source, one in facts.items() if name in one]
+        if lines:
+            found[name] = "; ".join(lines)
     return found
 
 
 def sentences(facts: Mapping[str, object]) -> list[str]:
-    """What people are told of these facts, a sentence each."""
-    told = []
+    """Return a message for each of these facts."""
+    messages = []
     if "files_left_out" in facts:
-        told.append(
+        messages.append(
             f"Left out {counted(_int(facts['files_left_out']), 'file')} next to the "
             f"{_int(facts['files']):,} that are read ({facts['endings_left_out']}): " + _way(facts)
         )
     if "first_bad_records" in facts:
         bad = counted(_int(facts["bad_records"]), "record")
-        told.append(f"Left out {bad}: {facts['first_bad_records']}")
+        messages.append(f"Left out {bad}: {facts['first_bad_records']}")
     whole = ("converted", "heldout_rule", "no_end_of_text")
-    return told + [str(facts[name]) for name in whole if name in facts]
+    return messages + [str(facts[name]) for name in whole if name in facts]
 
 
 def _way(facts: Mapping[str, object]) -> str:
