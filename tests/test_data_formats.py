@@ -1,6 +1,7 @@
 """Text in the formats that people have: a document a record, bad ones named by their place."""
 
 import csv
+import dataclasses
 import gzip
 import json
 import re
@@ -16,6 +17,7 @@ from tensorflow_datasets.proto import tf_example_generated_pb2 as protos
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text import columnar
 from jaxtrain.data.text.prepare import prepare
+from jaxtrain.data.text.saved_datasets import INFO_KEYS, STATE_KEYS
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.store import is_store
 
@@ -234,6 +236,20 @@ def test_every_key_of_a_saved_folder_is_read_or_rejected(tmp_path, name, changes
         assert documents(tmp_path / "one")[0] == TEXTS
     else:
         assert words in refusal(tmp_path / "one")
+
+
+def test_the_tables_know_every_key_of_the_installed_library(tmp_path):
+    """The fields of its DatasetInfo, and what it saves of a plain and of a shuffled dataset."""
+    datasets = pytest.importorskip("datasets")
+    assert {field.name for field in dataclasses.fields(datasets.DatasetInfo)} <= set(INFO_KEYS)
+    plain = datasets.Dataset.from_dict({"text": TEXTS})
+    plain.save_to_disk(tmp_path / "plain")
+    plain.shuffle(seed=1).save_to_disk(tmp_path / "shuffled")
+    for folder in ("plain", "shuffled"):
+        for file, table in (("state.json", STATE_KEYS), ("dataset_info.json", INFO_KEYS)):
+            assert set(json.loads((tmp_path / folder / file).read_text())) <= set(table)
+    assert documents(tmp_path / "plain")[0] == TEXTS
+    assert documents(tmp_path / "shuffled")[0] == plain.shuffle(seed=1)["text"][:]
 
 
 BAD = [
