@@ -14,7 +14,7 @@ def test_timeline_prints_the_figures_and_draws_the_schedule(tmp_path, capsys):
     out = capsys.readouterr().out
     # 2 (m + p - 1) ticks; (p - 1) / (m + p - 1) of them idle; 2 (p - rank) - 1 alive; three layers
     # on each stage.
-    assert all(word in out for word in ("22", "27.3%", "7 5 3 1", "3, 3, 3, 3"))
+    assert all(word in out for word in ("22", "27.3%", "7, 5, 3, 1", "3, 3, 3, 3"))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -56,7 +56,8 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
 )
 def test_output_files_are_refused_before_the_work(arguments, words, tmp_path, capsys):
     command, *option = (word.replace("FOLDER", str(tmp_path)) for word in arguments)
-    assert main([command, "no_such_config", *option]) == 2  # which would be said next
+    # The binding would be the next error.
+    assert main([command, "gpt2_124m", "-b", "Nothing.x = 1", *option]) == 2
     assert words.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -14,6 +14,7 @@ from jaxtrain.config.disks import FullDiskError, full_disk, room
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.appended import Appended
 from jaxtrain.run.metrics_file import MetricsFiles, read_lines
+from jaxtrain.training.objectives.yardstick import Yardstick
 
 ROOM = rf"{os.strerror(errno.EFBIG)}; [\d,]+ bytes are free there, of the [\d,]+ of the file system"
 
@@ -76,7 +77,7 @@ def test_pieces_that_find_no_room_wait_for_it_whole(tmp_path):
 def test_metrics_catch_up_when_there_is_room_again(tmp_path):
     line = {"loss": 1.0, "why": "w" * 40_000}
     with small_files(tmp_path) as limit:
-        files = MetricsFiles(tmp_path, 0, {})
+        files = MetricsFiles(tmp_path, 0, Yardstick())
         limit(True)
         for step in (1, 2, 3):
             files.write({"step": step, **line})

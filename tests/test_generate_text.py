@@ -158,7 +158,7 @@ def test_a_terminal_sees_the_text_while_it_is_written_and_a_pipe_the_same_text(
         ('{"promt": "a"}\n', "prompts.jsonl:1: no field 'prompt'; did you mean 'promt'?"),
         ('{"prompt": 1}\n', "prompts.jsonl:1: 'prompt' is 1; use a string"),
         ('{"prompt": ""}\n', "prompts.jsonl:1: 'prompt' is empty"),
-        (None, "name a file of JSON lines that can be read"),
+        (None, "use a file that can be read"),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused_by_its_line(run, tmp_path, capsys, content, words):

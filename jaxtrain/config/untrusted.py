@@ -72,7 +72,11 @@ def read_bounded(path: Place, *, named: str | None = None, limit: int = MAX_JSON
             content = path.read_bytes() if path.size() <= limit else None
     else:
         with open_regular(path, named=named) as stream:
-            content = stream.read(limit + 1)
+            # `read(limit)` allocates the limit, whatever the size; a file may also grow meanwhile.
+            size = min(os.fstat(stream.fileno()).st_size, limit)
+            content = stream.read(size + 1)
+            if len(content) > size:
+                content += stream.read(limit + 1 - len(content))
     if content is None or len(content) > limit:
         raise UserError(f"{named} is larger than {limit:,} bytes, which no such file is")
     return content

@@ -129,7 +129,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
             raise ValueError(f"it holds {dtype}, which is no type of tokens")
         sequences, documents = map(int, np.frombuffer(content, "<u8", 2, at + 9))
         at += 25
-        if len(content) != at + 12 * sequences + 8 * documents:
+        if len(content) < at + 12 * sequences + 8 * documents:
             raise ValueError(f"{len(content):,} bytes are not those of its {sequences:,} sequences")
         sizes = np.frombuffer(content, "<i4", sequences, at)
         pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
