@@ -79,6 +79,12 @@ def replaced(old, new):
     return edit
 
 
+def claims_long_data(content):
+    """A PNG whose data claim 2 GB."""
+    at = content.index(b"IDAT")
+    return content[: at - 4] + b"\x7f\xff\xff\xff" + content[at:]
+
+
 def bomb(_):
     """1 GB of zeros under the name x in 1 MB."""
     stream = io.BytesIO()
@@ -153,6 +159,10 @@ CASES = [
     ("vectors.npz", "a.npz", whole(b"PK\x05\x06" + bytes(18)), "no array 'x'"),
     ("sequences.npz", "a.npz", bomb, "more than 200 times as many"),
     ("vectors.csv", "a.csv", whole(b"\n"), "no row of numbers"),
+    ("sequences.ts", "a.ts", replaced(b"@data\n", b"@data\nb\n"), "a class and no values"),
+    ("model mixtral", CONFIG, put("num_local_experts", 2**31), "it is at most 10,000"),
+    ("image folder", "images/a/2.png", claims_long_data, "is no readable PNG or JPEG"),
+    ("saved images", "saved/state.json", put("_data_files", [0] * 2000), "and 1,980 more"),
     ("config.gin", "run.gin", replaced(b"base.gin", b"b" * 5000), "include 'bbb"),
     ("config.gin", "run.gin", replaced(b"20", bytes(5000)), "x00"),
     ("config.gin", "run.gin", replaced(b"20", b"(" * 5000), "nested too deep"),

@@ -50,6 +50,8 @@ class Nested:
     table: "KeyTable"
 
 
+_MOST_REASONS = 20  # of a message
+
 KeyTable = Mapping[str, Used | Irrelevant | Only | Nested]
 
 
@@ -107,6 +109,8 @@ def validate_keys(content: Mapping[str, Any], table: KeyTable, *, where: str) ->
     """
     reasons = list(unsupported(content, table))
     if reasons:
+        more = len(reasons) - _MOST_REASONS
+        reasons[_MOST_REASONS:] = [f"... and {more:,} more"] if more > 0 else []
         lines = "\n".join(f"  {reason}" for reason in reasons)
         raise UserError(f"{where} has what is not supported here:\n{lines}")
 

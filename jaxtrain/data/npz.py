@@ -17,7 +17,7 @@ from jaxtrain.config.untrusted import MalformedError, open_regular
 _SMALL_BYTES, _MOST_TIMES = 64 << 20, 200
 _ENCRYPTED = 1  # a bit of a member's flags
 _DAMAGE = (
-    ValueError, TypeError, OverflowError, EOFError, NotImplementedError, RuntimeError,
+    ValueError, TypeError, OverflowError, EOFError, NotImplementedError, RuntimeError, OSError,
     zipfile.BadZipFile, zlib.error, lzma.LZMAError,
 )  # fmt: skip
 

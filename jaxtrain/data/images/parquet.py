@@ -69,7 +69,7 @@ def _opened(path: Path) -> Any:
     parquet = arrow("pyarrow.parquet", path, _SETTING)
     try:
         return parquet.ParquetFile(path)
-    except (ValueError, OSError, NotImplementedError) as error:  # of pyarrow, all of them
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:  # of pyarrow, all
         raise _no_parquet(path, error) from error
 
 
@@ -85,7 +85,7 @@ def _unpack(path: Path, opened: Any, columns: list[str], file: Path) -> None:
             while True:
                 try:
                     batch = next(batches, None)
-                except (ValueError, OSError, NotImplementedError) as error:
+                except (ValueError, OSError, NotImplementedError, MemoryError) as error:
                     raise _no_parquet(path, error) from error
                 if batch is None:
                     break
@@ -94,5 +94,5 @@ def _unpack(path: Path, opened: Any, columns: list[str], file: Path) -> None:
 
 
 def _no_parquet(path: Path, error: Exception) -> UserError:
-    said = str(error).splitlines()[0]
+    said = (str(error).splitlines() or [type(error).__name__])[0]
     return UserError(f"{_SETTING}: {path} is no whole Parquet file ({said}); make it again")

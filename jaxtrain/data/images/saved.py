@@ -212,8 +212,8 @@ def _mapped(path: Path) -> Any:
 def _whole(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, OSError, NotImplementedError) as error:  # of pyarrow, all of them
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:  # of pyarrow, all
+        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{_SETTING}: {path} is no whole Arrow file ({str(error).splitlines()[0]}); save the "
-            "dataset again"
+            f"{_SETTING}: {path} is no whole Arrow file ({said}); save the dataset again"
         ) from error

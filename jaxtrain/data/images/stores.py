@@ -170,9 +170,10 @@ def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
     try:
         image = Image.open(file, formats=("PNG", "JPEG"))
         image.load()
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        # Pillow reports a damaged PNG chunk as a SyntaxError.
-        raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {error}") from error
+    except (OSError, SyntaxError, MemoryError, Image.DecompressionBombError) as error:
+        # Pillow reports a damaged PNG chunk as a SyntaxError, and allocates the length it claims.
+        said = str(error) or type(error).__name__
+        raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {said}") from error
     return image
 
 

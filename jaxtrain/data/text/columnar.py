@@ -117,8 +117,9 @@ def _whole(path: Place, kind: str) -> Iterator[None]:
     # ArrowInvalid is a ValueError, ArrowNotImplementedError a NotImplementedError.
     try:
         yield
-    except (ValueError, OSError, NotImplementedError) as error:
-        said = str(error).splitlines()[0]
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+        # A damaged length asks for more memory than there is.
+        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"TextData.source: {path} is no whole {kind} file ({said}); make it again, or remove "
             "it from the source"

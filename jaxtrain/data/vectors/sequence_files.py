@@ -142,6 +142,8 @@ def _is_true(values: list[str] | None) -> bool:
 
 def _of_parts(parts: list[str], where: str) -> np.ndarray:
     """One sequence [T, F], each feature's numbers behind each other."""
+    if not parts:
+        raise UserError(f"{where} has a class and no values; write VALUES:CLASS, or remove it")
     try:
         rows = [[float(value) for value in part.split(",")] for part in parts]
     except ValueError as error:

@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxtrain.config.values import LARGEST
 
-_MOST_LAYERS = 10_000
+_MOST_LISTED = 10_000
+_LISTED = ("layer", "layers", "experts")
 
 
 class Asked:
@@ -25,8 +26,9 @@ class Asked:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             return self._refuse(key, value, "a whole number", 1)
-        # Layers are listed one by one before anything else can tell that there are not as many.
-        most = _MOST_LAYERS if key.endswith(("layer", "layers")) else LARGEST
+        # Layers and experts are listed one by one before anything else can tell that there are not
+        # as many.
+        most = _MOST_LISTED if key.endswith(_LISTED) else LARGEST
         return value if abs(value) <= most else self._refuse(key, value, f"at most {most:,}", 1)
 
     def number(self, key: str, default: float | None = None) -> float:
