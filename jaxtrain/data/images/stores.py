@@ -170,8 +170,9 @@ def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
     try:
         image = Image.open(file, formats=("PNG", "JPEG"))
         image.load()
-    except (OSError, SyntaxError, MemoryError, Image.DecompressionBombError) as error:
-        # Pillow reports a damaged PNG chunk as a SyntaxError, and allocates the length it claims.
+    except (OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError) as error:
+        # Pillow reports a damaged PNG chunk as a SyntaxError or a ValueError, and allocates the
+        # length that one claims.
         said = str(error) or type(error).__name__
         raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {said}") from error
     return image

@@ -6,6 +6,7 @@ from typing import Any
 from jaxtrain.config.values import LARGEST
 
 _MOST_LISTED = 10_000
+_LONGEST = 80  # characters of a value in a message
 _LISTED = ("layer", "layers", "experts")
 
 
@@ -75,6 +76,8 @@ class Asked:
         return default if value is None else value
 
     def _refuse(self, key: str, value: Any, allowed: str, instead: Any) -> Any:
-        told = f"{key} is missing" if value is None else f"{key} = {value!r}"
-        self.refuse(f"{told}; here it is {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+        found = f"{key} is missing" if value is None else f"{key} = {shown}"
+        self.refuse(f"{found}; here it is {allowed}")
         return instead
