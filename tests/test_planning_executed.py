@@ -57,6 +57,8 @@ def sizes_of(draw, name):
         "predicted_tokens": draw(integers(1, 3)), "sliding_window": draw(integers(1, 15)),
         "state_dim": draw(integers(3, 8)),
     }  # fmt: skip
+    if name == "Mamba":  # of a narrower one the scan is most of the FLOPs
+        found |= {"embed_dim": 2 * draw(integers(8, 20))}
     if name == "Mamba2":
         found |= {"embed_dim": 8 * draw(integers(2, 5)), "head_dim": 8}
     own = {key: value for key, value in found.items() if key in known}
@@ -109,7 +111,10 @@ def test_closed_forms_are_the_traced_step(name, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=20, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 @given(data=st.data())
 def test_closed_forms_are_the_traced_step_of_every_model(name, data):
     compare(name, data.draw(sizes_of(name)))
