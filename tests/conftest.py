@@ -34,6 +34,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax  # noqa: E402 - after the flags
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from long_cases import LONG_CASES
 
 from jaxtrain.parallel.devices import offer_cpu_devices  # noqa: E402 - after the settings
@@ -55,6 +56,10 @@ from jaxtrain.training.optimizers.schedule import Schedule, make_schedule  # noq
 from jaxtrain.training.step import Program  # noqa: E402
 
 pytest_plugins = ["reporting"]
+
+# A busy machine draws examples slowly, and no test asserts a time.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
