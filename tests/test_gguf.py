@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from gguf_files import interleaved
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
@@ -64,18 +65,6 @@ def gguf(said: dict, tensors: dict[str, tuple[tuple[int, ...], int, bytes]]) -> 
         head += text(name) + sizes + struct.pack("<IQ", kind, len(body))
         body += content + b"\0" * (-len(content) % 32)
     return head + b"\0" * (-len(head) % 32) + body
-
-
-def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """As the format keeps queries and keys: row 2i + s of a head was row s H/2 + i."""
-    H = len(rows) // heads
-    found = np.empty_like(rows)
-    for head in range(heads):
-        for pair in range(H // 2):
-            for side in range(2):
-                there, here = head * H + 2 * pair + side, head * H + side * (H // 2) + pair
-                found[there] = rows[here]
-    return found
 
 
 # -- numbers -----------------------------------------------------------------------------------

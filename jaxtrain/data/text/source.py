@@ -330,7 +330,7 @@ class TextData:
         return Dataset(fitted, held, made, facts, tokenizer, "tokens")
 
     def _heldout_rule(self, count: int) -> dict[str, int | str]:
-        """The fact that of so many documents the last is held out, where the fraction has none."""
+        """Return the fact that the last document is held out, if the fraction selects none."""
         if count < 2 or is_heldout(count, self.heldout_fraction).any():
             return {}
         setting = "TextData.heldout_fraction"

@@ -192,8 +192,8 @@ class _Reader:
 
     def _refuse(self, key: str, allowed: str) -> None:
         value = self.content.get(key)
-        told = f"{key} is missing" if value is None else f"{key} = {value!r}"
-        self.reasons.append(f"{told}; here it is {allowed}")
+        found = f"{key} is missing" if value is None else f"{key} = {value!r}"
+        self.reasons.append(f"{found}; here it is {allowed}")
 
 
 def _is_number(value: Any) -> bool:
