@@ -35,7 +35,6 @@ import jax  # noqa: E402 - after the flags
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from long_cases import LONG_CASES
 
 from jaxtrain.parallel.devices import offer_cpu_devices  # noqa: E402 - after the settings
 
@@ -76,17 +75,23 @@ LONG_FILES = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first (xdist keeps the order with --no-loadscope-reorder); long cases are slow."""
-    found: dict[str, set[str]] = {}
+    """Long files first (xdist keeps the order with --no-loadscope-reorder); mark slow cases."""
+    found: dict[str, set[str]] = {}  # test function -> its cases
+    named: dict[str, set[str]] = {}  # ... and those that its marker names
     for item in items:
-        found.setdefault(item.path.stem, set()).add(item.name)
-        if item.name in LONG_CASES.get(item.path.stem, ()):
-            item.add_marker(pytest.mark.slow)
-    if not any("::" in argument for argument in config.args):
-        for file, cases in LONG_CASES.items():
-            gone = cases - found.get(file, cases)
-            if gone or not Path(__file__).with_name(f"{file}.py").exists():
-                raise pytest.UsageError(f"long_cases.py names what {file}.py has not: {gone}")
+        function, _, case = item.nodeid.partition("[")
+        found.setdefault(function, set()).add(case.removesuffix("]"))
+        for marker in item.iter_markers("slow_cases"):
+            named.setdefault(function, set()).update(marker.args)
+            if case.removesuffix("]") in marker.args:
+                item.add_marker(pytest.mark.slow)
+    gone = {
+        function: cases - found[function]
+        for function, cases in named.items()
+        if cases - found[function]
+    }
+    if gone and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_cases names cases that do not exist: {gone}")
     place = {name: number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -29,6 +29,7 @@ print(len(found), found[0].device_kind)
 """
 
 
+@pytest.mark.slow_cases("beside a GPU")
 @needs_libtpu
 @pytest.mark.parametrize(
     ("code", "said"),

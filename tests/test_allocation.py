@@ -96,6 +96,7 @@ def test_what_is_freed_is_kept_unless_the_environment_chose():
     assert min(plain["faults"]) > plain["pages"] / 2
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_a_program_takes_next_to_no_fresh_pages():
     found, _ = run(PRODUCTS, 12, 1024, 150)

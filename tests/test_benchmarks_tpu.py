@@ -53,6 +53,7 @@ def test_products_of_a_loop_count_as_often_as_it_turns() -> None:
     assert (few.waits, few.kernels) == (0, 0)
 
 
+@pytest.mark.slow_cases("7x", "v4", "v5p")
 @pytest.mark.parametrize("name", PEAK)
 def test_a_large_product_takes_about_what_the_data_sheets_promise(name: str) -> None:
     """The clock that the published peak and the matrix units' size make."""
@@ -121,6 +122,7 @@ def of_two_gathered_weights(name: str, *, ours: bool = False) -> tuple[Scheduled
     return step, layers, embed * mlp
 
 
+@pytest.mark.slow_cases("v6e:2x2-2")
 @pytest.mark.parametrize(("name", "waits"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 2)])
 def test_a_gather_inside_a_product_is_not_waited_for(name: str, waits: int) -> None:
     """On v5e the second weight is gathered while the first one is multiplied, which libtpu does
@@ -130,6 +132,7 @@ def test_a_gather_inside_a_product_is_not_waited_for(name: str, waits: int) -> N
     assert step.waits_bytes == waits * layers * elements * 2
 
 
+@pytest.mark.slow_cases("v5p:2x2x2", "v6e:2x2", "v6e:4x4")
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:4x4"])
 def test_with_our_options_products_run_beside_gathers(name: str) -> None:
     """SparseCores gather the second weight beside the first one's product; the first is wanted at

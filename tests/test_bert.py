@@ -51,6 +51,7 @@ def pair_of(sizes: BERT):
     return Pair(sizes, draw(transformers.BertForMaskedLM(config)), "bert")
 
 
+@pytest.mark.slow_cases("small")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]
@@ -83,6 +84,7 @@ def one_device():
     return batch, evaluate(make_program(ON_MESH, make_layout()), batch)
 
 
+@pytest.mark.slow_cases("context_sequence_parallel", "tensor_chunks")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

@@ -204,6 +204,7 @@ def copied(gcs, in_bucket):
     return "gs://copy/first"
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_used(gcs, copied, tiny_config):
     victim = next(n for n in gcs.names("copy", "first/checkpoints/4/") if "/d/" in n)
     gcs.put("copy", victim, gcs.read("copy", victim)[:-1] + b"?")
@@ -226,6 +227,7 @@ def test_what_a_killed_save_left_is_removed(gcs, copied, local):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_lost_costs_nothing_that_was_saved(gcs, copied, tiny_config, capsys):
     """From the moment the checkpoint of step 6 is begun, nothing can be written any more."""
     lost = []
@@ -248,6 +250,7 @@ def test_a_bucket_that_is_lost_costs_nothing_that_was_saved(gcs, copied, tiny_co
     assert "Going on from the checkpoint of step 4" in told
 
 
+@pytest.mark.slow
 def test_a_trainer_of_its_own_keeps_its_run_in_a_bucket(gcs, local):
     gcs.buckets["notebook"] = {}
     config = load_config(local / "config.gin", ["Train.steps = 2"])

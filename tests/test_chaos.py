@@ -60,6 +60,7 @@ def secret_is_kept(runs, folder):
     assert [one for one in files if token in one.read_bytes()] == [file]
 
 
+@pytest.mark.slow_cases("17-1")
 @pytest.mark.parametrize(
     ("seed", "count"),
     # Every change: a notice to process 1 alone, upon which both save the same step and go on later.

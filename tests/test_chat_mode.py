@@ -147,6 +147,7 @@ def test_the_oldest_turns_go_where_the_context_ends(trainer):
         chat.answer("What is the answer? " * 50)
 
 
+@pytest.mark.slow
 def test_a_model_of_bytes_learns_turns_and_talks(tmp_path, monkeypatch, capsys):
     source = write_lines(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks(40)])
     run = str(tmp_path / "run")

@@ -149,6 +149,7 @@ def test_a_warm_up_longer_than_the_run_is_said_and_taken(tiny_config, tmp_path, 
     np.testing.assert_allclose(rates, [0.01 / 8, 0.02 / 8], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_imported_model_is_evaluated_and_repeated(
     tiny_config, tmp_path, capsys, monkeypatch
 ):
@@ -483,6 +484,7 @@ def test_an_interrupt_outside_a_run_is_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "jaxtrain: interrupted by Ctrl-C\n"
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_saves_and_says_so(tiny_config, tmp_path):
     process = start("train", str(tiny_config), "--workdir", str(tmp_path), "--simulate-devices",
                     "8", "-b", "Train.steps = 100000", "-b", "Train.log_every = 1")  # fmt: skip
@@ -502,6 +504,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_says_so(tiny_config,
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_saves_and_exits_with_75(tiny_config, tmp_path):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

@@ -102,6 +102,7 @@ CASES: dict = {
 }
 
 
+@pytest.mark.slow_cases("gru")
 @pytest.mark.parametrize(
     "case",
     ["vectors", "gru", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bert", "vit"))],

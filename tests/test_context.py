@@ -108,6 +108,7 @@ def assert_close(found, expected, *, atol: float = 5e-6) -> None:  # noqa: ANN00
 MESHES = {2: {"context": 2, "data": 2}, 4: {"context": 4, "tensor": 2}, 8: {"context": 8}}
 
 
+@pytest.mark.slow_cases("documents-4-ring", "window-both-ways-4-ring")
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     ("case", "c"),

@@ -84,6 +84,7 @@ STEPS = {
 SLOW = ("llama-ring", "llama-sequence", "gpt-fsdp")
 
 
+@pytest.mark.slow_cases("gpt-sequence", "llama-data", "llama-ulysses")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in STEPS],
@@ -98,6 +99,7 @@ def test_loss_and_gradients_equal_one_device(case: str, capfd) -> None:  # noqa:
     assert_equal(found, expected)
 
 
+@pytest.mark.slow_cases("ulysses")
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_a_step_gathers_no_activations_over_context(method: str) -> None:
     execution = Execution(kernel="reference", context_parallel=method)

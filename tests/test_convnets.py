@@ -173,6 +173,7 @@ def test_groups_that_do_not_divide_or_do_nothing_are_refused(wrong, message):
     assert VGG(norm="group").norm_groups is None  # 32 divide all of the published channels
 
 
+@pytest.mark.slow_cases("alexnet", "vgg11")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n == "vgg11_group" else n for n in NETWORKS],
@@ -261,6 +262,11 @@ ON_MESHES = {
 }
 
 
+@pytest.mark.slow_cases(
+    "alexnet-{'data': 2, 'tensor': 4, 'zero': 1}",
+    "vgg-{'data': 8}",
+    "vgg-{'fsdp': 2, 'tensor': 4, 'zero': 2}",
+)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

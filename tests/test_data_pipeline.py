@@ -258,6 +258,7 @@ print("ROWS", rows.tolist())
 """
 
 
+@pytest.mark.slow_cases('P("fsdp", "data")-rows2', 'P(("data", "fsdp"))-rows0')
 @pytest.mark.parametrize(
     ("spec", "rows"),
     [

@@ -99,6 +99,7 @@ def test_two_slurm_tasks_join_and_sigterm_stays_with_the_program(tmp_path):
             assert process.end() == 0, process.log()
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_jax_leaves_time_to_say_who_was_lost(tmp_path, victim):
     with two_tasks(tmp_path) as processes:

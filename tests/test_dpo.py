@@ -215,6 +215,7 @@ def one_device():
     return evaluate(make_program(GPT2, make_layout(), objective=DPO(beta=0.2)), some_pairs())
 
 
+@pytest.mark.slow_cases("context")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

@@ -154,6 +154,7 @@ def torch_pair(sizes: Transformer) -> TorchPair:
     return TorchPair(sizes, theirs, "none")
 
 
+@pytest.mark.slow_cases("pre_one_head")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_pytorch(name):
     sizes = SHAPES[name]
@@ -211,6 +212,15 @@ def one_device():
     return batch, found
 
 
+@pytest.mark.slow_cases(
+    "pipe_gpipe",
+    "pipe_interleaved_residuals",
+    "pipe_of_four",
+    "pipe_tied_zero3",
+    "zero1_blocked",
+    "zero2_sequence_parallel_remat",
+    "zero3_accumulation",
+)
 @pytest.mark.parametrize(
     ("name", "layout", "changes"),
     [
@@ -284,6 +294,7 @@ def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
     assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
 
 
+@pytest.mark.slow_cases("transformer")
 @pytest.mark.parametrize("name", ["transformer", "seq2seq"])
 def test_of_several_answers_the_one_that_greedy_decoding_tells_is_a_match(name):
     """Token for token: each row's answers are compared with what the model writes by itself. A row

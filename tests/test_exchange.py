@@ -112,6 +112,7 @@ def alone(state, batches, replica: int, replicas: int):
 # -- local SGD ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("{'data': 4, 'fsdp': 2}")
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -162,6 +162,7 @@ def test_small_numbers_beside_large_ones_only_arrive_with_error_feedback():
 LAYOUTS = [{"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}]
 
 
+@pytest.mark.slow_cases("{'data': 4, 'fsdp': 2}")
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_sending_every_entry_is_the_synchronous_step(sizes):
     params, metrics = synchronous()
@@ -173,6 +174,7 @@ def test_sending_every_entry_is_the_synchronous_step(sizes):
     assert all((x == 0).all() for x in values(state.exchange))
 
 
+@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'tensor': 2, 'zero': 2}")
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_int8_is_the_synchronous_step_to_its_rounding(sizes):
     params, metrics = synchronous()

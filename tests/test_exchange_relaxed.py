@@ -146,6 +146,7 @@ def narrow_bytes(r: int) -> int:
     return 4 * (layers * r * (qkv + out + up + down) + r * tables + vectors)
 
 
+@pytest.mark.slow_cases("power_sgd")
 @pytest.mark.parametrize(
     "method", ["sign_sgd", "power_sgd", pytest.param("gossip", marks=pytest.mark.slow)]
 )

@@ -142,7 +142,11 @@ def loop(method: Exchange, steps: int):
 @pytest.mark.parametrize(
     ("sizes", "method"),
     [
-        ({"data": 4}, DiLoCo(period=5, fragments=2, delay=3, mixing=0.25)),
+        pytest.param(
+            {"data": 4},
+            DiLoCo(period=5, fragments=2, delay=3, mixing=0.25),
+            marks=pytest.mark.slow,
+        ),
         # A fragment a step, in no branch; three that no dimension divides by.
         pytest.param({"data": 4}, DiLoCo(period=3, fragments=3, delay=1), marks=pytest.mark.slow),
         pytest.param(

@@ -62,6 +62,7 @@ def shard_sizes(sizes: dict[str, int], part: str = "params") -> list[int]:
 MESHES = [{"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
+@pytest.mark.slow_cases("diloco-{'data': 2, 'fsdp': 2, 'tensor': 2}", "local_sgd-{'data': 4}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_the_inner_step_moves_nothing_over_data(method, sizes):
@@ -78,6 +79,7 @@ def test_the_inner_step_moves_nothing_over_data(method, sizes):
     assert 4 * numbers <= payload <= 4 * numbers + SCALARS
 
 
+@pytest.mark.slow_cases("{'data': 4}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_gossip_permutes_with_its_neighbours_and_nothing_else(sizes):
     found = over_data(sizes, "gossip")
@@ -94,6 +96,7 @@ def by_kind(found: list[Collective]) -> dict[tuple[str, str], int]:
     return total
 
 
+@pytest.mark.slow_cases("{'data': 4}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_int8_moves_a_byte_a_number_each_way(sizes):
     k, found = sizes["data"], by_kind(over_data(sizes, "int8"))
@@ -109,6 +112,7 @@ def test_int8_moves_a_byte_a_number_each_way(sizes):
     assert sum(found.values()) <= SCALARS
 
 
+@pytest.mark.slow_cases("{'data': 4}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_top_k_moves_values_and_places_of_what_it_keeps(sizes):
     k, found = sizes["data"], by_kind(over_data(sizes, "top_k"))

@@ -63,6 +63,7 @@ MESHES = {
 QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 
 
+@pytest.mark.slow_cases("zero bubble, residuals")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
 )

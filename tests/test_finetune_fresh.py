@@ -37,6 +37,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow_cases("tensor")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_named_parts_are_drawn_and_the_others_are_the_runs(mesh, source, tiny_config):
     folder, weights = source

@@ -187,6 +187,7 @@ def test_products_of_experts_are_within_the_error_of_their_operands(slots):
         assert error.max() > 1e-3 * np.abs(exact).max()
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("capacity_factor", [None, 2.0])
 def test_experts_on_a_mesh_are_those_of_one_device(capacity_factor):
     """One element is far larger than all others: scales of parts would be other scales."""

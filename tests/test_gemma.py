@@ -85,12 +85,14 @@ def pair_of(sizes: Any):
     return Pair(sizes, draw(model, scales=()), model_type)
 
 
+@pytest.mark.slow_cases("gemma2 all heads", "gemma2 odd", "gemma3 all heads")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]
     pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
 
 
+@pytest.mark.slow_cases("gemma", "gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thirty_steps_have_the_losses_of_transformers(family):
     sizes = SHAPES[family]
@@ -136,6 +138,15 @@ SEQUENCE = {"fsdp": 2, "tensor": 2, "sequence_parallel": True}, {}
 ZERO_BUBBLE = {"pipe": 2}, {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2)}
 
 
+@pytest.mark.slow_cases(
+    "gemma-context_tensor_chunks",
+    "gemma2-context_tensor_chunks",
+    "gemma2-pipe",
+    "gemma2-sequence_parallel",
+    "gemma2-zero_bubble",
+    "gemma3-pipe",
+    "gemma3-zero_bubble",
+)
 @pytest.mark.parametrize(
     ("one_device", "mesh"),
     [

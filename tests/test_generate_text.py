@@ -169,6 +169,7 @@ def test_a_file_that_holds_no_prompts_is_refused_by_its_line(run, tmp_path, caps
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow_cases("itself")
 @pytest.mark.parametrize("draft", ["lookup", "itself"])
 def test_guesses_change_no_greedy_answer_and_are_counted(run, capsys, draft):
     assert generate(run, "--prompt", "def ", "--max-new-tokens", "16") == 0

@@ -117,6 +117,7 @@ def ours(trainer, prompts, sampling, ends=(END,)):
     )  # fmt: skip
 
 
+@pytest.mark.slow_cases("mixtral")
 def test_greedy_of_a_padded_batch_and_the_log_probabilities(pair):
     there, trainer = pair
     expected, logits = theirs(there, PROMPTS)

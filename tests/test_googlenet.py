@@ -114,6 +114,7 @@ def twin(torch, sizes):
 OFF = {"dropout": 0.0, "auxiliary_dropout": 0.0}
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize(
     ("sizes", "side", "seed"),
     [
@@ -174,6 +175,7 @@ def test_flops_are_those_of_the_torch_network_and_parameters_the_published_ones(
     assert sum(count.values()) - count["heads"] == 6_998_552
 
 
+@pytest.mark.slow_cases("{'fsdp': 2, 'tensor': 4, 'zero': 3}")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -61,12 +61,14 @@ def pair_of(sizes: GPTOSS):
     return Pair(sizes, draw(transformers.GptOssForCausalLM(config)), "gpt_oss")
 
 
+@pytest.mark.slow_cases("all_heads", "odd")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]
     pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = SMALL
     pair_of(sizes).train([text_batch(rows=4, length=16, vocab_size=sizes.vocab_size, documents=1)])
@@ -110,6 +112,7 @@ def one_device():
     return of
 
 
+@pytest.mark.slow_cases("capacity", "context_sequence_parallel", "expert_tensor", "pipe")
 @pytest.mark.parametrize(
     ("changes", "layout", "more"),
     [

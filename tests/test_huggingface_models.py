@@ -232,6 +232,7 @@ def from_pretrained(folder: Path) -> torch.nn.Module:
     return getattr(transformers, name).from_pretrained(folder, dtype="float32").eval()
 
 
+@pytest.mark.slow_cases("gpt-oss", "llama", "mistral", "qwen2", "qwen3-moe", "roberta-odd")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in ALWAYS else pytest.mark.slow) for c in CASES],
@@ -405,6 +406,7 @@ def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_
 # -- how it is read --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("Mesh.data=8")
 @pytest.mark.parametrize("mesh", ["Mesh.fsdp=8", "Mesh.data=8"])
 def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, mesh):
     """Beside what stays on the devices; each layer's matrices are one parameter here."""

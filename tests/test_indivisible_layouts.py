@@ -75,6 +75,7 @@ def test_six_devices_of_fsdp_share_what_two_of_them_divide(devices, one_device):
     assert "2 parts, each on 3 devices" in note
 
 
+@pytest.mark.slow
 def test_three_stages_of_a_table_that_three_do_not_divide(devices, one_device):
     config = config_of(zero=1, pipe=3, fsdp=2)
     whole = layout(config, devices[:6])
@@ -102,6 +103,7 @@ ODD = {
 SMOOTH = Loss(z_weight=0.1, label_smoothing=0.1)
 
 
+@pytest.mark.slow_cases("bert-mesh1-changes1")
 @pytest.mark.parametrize(
     ("name", "mesh", "changes"),
     [

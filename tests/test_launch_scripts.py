@@ -77,6 +77,9 @@ SEEN_THROUGH = {
 }
 
 
+@pytest.mark.slow_cases(
+    "watch -- train gpt2_124m -b Train.data = @TextData() -b TextData.source='a b'-answers14-10"
+)
 @pytest.mark.parametrize(
     ("words", "answers", "calls"),
     [

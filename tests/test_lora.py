@@ -109,6 +109,7 @@ MESHES = {
 QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 
 
+@pytest.mark.slow_cases("zero 2, microbatches", "zero bubble, residuals")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
 )

@@ -103,6 +103,7 @@ def program_on(layout, **changes):
     return make_program(MODELS["llama"], layout, tuning=Begun(**vars(made)), **changes)
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("collective_matmul", [False, True])
 def test_any_mesh_and_accumulation_drop_the_same(collective_matmul):
     layout = make_layout(

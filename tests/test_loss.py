@@ -147,6 +147,7 @@ def whole():
     return gradients_on(make_layout(), Loss(z_weight=1e-3, label_smoothing=0.1))
 
 
+@pytest.mark.slow_cases("1-1", "4-2")
 @pytest.mark.parametrize(("chunk_size", "devices"), [(1, 1), (4, 1), (12, 1), (4, 2)])
 def test_chunked_equals_whole(whole, chunk_size, devices):
     settings = Loss(chunk_size=chunk_size, z_weight=1e-3, label_smoothing=0.1)

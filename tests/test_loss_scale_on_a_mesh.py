@@ -15,6 +15,7 @@ from jaxtrain.training.compiled_step import CompiledStep
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_length=8)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("zero", [3, 1])
 def test_an_overflow_of_one_device_skips_the_step_on_all(zero):
     """Targets count in one device's rows alone: the others' gradients are zeros, at any scale."""

@@ -210,6 +210,13 @@ def one_device(name):
     return evaluate(make_program(MODELS[name], make_layout()), BATCH)
 
 
+@pytest.mark.slow_cases(
+    "capacity-expert_hsdp",
+    "capacity-expert_tensor_sequence",
+    "dropless-expert8",
+    "dropless-expert_hsdp_zero2",
+    "dropless-expert_tensor",
+)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     expected = one_device(name)
@@ -288,6 +295,7 @@ def test_experts_inside_the_stages_of_a_pipeline(name):
 # -- memory and traffic ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("capacity")
 @pytest.mark.parametrize("name", MODELS)
 def test_two_exchanges_of_the_closed_form_and_each_rank_its_experts(name):
     ranks, rows, T, k, D_ = 4, 16, 16, 2, 32

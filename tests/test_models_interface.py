@@ -135,6 +135,7 @@ def test_a_role_is_kept_in_a_stack_and_a_wrong_one_refused():
         param(jax.random.key(0), (2,), ("vector",), normal(1.0), role="ouput")
 
 
+@pytest.mark.slow_cases("DeepSeek")
 @pytest.mark.parametrize("name", TEXT)
 def test_attention_looks_where_the_facts_say(name):
     """Which inputs a hidden state of a one-layer model depends on, by its gradient."""

@@ -288,6 +288,7 @@ def test_every_rule_keeps_its_moments_in_the_dtype_asked_for(name):
         )
 
 
+@pytest.mark.slow_cases("{'pipe': 2, 'fsdp': 2}")
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -137,6 +137,7 @@ def never_offloaded(zero: int) -> tuple[Any, list[float]]:
     return trained(make_program(None, zero))
 
 
+@pytest.mark.slow_cases("offload0-3")
 @pytest.mark.parametrize(
     ("offload", "zero"),
     [(BOTH, 3), pytest.param(BOTH, 1, marks=pytest.mark.slow),

@@ -417,6 +417,7 @@ def on_one_device(name, names):
 MESHES = [{"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2}, {"pipe": 2, "fsdp": 2, "tensor": 2}]
 
 
+@pytest.mark.slow_cases("adam8bit-{'fsdp': 8}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 # Of the others: tests/test_optimizer_preconditioned.py.
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("shampoo", "soap")])
@@ -472,6 +473,7 @@ BATCH = text_batch(rows=8, length=8, vocab_size=32)
 QUICK = ("adamw", "sgd", "adafactor", "muon", "schedule_free", "adam8bit", "soap", "sophia_g")
 
 
+@pytest.mark.slow_cases("adam8bit", "muon", "schedule_free", "sgd", "soap", "sophia_g")
 @pytest.mark.parametrize(
     "name",
     [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in rules()],
@@ -535,6 +537,7 @@ def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
 STAGES = [("adafactor", 3), ("muon", 2), ("schedule_free", 1)]
 
 
+@pytest.mark.slow_cases("muon-2", "schedule_free-1")
 @pytest.mark.parametrize(("name", "zero"), STAGES)
 def test_losses_and_evaluation_on_a_mesh_are_those_of_one_device(name, zero):
     def losses(**sizes):

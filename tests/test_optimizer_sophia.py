@@ -145,6 +145,7 @@ def test_drawn_targets_are_as_likely_as_the_model_says(one_device):
         assert (np.abs(share - likely[..., token]) < 5 * error + 1e-9).all()
 
 
+@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'zero': 2}")
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "zero": 2}], ids=str
 )

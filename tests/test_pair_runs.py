@@ -84,6 +84,7 @@ def told_whole(trainer, source: list[int], count: int) -> list[int]:
     return tokens[1:]
 
 
+@pytest.mark.slow_cases("seq2seq")
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_decoding_tells_what_uncached_does(runs, name):
     trainer, sources = runs[name], [list(b"123+456"), list(b"1"), list(b"9+9")]
@@ -138,6 +139,7 @@ def test_a_stop_string_ends_a_target_before_it(runs):
         trainer.answers(sources, stop=[""])
 
 
+@pytest.mark.slow
 def test_a_plan_knows_the_step(tmp_path):
     file = tmp_path / "plan.json"
     made = plan(config_of("transformer", "Mesh.simulated_devices = 8"), target="cpu:8")

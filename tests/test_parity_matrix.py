@@ -54,6 +54,9 @@ def one_device(model):
     return evaluate(make_program(MODELS[model], make_layout()), BATCH)
 
 
+@pytest.mark.slow_cases(
+    "context", "context_tensor", "data_context", "fsdp_context", "pipe_context", "pipe_expert"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_one_device(case):
     model, sizes, changes = CASES[case]

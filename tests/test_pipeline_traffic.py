@@ -30,6 +30,7 @@ MODEL = Llama(
 )  # fmt: skip
 
 
+@pytest.mark.slow_cases("1f1b", "gpipe")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_each_boundary_carries_each_microbatch_once_each_way(schedule):
     table = make_schedule(schedule, ranks=RANKS, microbatches=MICROBATCHES)
@@ -135,6 +136,7 @@ RINGS = {
 }
 
 
+@pytest.mark.slow_cases("1f1b")
 @pytest.mark.parametrize("name", RINGS)
 def test_a_ring_inside_stages_moves_what_the_textbook_says(name):
     """Of the microbatches; what ranks without one do with the others lies in the bubble."""

@@ -72,6 +72,7 @@ def test_fixes_fit_load_and_come_cheapest_first():
         assert all(f'-b "{binding}"' in fix.sentence for binding in fix.bindings)
 
 
+@pytest.mark.slow
 def test_where_one_change_is_not_enough_several_are_combined():
     """The state of 1.2 billion parameters is too much, and so are the inputs of 16 layers for 64
     rows."""

@@ -81,6 +81,7 @@ def test_an_axis_of_minus_one_is_planned_as_what_is_left(axis, more):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("search", [False, True])
 def test_where_no_compiler_is_installed_the_plan_is_an_estimate_that_says_so(search):
     """No plugin of JAX's compiles for AMD's GPUs, so that this is the same on every machine."""

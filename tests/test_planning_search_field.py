@@ -77,6 +77,7 @@ def test_what_the_prediction_cannot_tell_apart_shares_a_rank_the_smallest_first(
     assert [one.rank for one in numbered([found[4], found[0], found[1]])] == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_ways_out_are_true():
     """The settings that it names make the layout fit, and as many devices as it says do."""
     config = load_config("llama_1b", ["Train.global_batch_size=8", "Llama.num_layers=12"])

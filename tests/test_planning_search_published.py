@@ -5,6 +5,7 @@ import pytest
 from benchmarks.searches import CASES, searched
 
 
+@pytest.mark.slow_cases("70B on 64 H100")
 @pytest.mark.parametrize(
     "case",
     [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])],

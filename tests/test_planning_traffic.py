@@ -108,27 +108,12 @@ ULYSSES = Attention(kernel="reference", context_parallel="ulysses")
 
 # The configuration, and the forms that the compiler chooses.
 OWN = {
-    "data x tensor, tied": (config_of(tied(LLAMA8), {"data": 2, "tensor": 4}), set()),
     "fsdp x tensor, accumulation, full, chunks": (
         config_of(
             LLAMA8, {"fsdp": 2, "tensor": 4}, rows=16, accumulation=2, remat=FULL,
             loss=Loss(chunk_size=32),
         ),
         {WHOLE},
-    ),
-    "fsdp x tensor, sequence parallel, named": (
-        config_of(
-            LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=Sharding(sequence_parallel=True),
-            remat=dataclasses.replace(FULL, save=("attention_out",), offload=("mlp_up",)),
-        ),
-        {WHOLE},
-    ),
-    "sequence parallel, chunks": (
-        config_of(
-            LLAMA8, {"tensor": 8}, sharding=Sharding(sequence_parallel=True),
-            loss=Loss(chunk_size=32),
-        ),
-        set(),
     ),
     "sequence parallel, learned positions, elementwise again": (
         config_of(
@@ -145,6 +130,33 @@ OWN = {
         {WHOLE},
     ),
     "fsdp, tied, chunks": (config_of(tied(LLAMA), {"fsdp": 8}, loss=Loss(chunk_size=32)), set()),
+    "local, hsdp, accumulation": (
+        config_of(
+            LLAMA, {"data": 2, "fsdp": 4}, rows=16, accumulation=2,
+            sharding=Sharding(accumulate="local"),
+        ),
+        set(),
+    ),
+    "pipe x fsdp, pairs": (
+        of_pairs("Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4"), {WHOLE},
+    ),
+}  # fmt: skip
+SLOW = {
+    "data x tensor, tied": (config_of(tied(LLAMA8), {"data": 2, "tensor": 4}), set()),
+    "fsdp x tensor, sequence parallel, named": (
+        config_of(
+            LLAMA8, {"fsdp": 2, "tensor": 4}, sharding=Sharding(sequence_parallel=True),
+            remat=dataclasses.replace(FULL, save=("attention_out",), offload=("mlp_up",)),
+        ),
+        {WHOLE},
+    ),
+    "sequence parallel, chunks": (
+        config_of(
+            LLAMA8, {"tensor": 8}, sharding=Sharding(sequence_parallel=True),
+            loss=Loss(chunk_size=32),
+        ),
+        set(),
+    ),
     "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
     "ring, layers of two kinds": (config_of(GEMMA3, {"context": 4, "data": 2}, length=256), set()),
     "ulysses, full": (
@@ -155,13 +167,6 @@ OWN = {
     ),
     "accumulation x fsdp x context, ring": (
         config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256, rows=16, accumulation=2), {WHOLE},
-    ),
-    "local, hsdp, accumulation": (
-        config_of(
-            LLAMA, {"data": 2, "fsdp": 4}, rows=16, accumulation=2,
-            sharding=Sharding(accumulate="local"),
-        ),
-        set(),
     ),
     "expert": (config_of(MIXTRAL, {"expert": 4, "data": 2}), set()),
     "pipe x data, 1f1b": (
@@ -182,11 +187,6 @@ OWN = {
         ),
         {WHOLE},
     ),
-    "pipe x fsdp, pairs": (
-        of_pairs("Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4"), {WHOLE},
-    ),
-}  # fmt: skip
-SLOW = {
     "pipe x fsdp x tensor, full": (
         config_of(
             deep(LLAMA), {"pipe": 2, "fsdp": 2, "tensor": 2}, rows=16, remat=FULL,
@@ -487,8 +487,9 @@ def test_gradients_cross_context_and_expert_once_whatever_the_number_of_microbat
 
 
 # The modes that test_traffic.py holds to its own closed forms, the compiled programs shared.
+@pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("name", test_traffic.CASES)
+@pytest.mark.parametrize("name", MODES)
 def test_the_modes_of_test_traffic(name):
     mode = MODES[name]
     sizes = dict(mode.layout)

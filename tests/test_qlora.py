@@ -132,6 +132,7 @@ MESHES = {
 QUICK = ("zero 3", "1f1b, int8")
 
 
+@pytest.mark.slow_cases("1f1b, int8")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
 )

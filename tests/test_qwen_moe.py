@@ -49,6 +49,7 @@ def pair_of(sizes: Mixtral):
     return Apart(sizes, draw(there, scales=()), model_type)
 
 
+@pytest.mark.slow_cases("small")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "shared_odd" else n for n in SHAPES]
 )
@@ -57,6 +58,7 @@ def test_logits_and_every_gradient_equal_transformers(name):
     pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = SHAPES["odd"]
     pair_of(sizes).train([text_batch(rows=4, length=16, vocab_size=sizes.vocab_size, documents=1)])

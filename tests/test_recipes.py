@@ -89,6 +89,7 @@ def test_the_recipe_of_a_model(copy):
     assert lines[-1]["eval_accuracy"] == pytest.approx(shares[-1], abs=0.1)
 
 
+@pytest.mark.slow
 def test_the_recipe_s_model_is_planned(copy):
     arguments = ("--target", "v5e:2x4", "--no-compile", "--json", "plan.json")
     run(copy, "plan", "attention_only", *arguments)
@@ -155,6 +156,7 @@ def together(copy) -> str:
     return "mine/together.gin"
 
 
+@pytest.mark.slow
 def test_the_recipes_of_an_objective_optimizer_kernel_and_remat_policy(copy, together):
     out, lines = train(copy, together, "--allow-imports", "--simulate-devices", "8")
     assert "Attention.kernel = 'by_query'" in out
@@ -165,6 +167,7 @@ def test_the_recipes_of_an_objective_optimizer_kernel_and_remat_policy(copy, tog
     assert lines[-1]["eval_loss"] < lines[-2]["loss"] - 0.05
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_target_is_planned_for_with_them(copy, together):
     arguments = ("--allow-imports", "--target", "a6000:1x8", "--no-compile", "--json", "plan.json")
     out = run(copy, "plan", together, *arguments)
@@ -226,6 +229,7 @@ def test_the_recipes_of_a_dataset_and_of_a_mesh_axis(copy):
     assert np.diff(np.array(row, int)).tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_model_outside_the_package(tmp_path):
     """The page's model and config in a folder that is neither the package's nor the current one;
     its dataset and its optimizer beside them."""

@@ -94,6 +94,9 @@ def one_device(model):
     return evaluate(make_program(MODEL[model], make_layout()), BATCH)
 
 
+@pytest.mark.slow_cases(
+    "experts", "ring, experts, chunks, remat", "zero 1, chunks, remat", "zero bubble, zero 1"
+)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],

@@ -155,6 +155,7 @@ def run(tiny_config, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow_cases("data", "tensor", "uneven")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_alike(name, run):
     expected, found = run("one"), run(name)
@@ -168,6 +169,37 @@ def test_every_layout_trains_alike(name, run):
     assert all(x.any() for x in jax.tree.leaves(opt_state))
 
 
+@pytest.mark.slow_cases(
+    "accumulated-data",
+    "accumulated-tensor",
+    "data-accumulated",
+    "data-data",
+    "data-interleaved",
+    "data-one",
+    "data-tensor",
+    "data-uneven",
+    "data-zero1",
+    "data-zero3",
+    "interleaved-data",
+    "interleaved-tensor",
+    "one-data",
+    "one-tensor",
+    "one-uneven",
+    "tensor-accumulated",
+    "tensor-data",
+    "tensor-interleaved",
+    "tensor-one",
+    "tensor-tensor",
+    "tensor-uneven",
+    "tensor-zero1",
+    "tensor-zero3",
+    "uneven-data",
+    "uneven-tensor",
+    "zero1-data",
+    "zero1-tensor",
+    "zero3-data",
+    "zero3-tensor",
+)
 @pytest.mark.parametrize("reader", LAYOUTS)
 @pytest.mark.parametrize("writer", LAYOUTS)
 def test_every_layout_goes_on_from_every_other(writer, reader, run):

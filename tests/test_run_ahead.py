@@ -77,6 +77,7 @@ def test_evaluations_and_steps_in_a_row_do_not_run_away_from_the_devices(tiny_co
     assert 2 < max(program.counts) <= RUN_AHEAD_PROGRAMS + 1
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("zero", [1, 3])
 def test_averaged_parameters_lie_as_the_parameters_do(tiny_config, zero):
     bindings = ["Optimizer.average_decay = 0.9", f"Sharding.zero = {zero}", "Train.eval_batches=1"]

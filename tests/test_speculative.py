@@ -35,6 +35,7 @@ def made(layout, seed, spread=0.0):
 MESHES = {"one": make_layout(), "mesh": make_layout(3, data=2, fsdp=2, tensor=2)}
 
 
+@pytest.mark.slow_cases("mesh")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_greedy_answers_are_the_plain_ones(mesh):
     """Of a draft that knows nothing better, of one that is often right, and of prompt lookup."""

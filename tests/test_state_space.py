@@ -56,6 +56,7 @@ def test_logits_and_every_gradient_equal_transformers(name):
     pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
 
 
+@pytest.mark.slow_cases("mamba")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thirty_steps_have_the_losses_of_transformers(family):
     sizes = dataclasses.replace(SHAPES[family], num_layers=1)
@@ -107,6 +108,9 @@ def one_device(request):
     return sizes, batch, evaluate(make_program(sizes, make_layout()), batch)
 
 
+@pytest.mark.slow_cases(
+    "mamba-sequence_parallel", "mamba-tensor", "mamba2-pipe", "mamba2-sequence_parallel"
+)
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

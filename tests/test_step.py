@@ -81,6 +81,9 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "gpt-all", "gpt-rows_zero1", "gpt-rows_zero2", "gpt-tensor8", "gpt-zero0", "gpt-zero1"
+)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     expected = one_device(name)
@@ -91,6 +94,7 @@ def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     assert_equal(found, expected)
 
 
+@pytest.mark.slow_cases("all", "tensor8")
 @pytest.mark.parametrize("layout", ["tensor8", "all"])
 def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
     """A partitioned scatter-add once leaked gradient into rows of other tokens (xla#42481)."""
@@ -107,6 +111,7 @@ def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
     assert np.abs(table[np.unique(BATCH.inputs)]).sum(1).min() > 0
 
 
+@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'zero': 2}")
 @pytest.mark.parametrize(
     "sizes", [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "zero": 2}], ids=str
 )
@@ -152,6 +157,7 @@ def test_zero3_moves_no_activations_between_devices():
     assert "collective-permute" not in text
 
 
+@pytest.mark.slow_cases("none")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_zero3_holds_one_gathered_layer_at_a_time(remat):
     """Temporaries may grow with the layers' saved activations, not with their whole weights."""

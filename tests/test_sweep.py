@@ -66,6 +66,7 @@ def test_a_file_in_the_folders_place_is_refused(tiny_config, capsys):
     assert f"jaxtrain: --workdir {tiny_config}: Not a directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_each_once_and_shows_them(tiny_config, tmp_path, capsys, monkeypatch):
     mesh = [word for axis in ("data", "fsdp", "tensor") for word in ("-b", f"Mesh.{axis} = 1")]
     words = ["sweep", str(tiny_config), *mesh, "-b", "Train.steps = 2", "--workdir", str(tmp_path)]

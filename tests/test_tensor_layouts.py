@@ -57,6 +57,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases("gpt-2d", "gpt-3d")
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_loss_and_gradients_equal_one_device(model, name, capfd):
     expected = one_device(model)
@@ -193,6 +194,7 @@ def test_a_product_on_a_grid_is_two_collectives_and_four_more_backward():
     assert moved(layout, "out_of", backward=True) == sorted([weight, sum_x, x, sum_weight])
 
 
+@pytest.mark.slow_cases("out_of")
 @needs_libtpu
 @pytest.mark.parametrize("way", WAYS)
 def test_a_product_in_a_cube_is_two_gathers_and_a_reduce_scatter(way):
@@ -227,6 +229,7 @@ def gqa(sequence_parallel: bool = False, **sizes: int) -> Layout:
     return Layout.of(mesh, Sharding(sequence_parallel=sequence_parallel), num_kv_heads=2)
 
 
+@pytest.mark.slow_cases("tensor8")
 @pytest.mark.parametrize("sizes", GQA.values(), ids=GQA)
 def test_fewer_key_value_heads_than_devices(sizes):
     layout = gqa(**sizes)

@@ -95,6 +95,7 @@ def test_bert_tells_sentences_as_transformers_does(name):
     bert_pair(sizes).compare(texts(5, classes=sizes.num_classes, vocab_size=sizes.vocab_size))
 
 
+@pytest.mark.slow
 def test_every_mesh_tells_the_same():
     sizes = BERTS["small"]
     batch = texts(16, classes=3, vocab_size=64)

@@ -300,6 +300,9 @@ def moved_by(found) -> collections.Counter:
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODES]
 
 
+@pytest.mark.slow_cases(
+    "data gpt", "data, 10 microbatches", "replicas, zero1, 2 microbatches", "zero0"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_traffic_equals_the_closed_form(name):
     mode = MODES[name]

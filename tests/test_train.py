@@ -84,6 +84,7 @@ def test_a_checkpoint_s_metrics_are_on_the_disk_before_it_is(tiny_config, tmp_pa
         assert set(range(1, step + 1)) <= set(steps)
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("stop", [3, 4])
 def test_stopped_and_continued_equals_never_stopped_bit_for_bit(stop, whole, tiny_config, tmp_path):
     trainer, workdir = whole

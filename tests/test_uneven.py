@@ -66,6 +66,7 @@ PIPED = ("Pipeline.microbatches=2", "Attention.context_parallel='ulysses'")
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow_cases("moe-{'fsdp': 2, 'expert': 4}-()")
 @pytest.mark.parametrize(
     ("config", "sizes", "more"),
     [

@@ -183,6 +183,7 @@ def test_a_mask_without_segments_fails_packing_and_isolation(prove, tiny_config,
     assert (status, verdicts) == (1, {"packing": "FAILED", "isolation": "FAILED"})
 
 
+@pytest.mark.slow_cases("position")
 @pytest.mark.parametrize("broken", ["array", "position"])
 def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatch, broken):
     restore, describe = resume.restore, resume.describe

@@ -157,6 +157,7 @@ def alone():
     return step_on(ON_MESH, images(ON_MESH))
 
 
+@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'tensor': 2, 'zero': 2}")
 @pytest.mark.parametrize(
     "layout",
     [{"fsdp": 4, "tensor": 2, "zero": 3}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}],
