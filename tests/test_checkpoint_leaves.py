@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.run.checkpoint.leaves import StoredLeaf, groups
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.settings import Checkpoint
 
@@ -56,3 +58,12 @@ def test_the_differences_fit_one_screen_and_name_the_config_that_wrote_it(tmp_pa
     assert f"use {tmp_path / 'config.gin'}, which wrote it" in text
     assert "(202 of its leaves differ)" in text
     assert text.endswith("and 194 more")
+
+
+def test_arrays_are_read_in_parts_of_at_most_256_mib():
+    mib = [200, 200, 56, 57, 300, 1, 255, 1]
+    leaves = {
+        str(at): StoredLeaf((1024, 256 * size), np.dtype("float32")) for at, size in enumerate(mib)
+    }
+    parts = [[mib[int(name)] for name in part] for part in groups(leaves)]
+    assert parts == [[200], [200, 56], [57], [300], [1, 255], [1]]

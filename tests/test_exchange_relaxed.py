@@ -26,6 +26,7 @@ from jaxtrain.training.exchange import exchange as settings
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.graphs import neighbours
 from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.power_sgd import narrow
 from jaxtrain.training.exchange.rules import mix_with_neighbours
 from jaxtrain.training.exchange.signs import Signs
 from jaxtrain.training.optimizers.matrices import sides
@@ -185,6 +186,14 @@ def test_what_moves_is_its_formula(method):
 
 
 @functools.cache
+def test_a_matrix_that_two_factors_make_no_smaller_is_sent_whole():
+    axes = ("embed", "mlp")  # rank (n + m) of n m elements
+    assert narrow((4, 4), axes, 2) is None
+    assert narrow((4, 4), axes, 1) is not None
+    assert narrow((3, 6), axes, 2) is None
+    assert narrow((4, 5), axes, 2) is not None
+
+
 def power(rank: int):
     """A program on a mesh, its fresh state, and what it tells of gradients: jitted."""
     program = program_on({"data": 4, "fsdp": 2}, Exchange(method="power_sgd", rank=rank))

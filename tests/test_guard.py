@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.metrics import MetricsLog
 from jaxtrain.training import guard as guarding
-from jaxtrain.training.guard import BadStepError, Guard, History, Rewind, judge
+from jaxtrain.training.guard import BadStepError, Guard, History, Rewind, Rewinds, judge
 
 # -- the verdict -----------------------------------------------------------------------------------
 
@@ -201,3 +201,12 @@ def test_replicas_with_steps_of_their_own_are_refused():
     assert sentence.startswith("Guard.policy='rewind' with Exchange.method='int8': ")
     (sentence,) = guarding.refuse(Guard(spike_sigma=6.0), exchange="gossip")
     assert "set Guard.spike_sigma=None or Exchange.method='synchronous'" in sentence
+
+
+def test_rewinds_from_one_step_end_and_a_later_step_counts_anew():
+    rewinds = Rewinds(Guard(policy="rewind", rewind_steps=5, max_bad_steps=2))
+    first, later = Rewind(20, "loss is NaN"), Rewind(21, "loss is NaN")
+    assert [rewinds.target(first), rewinds.target(first), rewinds.target(later)] == [15, 15, 16]
+    assert rewinds.target(later) == 16
+    with pytest.raises(BadStepError, match="step 20 is bad"):
+        rewinds.target(first)  # an earlier bad step does not get past step 21

@@ -1,5 +1,7 @@
 """The table: what it resolves to, what it refuses, and that every model's axes stand in it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,3 +83,15 @@ def test_gather_transposes_to_a_sharded_gradient():
 def test_without_a_mesh_arrays_stay_as_they_are():
     x = jnp.ones((3, 3))
     assert shard(x, ("batch", "embed")) is x
+
+
+def test_a_vocabulary_that_does_not_divide_is_gathered_with_rows_of_zeros():
+    layout = dataclasses.replace(make_layout(3, fsdp=2, tensor=4), whole=frozenset({"vocab"}))
+    table = np.arange(1.0, 41.0).reshape(10, 4)
+    param = nnx.Param(jnp.asarray(table), axes=("vocab", "embed"))
+    tree = shardings({"w": param}, layout.parameter, layout)
+    param = param.replace(jax.device_put(param.get_value(), tree["w"].get_value()))
+    with layout.active():
+        whole = jax.jit(lambda: gather(param))()
+    assert whole.sharding.spec == P("tensor", None)
+    np.testing.assert_array_equal(whole, np.pad(table, [(0, 2), (0, 0)]))
