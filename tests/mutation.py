@@ -114,17 +114,28 @@ def module_of(file: Path) -> str:
 
 
 def tests_of(module: str, seconds: dict[str, float]) -> list[str]:
-    """Return the test files nearest to a module: those that import it, then those of importers."""
+    """Return the test files nearest to a module.
+
+    First those that import it, then those named after its package, then those of its importers; of
+    each kind the quickest first.
+    """
+    package = module.split(".")[-2]
     chosen: list[str] = []
+
+    def choose(paths: set[Path], most: int) -> None:
+        files = {path.name for path in paths} - {*chosen}
+        chosen.extend(sorted(files, key=lambda file: seconds.get(file, 60.0))[:most])
+
+    choose(set(importers_of(module, "tests", "test_*.py")), TEST_FILES)
+    choose({*(ROOT / "tests").glob(f"test_*{package}*.py")}, TEST_FILES // 2)
     modules, seen = [module], {module}
     while modules and len(chosen) < TEST_FILES:
-        found = {path.name for one in modules for path in importers_of(one, "tests", "test_*.py")}
-        chosen += sorted(found - {*chosen}, key=lambda file: seconds.get(file, 60.0))
         above = {
             module_of(path) for one in modules for path in importers_of(one, "jaxtrain", "*.py")
         }
         modules = sorted(above - seen)
         seen |= above
+        choose({path for one in modules for path in importers_of(one, "tests", "test_*.py")}, 3)
     return chosen[:TEST_FILES]
 
 
