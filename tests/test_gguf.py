@@ -228,6 +228,17 @@ def test_an_imported_file_is_a_run_with_its_tokenizer(file, tmp_path, capsys):
     assert main(["eval", "--workdir", str(workdir)]) == 0
 
 
+def test_an_import_that_names_no_text_reads_the_embedded_one_with_its_tokenizer(
+    file, tmp_path, capsys
+):
+    workdir = tmp_path / "run"
+    assert main(["import-hf", str(file), "--workdir", str(workdir)]) == 0
+    assert "No tokenizer came with it" not in capsys.readouterr().out
+    data = load_config(workdir / "config.gin").train.data
+    assert data.source == "embedded"
+    assert data.tokenizer == str(workdir / "huggingface" / "tokenizer.json")
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 ONE = {"x": ((2,), F32, b"\0" * 8)}

@@ -29,7 +29,10 @@ def import_hf(arguments: argparse.Namespace) -> int:
     say(console, *config.notes)
     workdir = place(arguments.workdir)
     found = import_run(config, workdir, console=console, say=functools.partial(say, console))
-    data = config.train.data
+    # As written: the tokenizer that came along may have replaced that of `config`.
+    data = load_config(
+        str(workdir / "config.gin"), allow_imports=arguments.allow_imports
+    ).train.data
     has_tokenizer = (workdir / CARRIED_FOLDER / TOKENIZER).is_file()
     if isinstance(data, TextData) and data.source == "synthetic" and not has_tokenizer:
         say(
