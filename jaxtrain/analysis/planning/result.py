@@ -27,7 +27,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.program import resolve_kernel
 from jaxtrain.training.settings import Config
 
-# Our loop takes this long for a step of next to no arithmetic (benchmarks/RESULTS.md, "Our loop
+# Our loop takes this long for a step of next to no arithmetic (benchmarks/history/cpu.md, "Our loop
 # against a bare jitted step": 1.9 ms, 1.5 of them in JAX).
 DISPATCH_SECONDS = 2e-3
 
