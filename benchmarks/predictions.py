@@ -1,16 +1,21 @@
 """Holds `plan`'s step time against published runs: `python -m benchmarks.predictions`.
 
-`published_runs.csv` has 136 training runs that others published, each with its source, the step
-time or the figure it follows from, and the arguments of `jaxtrain plan` that express it;
-`held_out_runs.csv` has others, which no share was fitted on and which have a table of their own.
-Everything is predicted by closed forms. `--fit` fits the shares of `planning.fitted.FITTED` anew,
-and once more for each source without its rows: what it then predicts of them is the error of a
-prediction for a stack that the fit has not seen. `--png` draws predicted against published seconds.
+Three files list training runs that others published, each with its source, its step time and the
+arguments of `jaxtrain plan` that express it; `plan` predicts each of them by closed forms.
+`published_runs.csv` and `held_out_runs.csv` were collected first; `blind_runs.csv` was committed
+before any of its rows was predicted. Columns say of each row its stack, its family (dense, mixture,
+image), whether the factors of `planning.fitted` were fitted on it (`use_for_fit`), and when it was
+first predicted, with what result (`first_ratio`, predicted over published).
+
+The figure that a prediction for another stack deserves is that of leave-one-stack-out: the factors
+are fitted again without a stack's rows on a family of chips, and predict them. `--rows` prints each
+run, `--png` draws predicted against published seconds. `benchmarks.fitting` fits.
 """
 
 import argparse
 import csv
 import dataclasses
+import functools
 import itertools
 import math
 import shlex
@@ -21,113 +26,88 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
-from scipy import optimize, stats
+from scipy import stats
 
-from jaxtrain import load_config
-from jaxtrain.analysis.planning.fitted import FITTED, Fitted, error_bar, fitted
-from jaxtrain.analysis.planning.machines.targets import Target, parse_target
+from benchmarks.fitting import Point, Prediction, fit, left_out, two_of_three
+from jaxtrain import load_config, plan
+from jaxtrain.analysis.planning.fitted import Fitted, family_of, fitted
+from jaxtrain.analysis.planning.machines.links import devices_inside
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.textbook.facts import weights_of
-from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.analysis.planning.textbook.traffic import expected
-from jaxtrain.analysis.planning.timing import Pieces, peak_flops, pieces
-from jaxtrain.analysis.planning.variants import refusal, slices_of
+from jaxtrain.analysis.planning.timing import Pieces
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.picture import Picture
-from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import flops_per_step, resolved
+from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import Config
 
 FILE = Path(__file__).with_name("published_runs.csv")
-# Runs that are kept apart to judge: most are of the same tables, at other sizes.
+# Most are of the same tables, at other sizes.
 HELD_OUT = Path(__file__).with_name("held_out_runs.csv")
-# Chips of one share each; the other shares are one for a family.
-CHIPS = ("v4", "v5e", "v5p", "v6e", "7x", "a100", "h100", "h200", "b200")
-FAMILY = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "hopper"}
+BLIND = Path(__file__).with_name("blind_runs.csv")
 
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A published run and what is counted of it.
-
-    Attributes:
-      name: its id.
-      source: the repository that published it.
-      chip: as in a target.
-      published: seconds of a step.
-      model_flops: that the model needs on one device, for its efficiency.
-      counted: the pieces of the formula.
-      fits: whether the run is expressed well enough to be fitted on.
-      alike: what it has in common with other layouts of the same: chips, model, data, precision.
-    """
-
-    name: str
-    source: str
-    chip: str
-    published: float
-    model_flops: float
-    counted: Pieces
-    fits: bool
-    alike: tuple[str, ...]
-
-    def ratio(self, shares: Fitted) -> float:
-        """Predicted over published seconds."""
-        return self.counted.seconds(shares) / self.published
+# These stacks make the logits of a sequence at once.
+_AT_ONCE = ("Loss.chunk_size = None",)
+# Sections of bindings that say what is computed, not how it is laid out.
+_OF_THE_WORK = (
+    "GPT.", "Llama.", "Mixtral.", "GPTOSS.", "DeepSeek.", "TextData.", "Precision.",
+    "Attention.kernel",
+)  # fmt: skip
 
 
 def read(row: dict[str, str]) -> Point:
-    """A row of the file, counted.
+    """A row of a file, as `jaxtrain plan` predicts it.
 
     Raises:
       UserError: this program cannot run what was published.
     """
     name, *words = shlex.split(row["bindings"])
     bindings = [word for flag, word in zip(words, words[1:], strict=False) if flag == "-b"]
-    target = parse_target(words[words.index("--target") + 1])
+    options = dict(itertools.pairwise(words))
+    network = float(options["--network"]) if "--network" in options else None
     config = load_config(name, [*_AT_ONCE, *bindings])
-    # What `jaxtrain plan` rejects is not predicted here either.
-    if (refused := refusal(config, target)) is not None:
-        raise UserError(refused)
-    devices = target.devices * slices_of(config, target)
-    layout = abstract_layout(config, devices)
-    config = resolved(config, target.chip.kind)
-    peak = peak_flops(config, target)
-    assert peak is not None
-    needed = memory(config, layout, target.chip.kind)
-    moved = expected(config, layout)
 
-    def counted_with(policy: str) -> Pieces:
+    @functools.cache
+    def planned(policy: str) -> Plan:
         remat = dataclasses.replace(config.remat, policy=policy)
         made = dataclasses.replace(config, remat=remat)
-        return pieces(
-            made, layout, target, moved, peak=peak,
-            update_bytes=needed.update_bytes, to_host=needed.to_host,
-        )  # fmt: skip
+        return plan(made, options["--target"], compile=False, network=network, advise=False)
 
-    counted = counted_as_repeated(row["recomputed_products"], config, counted_with)
+    def counted_with(policy: str) -> Pieces:
+        pieces = planned(policy).time.pieces
+        assert pieces is not None, "every chip of the files has a peak"
+        return pieces
+
+    made = planned(config.remat.policy)
+    assert made.time.seconds is not None
+    assert made.time.error_bar is not None
+    counted = counted_with(config.remat.policy)
+    if row["recomputed_products"]:
+        kind = resolved(config, made.target.chip.kind)
+        counted = counted_as_repeated(row["recomputed_products"], kind, counted_with)
+    if row.get("dispatch"):
+        counted = counted_as_dispatched(row["dispatch"], made, counted)
+    assert row["family"] == family_of(config.train.model), row["id"]
     return Point(
         row["id"],
-        row["source"].split("@")[0].split()[0],
+        row["stack"],
+        row["family"],
         row["chip"],
         float(row["published_step_seconds"]),
-        flops_per_step(config) / devices,
+        made.time.model_flops_per_device,
         counted,
         row["use_for_fit"] == "True",
-        (row["chip"], str(devices), *sorted(b for b in bindings if b.startswith(_OF_THE_WORK))),
-    )
-
-
-# These stacks make the logits of a sequence at once.
-_AT_ONCE = ("Loss.chunk_size = None",)
-# Sections of bindings that say what is computed, not how it is laid out.
-_OF_THE_WORK = (
-    "GPT.", "Llama.", "Mixtral.", "TextData.", "Precision.", "Attention.kernel",
-)  # fmt: skip
+        made.time.error_bar,
+        (row["chip"], str(made.layout.mesh.size),
+         *sorted(b for b in bindings if b.startswith(_OF_THE_WORK))),
+    )  # fmt: skip
 
 
 # What a run does again: weights of a layer whose products it repeats, and "attn" for attention's
 # scores. Of `Remat.policy` 'full' that is all of a layer but its last product; 'full2' is the same
-# of an MLP of two matrices, which a Llama's three of two thirds their width stand for.
+# of an MLP of two matrices, which a Llama's three of two thirds their width stand for. Nothing:
+# what the bindings say.
 _SHORT = {"gateup": ("gate", "up"), "none": ()}
 
 
@@ -167,8 +147,36 @@ def counted_as_repeated(
     return dataclasses.replace(counted_with(config.remat.policy), scores=scores, **mixed)
 
 
-def shares_of(chip: str) -> Fitted:
-    """The shares that predictions have for a chip."""
+def hosts_met(copies: int, hosts: int, most: int) -> float:
+    """Other hosts that a token's copies go to, on average: experts are chosen alike on all hosts,
+    of which a token meets at most `most` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    met = min(hosts, most)
+    return (hosts - 1) / hosts * met * (1 - (1 - 1 / met) ** copies)
+
+
+def counted_as_dispatched(words: str, made: Plan, pieces: Pieces) -> Pieces:
+    """The pieces of a run whose exchange of tokens with their experts moves less than ours, in
+    which a copy for each expert crosses to its host and each tensor rank has the whole sequence.
+
+    'by-host': a token crosses to a host once and is copied there (DeepEP). 'split': tensor ranks
+    have a part of the sequence each (Megatron's, under sequence parallelism).
+    """
+    model, sizes = made.config.train.model, dict(made.layout.mesh.shape)
+    assert model.experts is not None
+    share, copies = 1.0, model.experts.per_token
+    hosts = sizes["expert"] // devices_inside(["expert"], sizes, made.target.shape[-1])
+    if "by-host" in words and hosts > 1:
+        most = getattr(model, "groups_per_token", hosts)
+        if getattr(model, "expert_groups", 1) == 1:
+            most = hosts
+        share *= hosts_met(copies, hosts, most) / (copies * (hosts - 1) / hosts)
+    if "split" in words:
+        share /= sizes["tensor"]
+    return dataclasses.replace(pieces, others=share * pieces.others)
+
+
+def factors_of(chip: str) -> Fitted:
+    """The factors that predictions have for a chip."""
     return fitted(Target(chips.CHIPS[chip], (1, 1)))
 
 
@@ -184,11 +192,53 @@ def counted(file: Path, say: Callable[[str], None]) -> list[Point]:
     return found
 
 
-# -- the table -------------------------------------------------------------------------------------
+# -- the tables ------------------------------------------------------------------------------------
 
 
-def table(points: Sequence[Point], shares: Callable[[str], Fitted]) -> str:
-    """Errors of these runs by chip, as Markdown."""
+def by_family(predictions: Sequence[Prediction]) -> str:
+    """Errors of stacks that were left out, by family and kind of chip, as Markdown."""
+    lines = [
+        "| family | chips | runs | stacks | median error | two of three within | median ratio "
+        "| inside the printed bar |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for family, kind in itertools.product(("dense", "mixture", "image", None), ("tpu", "gpu")):
+        some = [
+            one for one in predictions
+            if one.point.kind == kind and family in (None, one.point.family)
+        ]  # fmt: skip
+        if not some:
+            continue
+        errors = np.array([one.error for one in some])
+        lines.append(
+            f"| {family or 'all'} | {kind.upper()} | {len(some)} | "
+            f"{len({one.point.stack for one in some})} | {np.median(errors):.1%} | "
+            f"{np.quantile(errors, 2 / 3):.0%} | {np.median([one.ratio for one in some]):.2f} | "
+            f"{within_bars(some):.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def by_stack(predictions: Sequence[Prediction]) -> str:
+    """The same, stack by stack."""
+    lines = [
+        "| stack left out | chips | runs | median error | median ratio | range |",
+        "|---|---|---|---|---|---|",
+    ]
+    for stack, kind in dict.fromkeys((one.point.stack, one.point.kind) for one in predictions):
+        ratios = np.array([
+            one.ratio for one in predictions
+            if (one.point.stack, one.point.kind) == (stack, kind)
+        ])  # fmt: skip
+        lines.append(
+            f"| {stack} | {kind.upper()} | {len(ratios)} | {np.median(np.abs(ratios - 1)):.1%} | "
+            f"{np.median(ratios):.2f} | {ratios.min():.2f}-{ratios.max():.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def by_chip(points: Sequence[Point], shares: Callable[[str], Fitted]) -> str:
+    """Errors of these runs by chip with the factors that `plan` has, as Markdown."""
     lines = [
         "| chip | runs | median predicted / published | median error | range | rank correlation |",
         "|---|---|---|---|---|---|",
@@ -206,11 +256,9 @@ def table(points: Sequence[Point], shares: Callable[[str], Fitted]) -> str:
     return "\n".join(lines)
 
 
-def within_bars(points: Sequence[Point]) -> float:
-    """The share of these runs that lie within the error bars of their predictions."""
-    bars = [error_bar(Target(chips.CHIPS[p.chip], (1, 1))) for p in points]
-    errors = [abs(p.ratio(shares_of(p.chip)) - 1) for p in points]
-    return float(np.mean([error <= bar for error, bar in zip(errors, bars, strict=True)]))
+def within_bars(predictions: Sequence[Prediction]) -> float:
+    """The part of these predictions whose error is within the bar that `plan` prints."""
+    return float(np.mean([one.error <= one.point.error_bar for one in predictions]))
 
 
 def in_order(points: Sequence[Point], shares: Callable[[str], Fitted]) -> tuple[int, int]:
@@ -237,10 +285,12 @@ def _rank(points: Sequence[Point], ratios: np.ndarray) -> float:
 
 
 def figure(points: Sequence[Point], shares: Callable[[str], Fitted]) -> Picture:
-    """Predicted against published seconds, a mark for each chip, the error bar between lines."""
+    """Predicted against published seconds, a mark for each chip."""
     picture = Picture(6.5, 6)
     axes = picture.subplots()
-    marks = dict(zip(dict.fromkeys(p.chip for p in points), "o^sDvP*X<>", strict=False))
+    marks = dict(
+        zip(dict.fromkeys(p.chip for p in points), itertools.cycle("o^sDvP*X<>"), strict=False)
+    )
     shades = dict(zip(marks, np.linspace(0.0, 0.75, len(marks)), strict=True))
     for chip, mark in marks.items():
         some = [p for p in points if p.chip == chip]
@@ -250,9 +300,9 @@ def figure(points: Sequence[Point], shares: Callable[[str], Fitted]) -> Picture:
             color=(shades[chip] * 0.7, 0.25 + shades[chip] * 0.6, 0.9 - shades[chip] * 0.8),
             edgecolor="black", linewidth=0.4,
         )  # fmt: skip
-    ends = np.array([0.3, 250])
+    ends = np.array([0.1, 250])
     axes.plot(ends, ends, color="black", linewidth=1)
-    for factor in (0.85, 1.15):
+    for factor in (0.8, 1.2):
         axes.plot(ends, factor * ends, color="grey", linewidth=0.8, linestyle="--")
     axes.set(xscale="log", yscale="log", title="Published runs and their predictions")
     axes.set(xlabel="published, seconds a step", ylabel="predicted, seconds a step")
@@ -261,107 +311,36 @@ def figure(points: Sequence[Point], shares: Callable[[str], Fitted]) -> Picture:
     return picture
 
 
-# -- the fit ---------------------------------------------------------------------------------------
-
-# Where the search starts, how far a share may go from there at the price of a 15 % error, bounds.
-_OF_CHIPS = {name: (FITTED[name].products, 0.1, 0.4, 1.0) for name in CHIPS}
-_OF_FAMILIES = {
-    "scores tpu": (0.43, 0.1, 0.1, 0.8), "scores ampere": (0.34, 0.1, 0.1, 0.8),
-    # cuDNN's kernel, as arXiv 2407.08608 measured it; older ones find their own place.
-    "scores hopper": (0.5, 0.02, 0.1, 0.8), "portable hopper": (0.3, 0.1, 0.1, 0.8),
-    "shown tpu": (0.95, 0.3, 0.0, 1.0), "shown gpu": (0.71, 0.3, 0.0, 1.0),
-    "activations tpu": (0.64, 0.3, 0.0, 1.0), "activations gpu": (0.59, 0.3, 0.0, 1.0),
-    "passes": (3.0, 1.0, 0.0, 8.0), "memory": (0.85, 0.05, 0.6, 0.95),
-    "slices": (0.02, 0.05, 0.0, 0.1),
-}  # fmt: skip
-_ALL = {**_OF_CHIPS, **_OF_FAMILIES}
-
-
-def _shares(values: Sequence[float]) -> Callable[[str], Fitted]:
-    found = dict(zip(_ALL, values, strict=True))
-
-    def of(chip: str) -> Fitted:
-        name = chip.removesuffix("-40")
-        family = FAMILY.get(name, "tpu")
-        kind = "tpu" if family == "tpu" else "gpu"
-        return Fitted(
-            products=found[name],
-            scores=found[f"scores {family}"],
-            shown=found[f"shown {kind}"],
-            activations=found[f"activations {kind}"],
-            passes=found["passes"],
-            memory=found["memory"],
-            slices=found["slices"],
-            portable=found["portable hopper"] if family == "hopper" else None,
-        )
-
-    return of
-
-
-def fit(points: Sequence[Point]) -> tuple[Callable[[str], Fitted], dict[str, float]]:
-    """The shares by which these points are predicted best; outliers count little."""
-    start, wide, low, high = np.array(list(_ALL.values())).T
-
-    def residuals(values: np.ndarray) -> np.ndarray:
-        shares = _shares(values)
-        errors = [np.log(point.ratio(shares(point.chip))) for point in points]
-        return np.concatenate([errors, 0.15 * (values - start) / wide])
-
-    inside = np.clip(start, low + 1e-3, high - 1e-3)
-    found = optimize.least_squares(
-        residuals, inside, bounds=(low, high), loss="soft_l1", f_scale=0.05
-    )
-    return _shares(found.x), dict(zip(_ALL, found.x.round(3).tolist(), strict=True))
-
-
-def left_out(points: Sequence[Point]) -> list[tuple[Point, float]]:
-    """Every source's points with their errors, predicted by a fit on the others."""
-    found = []
-    for source in dict.fromkeys(point.source for point in points):
-        shares, _ = fit([point for point in points if point.source != source])
-        mine = [point for point in points if point.source == source]
-        found += [(point, abs(point.ratio(shares(point.chip)) - 1)) for point in mine]
-    return found
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    """Prints the table, and what is asked for besides."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="fit the shares anew")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the points")
     parser.add_argument("--rows", action="store_true", help="print every run")
     options = parser.parse_args(words)
     say = Console(width=120, highlight=False).out
     jax.config.update("jax_platforms", "cpu")
-    points, apart = counted(FILE, say), counted(HELD_OUT, say)
-    fitting = [point for point in points if point.fits]
+    points = [point for file in (FILE, HELD_OUT, BLIND) for point in counted(file, say)]
+    left = left_out(points)
     if options.rows:
-        for point in [*points, *apart]:
-            ratio = point.ratio(shares_of(point.chip))
-            say(f"{point.name:28} {point.published:9.3f} s  {ratio:.2f}")
-    say(table(fitting, shares_of))
-    pairs, right = in_order(fitting, shares_of)
-    say(f"\n{right} of {pairs} pairs of layouts of one model on the same chips in published order")
-    say(f"\nKept apart, not fitted on; {within_bars(apart):.0%} lie within their error bars:\n")
-    say(table(apart, shares_of))
-    if options.png is not None:
-        options.png.write_bytes(figure(points, shares_of).png())
-    if options.fit:
-        _fit_anew(fitting, say)
-
-
-def _fit_anew(points: Sequence[Point], say: Callable[[str], None]) -> None:
-    """Prints the shares of a fit, and the errors of fits that have not seen a source."""
-    _, values = fit(points)
-    for name, value in values.items():
-        say(f"{name}: {value:g}")
-    found = left_out(points)
+        for one in left:
+            now = one.point.ratio(factors_of(one.point.chip))
+            say(f"{one.point.name:32} {one.point.published:9.3f} s  {now:.2f}  {one.ratio:.2f}")
+    say(f"Leave-one-stack-out:\n\n{by_family(left)}\n\n{by_stack(left)}\n")
+    pairs, right = in_order(points, factors_of)
+    say(f"{right} of {pairs} pairs of layouts of one model on the same chips in published order\n")
+    say("With the factors that plan has, most of them fitted on these runs:\n")
+    say(by_chip(points, factors_of))
+    _, values = fit([point for point in points if point.fits])
     for kind in ("tpu", "gpu"):
-        errors = [error for point, error in found if chips.CHIPS[point.chip].kind == kind]
-        say(
-            f"\nA source left out, {kind}: median {np.median(errors):.1%}, two of three within "
-            f"{np.quantile(errors, 2 / 3):.1%}, nine of ten within {np.quantile(errors, 0.9):.1%}"
-        )
+        for family in ("dense", "mixture", "image"):
+            some = [p for p in left if (p.point.family, p.point.kind) == (family, kind)]
+            if some:
+                say(f"two of three, each stack alike: {family} {kind} {two_of_three(some):.3f}")
+    chips_left = left_out(points, lambda point: point.chip)
+    say(f"a chip left out: two of three within {two_of_three(chips_left):.3f}")
+    say("\nFitted anew: " + ", ".join(f"{name} {value:g}" for name, value in values.items()))
+    if options.png is not None:
+        options.png.write_bytes(figure(points, factors_of).png())
 
 
 if __name__ == "__main__":

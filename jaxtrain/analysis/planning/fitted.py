@@ -1,12 +1,17 @@
-"""What published runs say of the chips: the fitted constants of `timing`'s formula.
+"""Efficiency factors of `timing`'s formula, fitted on published runs, and error bars.
 
-`python -m benchmarks.predictions --fit` fits them anew and prints what they leave unexplained.
+`python -m benchmarks.predictions` fits them anew and predicts each stack without its own runs.
 """
 
 import dataclasses
 import functools
+from typing import Literal
 
 from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.models.model import Model
+
+# What is predicted with one confidence.
+Family = Literal["dense", "mixture", "image"]
 
 # The attention kernel that is written for no generation of GPUs.
 PORTABLE = "triton"
@@ -33,51 +38,76 @@ class Fitted:
     scores: float
     shown: float
     activations: float
-    passes: float = 2.95
+    passes: float = 3.28
     memory: float = 0.85
-    slices: float = 0.02
+    slices: float = 0.018
     portable: float | None = None
 
 
-# Fitted on the 121 rows of benchmarks/published_runs.csv that are fit for it (22 of them were told
-# anew since: a fit today moves no share by more than 0.05), but for attention on Hopper and
-# Blackwell: cuDNN's kernel at half of the peak, as arXiv 2407.08608 measured it (figures 5 and 6,
-# head_dim 128, long sequences). MaxText's TPU runs hide next to nothing of what fsdp moves, and a
-# third of what tensor does.
-_TPU = functools.partial(Fitted, scores=0.43, shown=0.94, activations=0.65)
-_AMPERE = functools.partial(Fitted, scores=0.35, shown=0.63, activations=0.63)
-_HOPPER = functools.partial(Fitted, scores=0.50, shown=0.63, activations=0.63, portable=0.18)
-FITTED = {
-    "v4": _TPU(0.83), "v5e": _TPU(1.0), "v5p": _TPU(0.88), "v6e": _TPU(0.80), "7x": _TPU(0.90),
-    "a100": _AMPERE(0.72), "a100-40": _AMPERE(0.72),
-    "h100": _HOPPER(0.67), "h200": _HOPPER(0.69), "b200": _HOPPER(0.64),
+# The part of the peak that bare bfloat16 matmuls of the best sizes reach, as others measured them:
+# GPUs in stas00/ml-engineering, "Maximum Achievable Matmul FLOPS", H200 as H100 there, GB300 as
+# GB200; TPUs of 8192^3: v6e 827 of 918, 7x 956 of 1,153 TFLOP/s. Nobody has published those of v4,
+# v5e, v5p and RTX 3090: 0.95 and 0.80 are assumed.
+BARE_MATMUL = {
+    "v4": 0.95, "v5e": 0.95, "v5p": 0.95, "v6e": 0.90, "7x": 0.83,
+    "a100": 0.869, "a100-40": 0.869, "h100": 0.803, "h200": 0.803,
+    "b200": 0.776, "b300": 0.786, "gb200": 0.729, "gb300": 0.729, "rtx3090": 0.80,
+    "mi300x": 0.514,
 }  # fmt: skip
-# Of a chip without published runs: the least of its kind, and of GPUs of its generation.
-_UNKNOWN_TPU, _UNKNOWN_HOPPER, _UNKNOWN_GPU = _TPU(0.80), _HOPPER(0.64), _AMPERE(0.64)
+_BARE_UNKNOWN = 0.80
+# What is left of that inside a training step: fitted, one factor for TPUs and one for GPUs.
+IN_STEP = {"tpu": 0.93, "gpu": 0.84}
 
-# The half width of an interval that holds two of three published runs of a stack that the fit has
-# not seen, on a TPU and on a GPU (the same command prints it); of a chip that none is published of,
-# nine of ten on the GPUs.
-_ERROR_BARS = {"tpu": 0.06, "gpu": 0.15}
-_ERROR_BAR_UNKNOWN = 0.20
+# Fitted on the rows of benchmarks/*_runs.csv that are fit for it, but for attention on Hopper and
+# Blackwell: cuDNN's kernel at half of the peak, as arXiv 2407.08608 measured it (figures 5 and 6,
+# head_dim 128, long sequences).
+_KINDS = {
+    "tpu": functools.partial(Fitted, scores=0.42, shown=0.62, activations=0.66),
+    "gpu": functools.partial(Fitted, scores=0.38, shown=0.36, activations=0.79),
+    "hopper": functools.partial(
+        Fitted, scores=0.50, shown=0.36, activations=0.79, portable=0.19
+    ),
+}  # fmt: skip
+
+# Half the width of the interval that holds two of three runs of a stack that the fit has not seen,
+# each stack counting alike: by leave-one-stack-out, by family and kind of chip. No images on TPUs
+# were published: as on GPUs.
+_ERROR_BARS: dict[tuple[Family, str], float] = {
+    ("dense", "tpu"): 0.12, ("dense", "gpu"): 0.18,
+    ("mixture", "tpu"): 0.14, ("mixture", "gpu"): 0.34,
+    ("image", "tpu"): 0.32, ("image", "gpu"): 0.32,
+}  # fmt: skip
+# Of chips that no run is published of, by leave-one-chip-out.
+_ERROR_BAR_UNKNOWN = 0.24
 
 
 def fitted(target: Target) -> Fitted:
-    """The shares of a target's chip, or of its kind where nobody has published a run."""
+    """The factors of a target's chip: those of its kind and generation, with its bare matmuls."""
     chip = target.chip
-    if chip.name in FITTED:
-        return FITTED[chip.name]
-    if chip.kind == "tpu":
-        return _UNKNOWN_TPU
-    # Data-centre GPUs from Hopper on; GeForce boards have instructions of another kind.
+    # Data-center GPUs from Hopper on; GeForce boards have instructions of another kind.
     hopper = chip.processor is not None and chip.processor.compute_capability[0] in (9, 10)
-    return _UNKNOWN_HOPPER if hopper else _UNKNOWN_GPU
+    products = BARE_MATMUL.get(chip.name, _BARE_UNKNOWN) * IN_STEP.get(chip.kind, IN_STEP["gpu"])
+    kind = "hopper" if hopper else "tpu" if chip.kind == "tpu" else "gpu"
+    return _KINDS[kind](products)
 
 
-def error_bar(target: Target) -> float:
-    """Relative half width of a prediction."""
-    known = target.chip.name in FITTED
-    return _ERROR_BARS[target.chip.kind] if known else _ERROR_BAR_UNKNOWN
+def is_known(target: Target) -> bool:
+    """Whether runs are published of a target's chip."""
+    return target.chip.name in BARE_MATMUL and target.chip.name != "mi300x"
+
+
+def family_of(model: Model) -> Family:
+    """Which error bar a model's predictions have."""
+    if model.experts is not None:
+        return "mixture"
+    return "image" if model.inputs == "images" else "dense"
+
+
+def error_bar(target: Target, family: Family = "dense") -> float:
+    """Relative half width of a prediction for a stack that is not among the fitted ones."""
+    kind = "tpu" if target.chip.kind == "tpu" else "gpu"
+    bar = _ERROR_BARS[family, kind]
+    return bar if is_known(target) else max(bar, _ERROR_BAR_UNKNOWN)
 
 
 def scores_share(shares: Fitted, *, portable: bool) -> float:

@@ -40,6 +40,7 @@ def plan(
     tokens: float | None = None,
     network: float | None = None,
     disk: float | None = None,
+    advise: bool = True,
     progress: Progress = lambda words: contextlib.nullcontext(),
 ) -> Plan:
     """What the train step of a configuration needs on a machine that need not be there.
@@ -57,6 +58,7 @@ def plan(
       tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
       network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
       disk: GB/s that each device has of its host's disks, for a state in files; None: 5.
+      advise: whether to look for changes that make a plan fit which does not.
       progress: called with what is going to be done, for the time that takes.
 
     Raises:
@@ -76,7 +78,7 @@ def plan(
             found = search_layouts(config, machine)
         made = _best_compiled(found, machine, effort, progress=progress)
     else:
-        made = _plan(config, machine, effort, progress=progress)
+        made = _plan(config, machine, effort, progress=progress, advise=advise)
     return dataclasses.replace(made, price=price, tokens=tokens)
 
 

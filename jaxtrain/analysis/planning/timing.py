@@ -6,20 +6,20 @@
     H    = max(O - C / 3, 0) + max(O - 2 C / 3, 0) + S
     step = (C + E) / (1 - bubble) (1 + g log2 slices)
 
-P the products' FLOPs as they are executed; A those of attention scores: a forward pass and its
-recomputations, and 2.5 for the backward pass, which makes the scores again (arXiv 2307.08691,
-section 3.1); X the bytes of activations that products read and write; U those of the update, read
-and written once. G what the loss waits for memory in n chunks of R places each: the output matrix
-[V, D] is read twice in each, and its gradient read and written in float32, beside the chunk's
-products. W seconds of what moves weights and gradients, and of permutes along other axes than
-`tensor`; N of what moves activations over it; R of the other collectives; D between slices. O of
-activations that go to the host's memory, beside the forward pass, a third of C, and come back
-beside the backward pass; S of a state that comes from there for the update, and goes back at the
-same time. F of a state in files, all of which the update reads and writes again.
+P the products' FLOPs as they are executed, on a GPU in whole waves of tiles (`waves`); A those of
+attention scores: a forward pass and its recomputations, and 2.5 for the backward pass, which makes
+the scores again (arXiv 2307.08691, section 3.1); X the bytes of activations that products read and
+write; U those of the update, read and written once. G what the loss waits for memory in n chunks of
+R places each: the output matrix [V, D] is read twice in each, and its gradient read and written in
+float32, beside the chunk's products. W seconds of what moves weights and gradients, and of permutes
+along other axes than `tensor`; N of what moves activations over it; R of the other collectives; D
+between slices. O of activations that go to the host's memory, beside the forward pass, a third of
+C, and come back beside the backward pass; S of a state that comes from there for the update, and
+goes back at the same time. F of a state in files, all of which the update reads and writes again.
 
-The capitals but C, G, E and H are counted. The shares s, h and k, t, c, g are fitted on published
-runs (`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of
-ours.
+The capitals but C, G, E and H are counted. s_p is what bare matmuls reach on the chip, as others
+measured them, times a share; that share, s_a, h, k, t, c and g are fitted on published runs
+(`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of ours.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from jaxtrain.analysis.planning import chunks
+from jaxtrain.analysis.planning import chunks, waves
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
 from jaxtrain.analysis.planning.executed import (
     activation_bytes,
@@ -39,11 +39,12 @@ from jaxtrain.analysis.planning.executed import (
     work,
 )
 from jaxtrain.analysis.planning.fitted import (
-    FITTED,
     PORTABLE,
     Fitted,
     error_bar,
+    family_of,
     fitted,
+    is_known,
     scores_share,
 )
 from jaxtrain.analysis.planning.machines import links
@@ -111,6 +112,7 @@ class StepTime:
       kernels: of `compute`, what hand-written kernels take, by the closed form of attention; None
         where nothing was compiled.
       chunks: of `compute` by closed forms, what the loss waits for memory.
+      pieces: what the closed forms count, before any share is applied; None without a time.
     """
 
     compute: float | None
@@ -126,6 +128,7 @@ class StepTime:
     estimate: "StepTime | None" = None
     kernels: float | None = None
     chunks: float = 0.0
+    pieces: "Pieces | None" = None
 
     @property
     def tflops(self) -> float | None:
@@ -325,7 +328,8 @@ def pieces(
         else:
             others += runs * inside
     return Pieces(
-        products=_product_seconds(done, target, products, peak),
+        products=_product_seconds(done, target, products, peak)
+        * waves.quantization(config, layout, target),
         scores=scores / peak,
         activations=read / bandwidth,
         update=2 * update_bytes / bandwidth,
@@ -387,7 +391,7 @@ def step_time(
     )  # fmt: skip
     shares = fitted(target)
     assumed = _assumptions(config, target, peak, compiled=bool(text))
-    bar = error_bar(target)
+    bar = error_bar(target, family_of(config.train.model))
     best = _narrow_peak(config, target) or peak
 
     def time(compute: float, waited: float, hidden: float) -> StepTime:
@@ -396,7 +400,7 @@ def step_time(
         exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # but for rounding
         return StepTime(
             compute, exposed, idle, hidden, flops, model, model / best / total,
-            counted.by_axis, bar, assumed, chunks=counted.chunks(shares),
+            counted.by_axis, bar, assumed, chunks=counted.chunks(shares), pieces=counted,
         )  # fmt: skip
 
     closed = time(counted.compute(shares), counted.waited(shares), counted.hidden(shares))
@@ -411,6 +415,7 @@ def step_time(
 
 def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool) -> tuple[str, ...]:
     chip, shares = target.chip, fitted(target)
+    family = family_of(config.train.model)
     rate = f"{(chip.link_bandwidth or 0) / 1e9:.0f} GB/s a link and direction"
     network = "one host, without a network"
     if chip.dcn_bandwidth is not None:
@@ -424,7 +429,6 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         which = {"float8": "weights", "int8": "weights, not their gradients,"}
         matmul = config.precision.matmul
         peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
-    known = chip.name in FITTED
     attention = scores_share(shares, portable=config.attention.kernel == PORTABLE)
     scores = f", {attention:.0%} in attention scores, which count {skipped}"
     if config.train.model.attention is None:
@@ -454,6 +458,7 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         f"{rate}, {chip.links} torus direction(s) laid under the mesh axes as JAX does; {network}",
         f"{hides}{1 - shares.shown:.0%} of what moves weights and gradients hides behind "
         f"computation, {1 - shares.activations:.0%} of what tensor moves; the rest waits",
-        f"shares fitted on published runs{'' if known else ' of other chips of its kind'}: two of "
-        f"three lie within {error_bar(target):.0%} of the {within}",
+        f"shares fitted on published runs{'' if is_known(target) else ' of other chips'}; of a "
+        f"{family} model on {chip.kind.upper()}s two of three runs of a stack that no share was "
+        f"fitted on lie within {error_bar(target, family):.0%} of the {within}",
     )

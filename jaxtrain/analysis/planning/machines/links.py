@@ -9,8 +9,10 @@ from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
 
 # What several adapters of a host carry together: libraries send the parts of a ring or tree through
 # all of them (NCCL; measured 200-340 GB/s over hosts of eight adapters, NVIDIA/nccl issue 1218).
-# An all-to-all or a permute has one peer at a time, and one adapter.
+# A permute has one peer, and one adapter.
 _BY_ALL_ADAPTERS = ("all-reduce", "all-gather", "reduce-scatter")
+# Every device has a part for each other.
+_TO_ALL = ("all-to-all", "ragged-all-to-all")
 
 
 def names_of(axis: str) -> list[str]:
@@ -41,10 +43,14 @@ def seconds(
     if devices == 1:
         return 0.0, 0.0
     if target.chip.kind != "tpu":
+        if kind in _TO_ALL:
+            return _gpu_to_all(payload, names, devices, sizes, target), 0.0
         rate = gpu_bandwidth(kind, names, sizes, target)
         return wire_bytes(kind, payload, devices) / rate, 0.0
     slices = math.prod(dcn.get(name, 1) for name in names)
     torus = torus_bandwidth(names, sizes, target, dcn)
+    if slices == 1 and kind in _TO_ALL:
+        return payload * _torus_hops(names, sizes, target, devices) / torus, 0.0
     if slices == 1:
         return wire_bytes(kind, payload, devices) / torus, 0.0
     assert target.chip.dcn_bandwidth is not None, "a TPU has a network"
@@ -53,6 +59,32 @@ def seconds(
     shard = payload if kind == "all-gather" else payload // inner
     inside = wire_bytes(kind, payload, inner) / torus if inner > 1 else 0.0
     return inside, wire_bytes(kind, shard, slices) / target.chip.dcn_bandwidth
+
+
+def _gpu_to_all(
+    payload: int, names: Collection[str], devices: int, sizes: Mapping[str, int], target: Target
+) -> float:
+    """Every GPU sends a part to each other: to those of its host over NVLink, and at the same time
+    to those of other hosts through its own adapter."""
+    chip = target.chip
+    assert chip.link_bandwidth is not None, "a GPU has links"
+    together = devices_inside(names, sizes, target.shape[-1])
+    inside = payload * (together - 1) / devices / chip.link_bandwidth
+    if devices == together:
+        return inside
+    assert chip.dcn_bandwidth is not None, "a GPU host has adapters"
+    rate = min(chip.link_bandwidth, chip.dcn_bandwidth)
+    return max(inside, payload * (devices - together) / devices / rate)
+
+
+def _torus_hops(
+    names: Collection[str], sizes: Mapping[str, int], target: Target, devices: int
+) -> float:
+    """Links that a byte of an all-to-all crosses on average: r / 4 round each ring of r chips, with
+    both ways open (jax-ml.github.io/scaling-book/sharding, "AllToAll")."""
+    found = directions(sizes, target)
+    rings = max(1, round(sum(found.get(name, 0) for name in names)))
+    return rings * devices ** (1 / rings) / 4
 
 
 def torus_bandwidth(

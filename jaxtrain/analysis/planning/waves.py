@@ -1,0 +1,77 @@
+"""Wave quantization: how much longer matmuls take on a GPU whose last wave of tiles is not full.
+
+A GPU computes a product [m, n] in tiles, one on each of its multiprocessors at a time. All wait for
+the last wave, however few tiles it has (NVIDIA, "Matrix Multiplication Background User's Guide",
+sections on tile and wave quantization). Few rows a microbatch, or thin slices of tensor
+parallelism, leave it emptier.
+"""
+
+import math
+
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.textbook.facts import Facts, Weight
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.optimizers.matrices import sides
+from jaxtrain.training.settings import Config
+
+# cuBLAS's largest tiles, the ones that reach the rates of `fitted.BARE_MATMUL`.
+_TILES = ((256, 128), (128, 256))
+# Of a contraction that is split, the least that one multiprocessor takes.
+_SPLIT = 512
+
+
+def quantization(config: Config, layout: Layout, target: Target) -> float:
+    """Time of the layers' matmuls over what full waves would take, at least 1; 1 on a TPU, which
+    has no waves, and for models that are not stacks of layers over tokens.
+
+    Forward, the gradient of the input and that of the weight are three products of equal FLOPs.
+    """
+    facts, processor = Facts(config, layout).of_microbatches, target.chip.processor
+    if processor is None or not facts.is_text:
+        return 1.0
+    ideal = taken = 0.0
+    for weight in facts.weights:
+        if not (weight.is_matrix and weight.is_layer) or len(weight.shape) < 2:
+            continue
+        alike, rows, (inputs, outputs) = _product(facts, weight)
+        forwards = 1 + facts.recomputes
+        for count, m, n, k in (
+            (forwards, rows, outputs, inputs),
+            (1, rows, inputs, outputs),
+            (1, inputs, outputs, rows),
+        ):
+            flops = count * alike * rows * inputs * outputs
+            ideal += flops
+            taken += flops * waves(m, n, k, alike, processor.cores)
+    return taken / ideal if ideal else 1.0
+
+
+def waves(m: int, n: int, k: int, alike: int, cores: int) -> float:
+    """Waves of `alike` products [m, k] x [k, n] in one launch, over as many as their size asks for.
+
+    Where they are fewer tiles than multiprocessors, their contraction is split between these.
+    """
+
+    def over(tile: tuple[int, int]) -> float:
+        tiles = alike * math.ceil(m / tile[0]) * math.ceil(n / tile[1])
+        asked = alike * m * n / (tile[0] * tile[1])
+        if tiles < cores:
+            tiles, asked = (x * min(cores // tiles, max(k // _SPLIT, 1)) for x in (tiles, asked))
+        return math.ceil(tiles / cores) * cores / asked
+
+    return min(map(over, _TILES))
+
+
+def _product(facts: Facts, weight: Weight) -> tuple[int, int, tuple[int, int]]:
+    """Products in one launch on a device (its experts), rows of each, and the two sides of its
+    weight."""
+    placed = facts.layout.named(facts.layout.weight(weight.axes))
+    shape = placed.shard_shape(weight.shape)
+    stack, rows, columns = sides(weight.axes)
+    alike = math.prod(shape[place] for place in stack)
+    tokens, experts = facts.B * facts.T, facts.model.experts
+    if experts is not None and "experts" in weight.axes:
+        tokens = max(tokens * experts.per_token // alike, 1)
+    return alike, tokens, (
+        math.prod(shape[place] for place in rows), math.prod(shape[place] for place in columns)
+    )  # fmt: skip
