@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _ended(arguments: argparse.Namespace) -> int:
     """Runs a parsed command; whatever it raises becomes a sentence and a status."""
-    from jaxtrain.run.arenas import share_arenas
+    from jaxtrain.run.malloc import share_arenas
 
     share_arenas()
     import jax

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxtrain.data.order import _mixed, ordered, shuffled
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.rows import SHUFFLE_STREAM
+from jaxtrain.data.shuffle import _mixed, ordered, shuffled
 from jaxtrain.data.text.packing import pack
 from jaxtrain.data.text.source import TextData
 

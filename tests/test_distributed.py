@@ -6,7 +6,7 @@ import pytest
 from cluster import TOKEN, slurm_job, start_processes
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.joining import devices_per_process
+from jaxtrain.run.cluster.distributed_init import devices_per_process
 from jaxtrain.run.cluster.relay import Relay
 
 
@@ -42,7 +42,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.cluster.joining import start
+from jaxtrain.run.cluster.distributed_init import start
 from jaxtrain.run.cluster.interface import Listeners
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.token import RunToken

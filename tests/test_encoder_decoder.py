@@ -21,7 +21,7 @@ from jaxtrain.models.transformers.transformer import Transformer
 from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.places import Sinusoidal
+from jaxtrain.nn.positional_embedding import Sinusoidal
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.targets import targets

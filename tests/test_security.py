@@ -82,7 +82,7 @@ WALL_CLOCKS = {
     "run/attempts/records.py",
     "run/attempts/goodput.py",
     "run/attempts/watchdog.py",
-    "run/event_file.py",
+    "run/tensorboard.py",
     "run/tracking/services.py",
 }
 

@@ -5,8 +5,8 @@ import functools
 
 import numpy as np
 
-from jaxtrain.data.mixing import STREAM, Mixing, Source
-from jaxtrain.data.order import ordered
+from jaxtrain.data.mixture_sampler import STREAM, Mixing, Source
+from jaxtrain.data.shuffle import ordered
 
 
 @dataclasses.dataclass(frozen=True)

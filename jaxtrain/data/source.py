@@ -17,7 +17,7 @@ from jaxtrain.config.files import refused_path
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.joined import Tokens
-from jaxtrain.data.mixing import Mixing
+from jaxtrain.data.mixture_sampler import Mixing
 from jaxtrain.data.tokenizer import Tokenizer
 
 _DIGEST_SLICE = 1 << 24  # rows of an array, hashed together

@@ -20,7 +20,7 @@ from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, stack, under
-from jaxtrain.nn.places import Places
+from jaxtrain.nn.positional_embedding import Places
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.sharding import shard
 

@@ -3,7 +3,7 @@
 import gc
 from typing import Self
 
-from jaxtrain.run.arenas import give_back
+from jaxtrain.run.malloc import give_back
 
 LONG_RUN = 500  # steps of one call of `train`; to settle takes a third of a second
 

@@ -17,9 +17,9 @@ from jaxtrain.config.errors import counted
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
 from jaxtrain.run.appended import Appended
-from jaxtrain.run.event_file import EventFile
 from jaxtrain.run.show.confusion import CONFUSION, confusion_figure
 from jaxtrain.run.show.plot import loss_png
+from jaxtrain.run.tensorboard import EventFile
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 METRICS_FILE = "metrics.jsonl"

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
-from jaxtrain.data.order import VERSION
+from jaxtrain.data.shuffle import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import is_variable
@@ -26,7 +26,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.balancing import biases_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
-from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.offload.on_disk import OnDisk
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
@@ -317,7 +317,7 @@ def restore_parameters(
             return not any(name == one or name.startswith(f"{one}/") for one in unread)
 
         parts = {"params": state.params, "frozen": state.frozen, "statistics": state.statistics}
-        return {name: told_apart(part, reads)[0] for name, part in parts.items()}
+        return {name: partition(part, reads)[0] for name, part in parts.items()}
 
     found = _restore(checkpoints, step, source, wanted)
     with program.layout.active():

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.sharding import by_name, is_variable, name_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
-from jaxtrain.training.finetune.tuning import TEACHER, told_apart
+from jaxtrain.training.finetune.tuning import TEACHER, partition
 from jaxtrain.training.pipeline.stages import Stages, is_layer
 from jaxtrain.training.step import Program, TrainState
 
@@ -136,7 +136,7 @@ def merged(program: Program, state: TrainState) -> nnx.State:
         return state.params
     with program.layout.active():
         found = _merged(program, state.weights)
-    return told_apart(found, lambda name, _: not name.startswith(f"{TEACHER}/"))[0]
+    return partition(found, lambda name, _: not name.startswith(f"{TEACHER}/"))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -24,7 +24,7 @@ from jaxtrain.parallel.gathering import with_slices
 from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
 from jaxtrain.training.balancing import rebalanced
 from jaxtrain.training.creation import created
-from jaxtrain.training.finetune.tuning import Tuning, Weights, told_apart
+from jaxtrain.training.finetune.tuning import Tuning, Weights, partition
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, selected
 from jaxtrain.training.microbatches import numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
@@ -127,12 +127,12 @@ class Program:
         """
         _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
         given = {} if params is None else by_name(params)
-        missing = told_apart(drawn, lambda name, _: name not in given)[0]
+        missing = partition(drawn, lambda name, _: name not in given)[0]
         missing = to_master(missing, self.precision.params)
         if self.stages is not None:
             missing = self.stages.to_stages(missing)
         found = nnx.merge_state(statistics, missing, *([] if params is None else [params]))
-        statistics, params = told_apart(found, lambda _, x: isinstance(x, Statistic))
+        statistics, params = partition(found, lambda _, x: isinstance(x, Statistic))
         scale = self.precision.loss_scale
         first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
         params, frozen = self.tuning.begin(params, self._adapters(drawn, key))

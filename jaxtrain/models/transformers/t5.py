@@ -23,7 +23,7 @@ from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.mlp import SwiGLU, TwoLayers, gelu
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.places import Relative
+from jaxtrain.nn.positional_embedding import Relative
 
 INSIDE = 5  # the place of an MLP's own dropout among those of a layer
 

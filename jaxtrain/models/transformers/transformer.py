@@ -21,7 +21,7 @@ from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.mlp import TwoLayers
 from jaxtrain.nn.norms import LayerNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.places import Learned, Places, Sinusoidal
+from jaxtrain.nn.positional_embedding import Learned, Places, Sinusoidal
 
 
 @configurable

@@ -23,7 +23,7 @@ from jaxtrain.run.attempts.maintenance import maintenance_notices
 from jaxtrain.run.attempts.phases import Activity, Phases
 from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 from jaxtrain.run.checkpoint import retention
-from jaxtrain.run.cluster import detection, joining
+from jaxtrain.run.cluster import detection, distributed_init
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
 from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
@@ -95,7 +95,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
             peers.listen(listeners)
             with phases.phase("start"):
-                joining.start(
+                distributed_init.start(
                     cluster, peers, simulated_devices=config.mesh.simulated_devices, report=say
                 )
             stack.enter_context(attempt.listening(end.interrupted))

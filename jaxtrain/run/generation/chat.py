@@ -14,7 +14,7 @@ from jaxtrain.models.model import token_model
 from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.memory import Memory
+from jaxtrain.run.generation.prefix_cache import Memory
 from jaxtrain.run.generation.published_defaults import (
     Defaults,
     ends_of_run,

@@ -25,7 +25,7 @@ from jaxtrain.run.generation.decoding import (
     prefill,
     rounded,
 )  # fmt: skip
-from jaxtrain.run.generation.memory import Beginning, Memory
+from jaxtrain.run.generation.prefix_cache import Beginning, Memory
 from jaxtrain.run.generation.sampling import Drawing, Sampling
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.step import Program, TrainState

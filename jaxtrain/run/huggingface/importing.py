@@ -29,7 +29,7 @@ from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.run.huggingface.training_differences import training_differences
 from jaxtrain.training.balancing import biases_of
-from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program
@@ -90,7 +90,7 @@ def _written(
         for name, content in source.carried().items():
             write_atomically(carried / name, content)
     extra = resume.describe_parameters(config, program, of_published(source.path))
-    save_first(0, _told_apart(params, program), extra, config=config, workdir=workdir, say=say)
+    save_first(0, _partition(params, program), extra, config=config, workdir=workdir, say=say)
     (family, _), model = source.asked, config.train.model
     shapes, tensors = shapes_of(program), source.tensors()
     stored = match(family, model, shapes, tensors, where=str(config.train.start_from))
@@ -107,11 +107,11 @@ def _written(
     return found
 
 
-def _told_apart(params: nnx.State, program: Program) -> dict[str, nnx.State]:
+def _partition(params: nnx.State, program: Program) -> dict[str, nnx.State]:
     """As a run's state has them that trains all that can be."""
     untrained = biases_of(program.build)
-    statistics, params = told_apart(params, lambda _, x: isinstance(x, Statistic))
-    trained, frozen = told_apart(params, lambda name, _: name not in untrained)
+    statistics, params = partition(params, lambda _, x: isinstance(x, Statistic))
+    trained, frozen = partition(params, lambda name, _: name not in untrained)
     parts = {"params": trained, "frozen": frozen, "statistics": statistics}
     return {name: part for name, part in parts.items() if part}
 

@@ -24,7 +24,7 @@ from jaxtrain.models.weights.names import Name, joined
 from jaxtrain.models.weights.published import Published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.checkpoint.leaves import flatten
-from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.step import Program
 
 MOST_AT_ONCE = 1 << 28  # bytes
@@ -68,7 +68,7 @@ def read_parameters(
     of = {name.ours: name for name in family.names(model)}
     state = program.whole.abstract_state()
     weights = nnx.merge_state(state.params, state.statistics)
-    wanted = told_apart(weights, lambda name, _: name not in unread)[0]
+    wanted = partition(weights, lambda name, _: name not in unread)[0]
     names, leaves, treedef = flatten(wanted)
     arrays = []
     for ours, leaf in zip(names, leaves, strict=True):

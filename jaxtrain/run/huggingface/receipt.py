@@ -31,7 +31,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.logits import logits
 from jaxtrain.run.show.progress import say
-from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.step import Program, TrainState
 
 FILE = "parity.json"
@@ -250,7 +250,7 @@ def logits_of(
 
     `params` holds running statistics too, where the model has such.
     """
-    statistics, params = told_apart(params, lambda _, x: isinstance(x, Statistic))
+    statistics, params = partition(params, lambda _, x: isinstance(x, Statistic))
     zero = jnp.zeros(())
     state = TrainState(
         step=zero, params=params, opt_state=(), statistics=statistics, loss_scale=zero

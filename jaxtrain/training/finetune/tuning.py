@@ -29,7 +29,7 @@ class Tuning:
 
     def frozen_shardings(self, frozen: nnx.State, layout: Layout) -> nnx.State:
         """A NamedSharding for each frozen array of a state."""
-        teacher, others = told_apart(frozen, lambda name, _: name.startswith(f"{TEACHER}/"))
+        teacher, others = partition(frozen, lambda name, _: name.startswith(f"{TEACHER}/"))
         theirs = self.teacher_layout(layout)
         return nnx.merge_state(
             shardings(others, layout.parameter, layout),
@@ -69,7 +69,7 @@ class Tuning:
           adapters: what `draw` gave, laid out and ordered as the parameters are.
         """
         del adapters
-        return told_apart(params, lambda name, _: name not in self.frozen)
+        return partition(params, lambda name, _: name not in self.frozen)
 
     def join(self, weights: Weights) -> nnx.State:
         """What the model computes with; of any part of a model, such as its layers."""
@@ -81,7 +81,7 @@ class Tuning:
         return self.join(weights)
 
 
-def told_apart(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
+def partition(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
     """Two trees: of the variables of which `first` says so, by name and self, and of the others."""
     parts: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
     for path, variable in nnx.to_flat_state(state):

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name, logical_axes
-from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.guard import selected
 
 DEVICE = jax.memory.Space.Device
@@ -99,7 +99,7 @@ def is_matrix_of_layers(variable: nnx.Variable) -> bool:
 
 def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it
     """The same tree, each State in it with the variables of these names alone."""
-    return over_states(lambda state: told_apart(state, lambda name, _: name in names)[0], tree)
+    return over_states(lambda state: partition(state, lambda name, _: name in names)[0], tree)
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import Execution
-from jaxtrain.training.finetune.tuning import told_apart
+from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.pipeline.stages import is_layer
@@ -184,4 +184,4 @@ def _apart(params: Any, first: Callable[[str, Any], bool]) -> tuple[Variables, V
     if isinstance(params, tuple):
         one, other = zip(*(_apart(part, first) for part in params), strict=True)
         return one, other
-    return told_apart(params, first)
+    return partition(params, first)
