@@ -271,6 +271,8 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     assert written.passed
     exported = from_pretrained(out)
     for name, tensor in theirs.state_dict().items():
+        if "Embeddings" in kind and name.startswith("pooler."):
+            continue  # embeddings are read before it, so it is not imported
         assert torch.equal(exported.state_dict()[name], tensor), name
     # PyTorch's sums are in another order where an array starts at another address.
     np.testing.assert_allclose(logits(exported, tokens), expected, rtol=1e-6, atol=1e-5)
@@ -438,8 +440,9 @@ def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, 
     finally:
         tracemalloc.stop()
     largest = 4 * width * wide  # bytes of the largest tensor, in float32
-    # JAX lets go of a host's array when it takes the next one: two pieces, of 6 layers' 12.
-    assert peak - stays < 2 * largest + 2**20
+    # JAX lets go of a host's array when it takes the next one: two pieces, of 6 layers' 12, and a
+    # copy of one as the file has it, in bfloat16. The rest is Python's objects.
+    assert peak - stays < 2 * largest + largest // 2 + 2**18
 
 
 @pytest.mark.parametrize(
