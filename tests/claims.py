@@ -12,8 +12,8 @@ from pathlib import Path
 # Claim -> names of test files without `test_` and `.py`, as patterns. The first match counts.
 CLAIMS = {
     "documentation": (
-        "*_page", "readme", "links", "recipes", "schedules_picture", "architecture", "notes",
-        "claims", "smoke", "start", "cli*", "synonyms", "newcomers", "security",
+        "release", "*_page", "readme", "links", "recipes", "schedules_picture", "architecture",
+        "notes", "claims", "smoke", "start", "cli*", "synonyms", "newcomers", "security",
     ),
     "notebooks": ("notebooks",),
     "benchmarks": ("benchmarks_*", "promised_results", "g2p"),
@@ -36,7 +36,8 @@ CLAIMS = {
         "key_table", "*_keys", "tokenizer_*", "data_tokenizer", "chat_template", "adapter*",
     ),
     "resume and reliability": (
-        "resume", "checkpoint*", "retention", "best", "manifest", "survival", "chaos", "mishaps",
+        "resume", "compatibility",
+        "checkpoint*", "retention", "best", "manifest", "survival", "chaos", "mishaps",
         "lock", "supervise", "watchdog", "signals", "goodput", "phases", "full_disk", "peers",
         "distributed*", "strangers", "run_token", "buckets", "bucket_runs", "launch_*",
         "train_faults", "guard*", "corruption", "fuzz*", "hostile*", "output", "attempt_*",
