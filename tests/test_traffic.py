@@ -21,7 +21,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.mesh import Mesh, make_mesh
-from jaxtrain.parallel.sharding import Layout, is_variable
+from jaxtrain.parallel.sharding import Layout, Sharding, is_variable
 
 pytestmark = needs_libtpu
 
@@ -300,9 +300,18 @@ def moved_by(found) -> collections.Counter:
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODES]
 
 
-@pytest.mark.slow_cases(
-    "data gpt", "data, 10 microbatches", "replicas, zero1, 2 microbatches", "zero0"
+DEAR = pytest.mark.slow_cases(
+    "data",
+    "data gpt",
+    "data, 10 microbatches",
+    "hsdp",
+    "replicas, zero1, 2 microbatches",
+    "zero0",
+    "zero2",
 )
+
+
+@DEAR
 @pytest.mark.parametrize("name", CASES)
 def test_traffic_equals_the_closed_form(name):
     mode = MODES[name]
@@ -321,6 +330,28 @@ def test_traffic_equals_the_closed_form(name):
     assert sorted((expected - moved).items()) == []  # in the textbook alone
 
 
+@DEAR
+@pytest.mark.parametrize("name", CASES)
+def test_the_audit_explains_it_too(name):
+    """The product's list of what a step moves, of the same compiled programs."""
+    from test_planning_traffic import WHOLE, audited, config_of, faults  # which takes MODELS
+
+    mode = MODES[name]
+    sizes = dict(mode.layout)
+    sharding = Sharding(
+        zero=sizes.pop("zero", 3), sequence_parallel=sizes.pop("sequence_parallel", False)
+    )
+    accumulation = sizes.pop("accumulation", 1)
+    config = config_of(
+        MODELS[mode.model], sizes, sharding=sharding, rows=ROWS * accumulation,
+        accumulation=accumulation,
+    )  # fmt: skip
+    step, mesh = step_of(mode.model, **mode.layout)
+    rows = audited(config, step.as_text(), dict(mesh.shape))
+    assert faults(rows, {WHOLE} if name.startswith("hsdp,") else set()) == []
+
+
+@pytest.mark.slow
 def test_zero3_temporaries_do_not_grow_with_the_layers_weights():
     """A layer adds its saved input and its gradient's shard; its gathered weights come and go."""
     layer = sum(
