@@ -52,6 +52,7 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], **
             np.testing.assert_allclose(a, b, err_msg=name, **how)
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_a_state_in_memory_and_half_an_update_is_never_resumed(
     tiny_config, tmp_path, monkeypatch
 ):
@@ -119,8 +120,13 @@ def test_a_folder_is_its_processs_own_and_goes_with_it(tmp_path):
     assert not folder.exists()
 
 
+# A rule of each kind of state (as in test_optimizer_rules.py), and settings of AdamW. That every
+# rule updates a part as it updates the whole, test_offload.py proves.
+KINDS = ["sgd", "adafactor", "muon", "schedule_free", "adam8bit", "soap", "sophia_h"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [*rules(), "average", "bfloat16", "zero1", "host"])
+@pytest.mark.parametrize("rule", [*KINDS, "average", "bfloat16", "zero1", "host"])
 def test_every_rule_updates_in_blocks(tiny_config, rule, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 12)
     more: dict[str, Any] = {
