@@ -13,8 +13,10 @@ from pathlib import Path
 # Compiling dominates the suite: LLVM's optimizations of the machine code are left out, XLA's own
 # passes (partitioning, fusion, memory) are not. Halves the time of the tests of the step; so does
 # the older way of writing a fusion's machine code, which jaxlib 0.12 refuses as an unknown flag.
+# Small programs gain nothing from several threads, neither where they run nor where they compile.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1 "
     + "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
     + os.environ.get("XLA_FLAGS", "")
 )
@@ -65,17 +67,10 @@ needs_libtpu = pytest.mark.skipif(
     reason="libtpu compiles for TPUs: pip install 'jaxtrain[tpu]'",
 )
 
-# Files of runs in processes of their own take minutes with few tests: begun last, one of them would
-# keep a single worker busy after all others have ended.
-LONG_FILES = [
-    "test_survival", "test_chaos", "test_readme", "test_notebooks", "test_recipes", "test_cli",
-    "test_train_faults",
-]  # fmt: skip
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first (xdist keeps the order with --no-loadscope-reorder); mark slow cases."""
+    """Mark slow cases."""
     found: dict[str, set[str]] = {}  # test function -> its cases
     named: dict[str, set[str]] = {}  # ... and those that its marker names
     for item in items:
@@ -92,8 +87,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if gone and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"slow_cases names cases that do not exist: {gone}")
-    place = {name: number for number, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def pytest_unconfigure() -> None:

@@ -27,7 +27,6 @@ ALLOWED_SKIPS = (
     r"no right to mount a small file system",
     r"this machine has an accelerator",
     r"glibc|Linux",  # other systems
-    r"nothing looks beyond an element",  # a rule of optimizers to which a case does not apply
     r"^\w+ is not installed$",  # a program of the system
 )
 NO_TIME = "no time left in this run"
@@ -55,12 +54,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rotate the files by --first."""
-    files = list(dict.fromkeys(item.path for item in items))
-    if files and config.option.first:
+    """Files that take longest first, since one begun last keeps a single worker; then --first.
+
+    (xdist keeps the order with --no-loadscope-reorder.)
+    """
+    recorded, seconds = read_durations(), Counter()
+    for item in items:
+        seconds[item.path] += recorded.get(_row_of(item), 1.0)
+    files = sorted(seconds, key=lambda file: -seconds[file])
+    if files:
         start = config.option.first % len(files)
         place = {file: at for at, file in enumerate([*files[start:], *files[:start]])}
         items.sort(key=lambda item: place[item.path])
+
+
+def _row_of(item: pytest.Item) -> tuple[str, str]:
+    """The file and the function of a test, by which its duration is recorded."""
+    return item.path.name, item.nodeid.partition("::")[2].partition("[")[0]
 
 
 class _Compiles:
@@ -98,9 +108,8 @@ class _Until:
         self.expected = self.taken = 0.0  # seconds of the tests so far
 
     def _expect(self, item: pytest.Item) -> float:
-        name = item.nodeid.partition("::")[2].partition("[")[0]
         # A test without a record is new: a minute is as long as most take.
-        return self.recorded.get((item.path.name, name), 60.0)
+        return self.recorded.get(_row_of(item), 60.0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
