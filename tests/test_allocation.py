@@ -120,6 +120,7 @@ def test_a_flag_of_the_user_s_has_the_size_of_blocks(monkeypatch):
     assert name not in xla_options("cpu", 1000)
 
 
+@pytest.mark.slow
 def test_a_short_run_keeps_its_program_on_disk_and_a_long_one_its_memory(monkeypatch):
     """A step of 58 MB of temporaries a device: XLA writes down programs of one block only."""
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -53,7 +53,7 @@ def test_products_of_a_loop_count_as_often_as_it_turns() -> None:
     assert (few.waits, few.kernels) == (0, 0)
 
 
-@pytest.mark.slow_cases("7x", "v4", "v5p")
+@pytest.mark.slow_cases("7x", "v4", "v5p", "v6e")
 @pytest.mark.parametrize("name", PEAK)
 def test_a_large_product_takes_about_what_the_data_sheets_promise(name: str) -> None:
     """The clock that the published peak and the matrix units' size make."""

@@ -60,6 +60,7 @@ def test_logits_and_every_gradient_equal_transformers(name):
     pair_of(sizes).compare(batch_of(sizes), **changes)
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = SHAPES["small"]
     pair_of(sizes).train([batch_of(sizes, packed=False)])

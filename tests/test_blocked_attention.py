@@ -35,6 +35,9 @@ def expected(name: str, T: int) -> tuple[jax.Array, ...]:
 
 
 # 20 tokens are one block; 150 are two whole blocks and a part of one.
+@pytest.mark.slow_cases(
+    "full-150", "causal-20", "one-kv-head-150", "window-20", "window-both-ways-150"
+)
 @pytest.mark.parametrize("T", [20, 150])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_reference(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:

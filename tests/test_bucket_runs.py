@@ -112,6 +112,7 @@ def test_the_commands_of_the_page_are_commands():
             load_config(found.config, bindings=found.gin_bindings)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(gcs, local, in_bucket):
     name, at_two, told, _ = in_bucket
     assert "Going on from the checkpoint of step 2 in gs://runs/first" in told

@@ -109,6 +109,7 @@ def killed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow_cases("before", "written, not sealed", "old one renamed", "sealed")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_save_leaves_a_whole_checkpoint_and_its_remains_are_removed(killed, point):
     steps, removed = POINTS[point]

@@ -267,6 +267,7 @@ def test_eval_takes_other_text(run, tmp_path, capsys):
     assert values["eval_loss"] != last_evaluation(run)["eval_loss"]
 
 
+@pytest.mark.slow
 def test_a_run_on_simulated_devices_is_read_in_processes_of_their_own(tiny_config, tmp_path):
     mesh = ["-b", "Mesh.data = 1", "-b", "Mesh.tensor = 1", "-b", "Train.steps = 1"]
     run = ["--workdir", str(tmp_path / "run")]

@@ -116,6 +116,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("kv heads on several devices, full", "context, microbatches, dots")
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_one_device(case):
     model, sizes, changes = CASES[case]
@@ -140,6 +141,7 @@ STAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("1f1b")
 @pytest.mark.parametrize("case", STAGES)
 def test_rings_inside_stages_equal_one_device(case):
     make, num_layers, sizes, pipeline = STAGES[case]
@@ -159,6 +161,7 @@ SENT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("in stages")
 @needs_libtpu
 @pytest.mark.parametrize("case", SENT)
 def test_what_goes_around_is_the_closed_form(case):

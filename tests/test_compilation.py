@@ -55,6 +55,7 @@ def losses(workdir):
     return [line[name] for line in lines for name in ("loss", "eval_loss") if name in line]
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_computes_the_same(first, tiny_config, tmp_path):
     folder, counted = first
     assert counted["status"] == 0

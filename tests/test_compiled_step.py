@@ -36,7 +36,7 @@ def config(request, tiny_config):
     return load_config(tiny_config, bindings=ONE + BINDINGS[request.param])
 
 
-@pytest.mark.slow_cases("replicas")
+@pytest.mark.slow_cases("accumulated", "replicas")
 def test_a_plan_lowers_what_a_run_lowers(config):
     trainer = Trainer(config)
     layout = planned_layout(config, parse_target("cpu:8"))
@@ -46,7 +46,7 @@ def test_a_plan_lowers_what_a_run_lowers(config):
     assert options == xla_options("cpu", config.train.steps)
 
 
-@pytest.mark.slow_cases("accumulated")
+@pytest.mark.slow_cases("accumulated", "replicas", "stages")
 def test_a_proof_takes_the_step_of_a_run(config):
     trainer, proof = Trainer(config), MeshRun(config)
     assert proof.train_step.options == trainer._step.options

@@ -108,7 +108,16 @@ def assert_close(found, expected, *, atol: float = 5e-6) -> None:  # noqa: ANN00
 MESHES = {2: {"context": 2, "data": 2}, 4: {"context": 4, "tensor": 2}, 8: {"context": 8}}
 
 
-@pytest.mark.slow_cases("documents-4-ring", "window-both-ways-4-ring")
+@pytest.mark.slow_cases(
+    "causal-8-ring",
+    "causal-8-ulysses",
+    "documents-4-ring",
+    "everything-2-ulysses",
+    "everything-8-ulysses",
+    "window-both-ways-2-ring",
+    "window-both-ways-2-ulysses",
+    "window-both-ways-4-ring",
+)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     ("case", "c"),

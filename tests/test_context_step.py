@@ -84,7 +84,7 @@ STEPS = {
 SLOW = ("llama-ring", "llama-sequence", "gpt-fsdp")
 
 
-@pytest.mark.slow_cases("gpt-sequence", "llama-data", "llama-ulysses")
+@pytest.mark.slow_cases("gpt-sequence", "gpt-ulysses", "llama-data", "llama-ulysses")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in STEPS],

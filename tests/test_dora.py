@@ -149,6 +149,7 @@ def one_device():
     return evaluate(program_on(make_layout()), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

@@ -215,7 +215,7 @@ def one_device():
     return evaluate(make_program(GPT2, make_layout(), objective=DPO(beta=0.2)), some_pairs())
 
 
-@pytest.mark.slow_cases("context")
+@pytest.mark.slow_cases("context", "pipe")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -230,6 +230,7 @@ def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
     assert_equal(evaluate(program, some_pairs()), one_device)
 
 
+@pytest.mark.slow
 def test_the_file_of_the_guide_trains_as_it_is_printed(folder, tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parent.parent / "docs" / "finetuning.md").read_text()
     (text,) = re.findall(r"```gin\n(include .*?)```", page, re.S)

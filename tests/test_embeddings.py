@@ -87,6 +87,7 @@ def theirs(folder: Path, texts: list[str], longest: int) -> np.ndarray:
     return torch.nn.functional.normalize((h * mask).sum(1) / mask.sum(1), dim=-1).numpy()
 
 
+@pytest.mark.slow
 def test_a_folder_of_sentence_transformers_tells_its_embeddings(source, tmp_path, capsys):
     workdir, out = tmp_path / "run", tmp_path / "out"
     config = load_config(

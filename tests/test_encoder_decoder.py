@@ -162,6 +162,7 @@ def test_logits_and_every_gradient_equal_pytorch(name):
     torch_pair(sizes).compare(batch, same=NO_GRADIENT)
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_pytorch():
     sizes = dataclasses.replace(SHAPES["post_sinusoidal"], dropout=0.0)
     torch_pair(sizes).train([pairs(rows=4, source=13, target=9, vocab_size=sizes.vocab_size)])
@@ -213,6 +214,7 @@ def one_device():
 
 
 @pytest.mark.slow_cases(
+    "pipe",
     "pipe_gpipe",
     "pipe_interleaved_residuals",
     "pipe_of_four",

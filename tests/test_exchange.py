@@ -112,7 +112,7 @@ def alone(state, batches, replica: int, replicas: int):
 # -- local SGD ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_cases("{'data': 4, 'fsdp': 2}")
+@pytest.mark.slow_cases("{'data': 2, 'context': 2}", "{'data': 4, 'fsdp': 2}")
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -62,7 +62,11 @@ def shard_sizes(sizes: dict[str, int], part: str = "params") -> list[int]:
 MESHES = [{"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
-@pytest.mark.slow_cases("diloco-{'data': 2, 'fsdp': 2, 'tensor': 2}", "local_sgd-{'data': 4}")
+@pytest.mark.slow_cases(
+    "diloco-{'data': 2, 'fsdp': 2, 'tensor': 2}",
+    "local_sgd-{'data': 2, 'fsdp': 2, 'tensor': 2}",
+    "local_sgd-{'data': 4}",
+)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_the_inner_step_moves_nothing_over_data(method, sizes):

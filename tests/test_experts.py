@@ -88,6 +88,7 @@ def kept_by_hand(weights: dict[str, np.ndarray], capacity: int) -> np.ndarray:
     return kept
 
 
+@pytest.mark.slow_cases("2.0", "0.4")
 @pytest.mark.parametrize("capacity_factor", [None, E / k, 1.0, 0.4])
 def test_outputs_and_gradients_equal_every_expert_on_every_token(capacity_factor):
     part, own = experts(capacity_factor)

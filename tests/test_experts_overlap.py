@@ -50,6 +50,7 @@ def test_one_part_goes_beside_the_products_of_the_other(monkeypatch):
     assert share_waited(asked=False) == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [None, pytest.param(1.1, marks=pytest.mark.slow)])
 def test_tokens_that_go_to_their_experts_in_two_parts_are_the_same_bytes(factor, monkeypatch):
     """The parts of the slots are 36 and 35 of 71, which the compiler tells apart."""

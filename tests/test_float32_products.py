@@ -31,6 +31,7 @@ def program_of(products, **changes):
     return make_program(MODEL, make_layout(fsdp=2, tensor=2), precision=precision, **changes)
 
 
+@pytest.mark.slow_cases("tf32-HIGH")
 @pytest.mark.parametrize(
     ("products", "asked"), [("device", "DEFAULT"), ("tf32", "HIGH"), ("float32", "HIGHEST")]
 )

@@ -133,6 +133,7 @@ def test_a_supervised_run_takes_no_module_from_the_current_folder(hostile, call,
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_take_no_module_from_the_current_folder(hostile, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(hostile(tmp_path / "here", ALL))

@@ -85,13 +85,21 @@ def pair_of(sizes: Any):
     return Pair(sizes, draw(model, scales=()), model_type)
 
 
-@pytest.mark.slow_cases("gemma2 all heads", "gemma2 odd", "gemma3 all heads")
+@pytest.mark.slow_cases(
+    "gemma all heads",
+    "gemma odd",
+    "gemma2 all heads",
+    "gemma2 odd",
+    "gemma3 all heads",
+    "gemma3 odd",
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]
     pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("gemma", "gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thirty_steps_have_the_losses_of_transformers(family):
@@ -140,6 +148,7 @@ ZERO_BUBBLE = {"pipe": 2}, {"pipeline": Pipeline(schedule="zero_bubble", microba
 
 @pytest.mark.slow_cases(
     "gemma-context_tensor_chunks",
+    "gemma-pipe",
     "gemma2-context_tensor_chunks",
     "gemma2-pipe",
     "gemma2-sequence_parallel",

@@ -69,7 +69,7 @@ def sharper(state):
     return dataclasses.replace(state, params=jax.tree.map(lambda x: 8 * x, state.params))
 
 
-@pytest.mark.slow_cases("deepseek")
+@pytest.mark.slow_cases("deepseek", "gpt")
 @pytest.mark.parametrize("name", SIZES)
 def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     sizes = SIZES[name]
@@ -94,7 +94,7 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     assert len(set(answer.tokens)) > 2
 
 
-@pytest.mark.slow_cases("deepseek")
+@pytest.mark.slow_cases("deepseek", "gpt")
 @pytest.mark.parametrize("name", SIZES)
 def test_a_padded_row_has_the_logits_of_the_row_alone(name):
     """Whatever stands in the padding, whose last token here would be seen first."""

@@ -45,6 +45,19 @@ YARN = {
 }
 
 
+@pytest.mark.slow_cases(
+    "model1-said1",
+    "model2-said2",
+    "model4-said4",
+    "model5-said5",
+    "model7-said7",
+    "model8-said8",
+    "model10-said10",
+    "model11-said11",
+    "model13-said13",
+    "model14-said14",
+    "model16-said16",
+)
 @pytest.mark.parametrize(
     ("model", "said"),
     [

@@ -57,6 +57,7 @@ def drawn(case: str, dtype: str) -> tuple[jax.Array, ...]:
     return x, w, jnp.asarray(sizes, jnp.int32), g
 
 
+@pytest.mark.slow_cases("some_left-float32-1e-05", "whole_tiles-float32-1e-05")
 @pytest.mark.parametrize(
     ("case", "dtype", "tolerance"),
     [*((case, "float32", 1e-5) for case in CASES), ("odd", "bfloat16", 1e-2)],

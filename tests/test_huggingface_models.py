@@ -232,7 +232,19 @@ def from_pretrained(folder: Path) -> torch.nn.Module:
     return getattr(transformers, name).from_pretrained(folder, dtype="float32").eval()
 
 
-@pytest.mark.slow_cases("gpt-oss", "llama", "mistral", "qwen2", "qwen3-moe", "roberta-odd")
+@pytest.mark.slow_cases(
+    "deepseek-v3",
+    "gpt-oss",
+    "llama",
+    "llama-tied-mqa",
+    "mamba",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "roberta-odd",
+)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in ALWAYS else pytest.mark.slow) for c in CASES],
@@ -357,6 +369,7 @@ IMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("resnet")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in ("odd", "resnet") else pytest.mark.slow) for c in IMAGES],

@@ -65,6 +65,7 @@ def one_device():
 # -- fsdp, over a divisor of its devices; tables whole on every stage ------------------------------
 
 
+@pytest.mark.slow
 def test_six_devices_of_fsdp_share_what_two_of_them_divide(devices, one_device):
     config = config_of(zero=1, fsdp=6)
     shared = layout(config, devices[:6])
@@ -239,6 +240,7 @@ def test_places_of_shorter_stages_are_counted():
     assert five.model_flops_per_device < six.model_flops_per_device
 
 
+@pytest.mark.slow
 def test_a_search_names_a_layout_once():
     bindings = "Train.global_batch_size = 12", "TextData.sequence_length = 16"
     found = search(config_of(MODEL, 3, *bindings), parse_target("h100:1x6"))

@@ -313,6 +313,7 @@ def compiled_step() -> tuple[str, dict[str, int]]:
     return lowered.compile(quick).as_text(), dict(mesh.shape)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_tpu_compiler_multiplies_int8(compiled_step):
     text, _ = compiled_step

@@ -253,6 +253,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_on_tpus_auto_is_a_pallas_kernel_in_the_compiled_step() -> None:
     target = parse_target("v5e:2x2")

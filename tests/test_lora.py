@@ -307,6 +307,7 @@ def config_of(tiny_config: Path, steps: int, *bindings: str):  # noqa: ANN201
     return load_config(tiny_config, [f"Train.steps={steps}", decay, *ADAPTERS, *bindings])
 
 
+@pytest.mark.slow
 def test_a_restarted_run_is_the_run_never_stopped_bit_for_bit(run, tiny_config):
     never_stopped = Trainer(config_of(tiny_config, 4))
     first = never_stopped.weights()

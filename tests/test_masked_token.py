@@ -151,7 +151,7 @@ def one_device():
     return evaluate(program_on(make_layout()), TEXT)
 
 
-@pytest.mark.slow_cases("context")
+@pytest.mark.slow_cases("context", "pipe")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

@@ -87,10 +87,13 @@ CASES = [
 @pytest.mark.slow_cases(
     "gpt-float32-0-{'fsdp': 8}",
     "gpt-float32-1-{'fsdp': 8}",
+    "gpt-float32-2-{'fsdp': 8}",
     "llama-bfloat16-1-{'fsdp': 8}",
+    "llama-bfloat16-3-{'fsdp': 8}",
     "llama-mixed-1-{'fsdp': 8}",
     "llama-moments-0-{'fsdp': 8}",
     "llama-moments-1-{'fsdp': 8}",
+    "llama-moments-2-{'fsdp': 8}",
     "llama-moments-3-{'data': 2, 'fsdp': 4}",
 )
 @pytest.mark.parametrize(("model", "precision", "zero", "sizes"), CASES, ids=str)

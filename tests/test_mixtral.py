@@ -232,6 +232,7 @@ def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     assert metrics["router_max_load"] > 1.2
 
 
+@pytest.mark.slow_cases("dropless-expert_context_tensor")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -48,6 +48,9 @@ def loss_and_grads(name: str, execution: Execution) -> Any:
     return jax.jit(jax.value_and_grad(loss_fn(name, execution)))(split(name)[1])
 
 
+@pytest.mark.slow_cases(
+    "gpt-none-2", "llama-elementwise-0", "llama-full-1", "llama-none-0", "llama-full-2"
+)
 @pytest.mark.parametrize(
     ("name", "remat", "layers_per_iteration"),
     [

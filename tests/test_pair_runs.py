@@ -63,6 +63,7 @@ def runs(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow_cases("t5", "seq2seq")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_learns_and_tells_of_exact_matches(runs, name):
     trainer = runs[name]

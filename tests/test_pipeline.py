@@ -100,7 +100,14 @@ CASES = {
 SLOW = ("uneven_zero_bubble_residuals", "uneven_dualpipe_v", "dualpipe_v_residuals")
 
 
-@pytest.mark.slow_cases("1f1b", "fewer_microbatches_than_stages", "gpipe", "residuals")
+@pytest.mark.slow_cases(
+    "1f1b",
+    "experts_zero_bubble",
+    "fewer_microbatches_than_stages",
+    "gpipe",
+    "interleaved",
+    "residuals",
+)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES],
@@ -129,7 +136,7 @@ RINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("1f1b, fsdp")
+@pytest.mark.slow_cases("1f1b, fsdp", "interleaved")
 @pytest.mark.parametrize("case", RINGS)
 def test_a_ring_of_attention_inside_stages_equals_one_device(case):
     make, num_layers, sizes, pipeline = RINGS[case]

@@ -108,6 +108,7 @@ def test_what_was_read_crosses_all_boundaries_and_the_target_the_decoders(schedu
     assert len(permutes) == len(ticks)
 
 
+@pytest.mark.slow
 def test_one_row_a_device_is_scattered_and_what_waits_at_a_rank_stays_there():
     """A TPU's compiler sums whole what has a dimension of 1 before the scattered one; and gathers
     what it is told a layout of."""
@@ -136,6 +137,7 @@ RINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("1f1b")
 @pytest.mark.parametrize("name", RINGS)
 def test_a_ring_inside_stages_moves_what_the_textbook_says(name):

@@ -231,8 +231,9 @@ def test_an_estimate_needs_no_compiler_and_says_what_it_is():
     assert 0 < found["mfu"] < CHIPS["v5p"].bf16_flops
 
 
-@pytest.mark.parametrize("search", [False, True])
-def test_a_mixture_is_planned_as_the_text_that_it_mixes(tiny_config, search):
+@pytest.mark.slow_cases("True-v5e:2x2")
+@pytest.mark.parametrize(("search", "target"), [(False, "v5e:2x4"), (True, "v5e:2x2")])
+def test_a_mixture_is_planned_as_the_text_that_it_mixes(tiny_config, search, target):
     bindings = [
         "Train.data = @Mixture()",
         "Mixture.data = @TextData()",
@@ -242,12 +243,13 @@ def test_a_mixture_is_planned_as_the_text_that_it_mixes(tiny_config, search):
         "TextData.source = 'embedded'",
     ]
     text, mixture = (
-        plan(load_config(tiny_config, some), target="v5e:2x4", compile=False, search=search)
+        plan(load_config(tiny_config, some), target=target, compile=False, search=search)
         for some in ([], bindings)
     )
     assert mixture.to_json()["memory"] == text.to_json()["memory"]
 
 
+@pytest.mark.slow_cases("zero_bubble")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_pipeline_whose_layers_do_not_divide_is_planned(schedule):
     """12 layers on 8 stages: the longest has 2, the others are padded to that."""
@@ -284,6 +286,7 @@ def test_a_pipeline_of_patches_is_planned():
     assert report.time.bubble > 0
 
 
+@pytest.mark.slow
 def test_a_search_whose_first_layouts_do_not_compile_shows_one_that_may_run(
     llama_file, monkeypatch
 ):

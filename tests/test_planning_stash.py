@@ -32,6 +32,7 @@ def config_of(schedule: str, backward: str, policy: str, *more: str):
     return load_config("llama_8b", [*SIZES, *pipeline, *more])
 
 
+@pytest.mark.slow_cases("none-recompute", "elementwise-residuals", "full-residuals")
 @pytest.mark.parametrize("backward", ["residuals", "recompute"])
 @pytest.mark.parametrize("policy", ["none", "elementwise", "full"])
 def test_a_layer_s_share_is_that_of_the_stages_of_a_run(monkeypatch, backward, policy):

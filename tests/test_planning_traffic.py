@@ -11,7 +11,7 @@ import math
 import pytest
 import test_traffic
 from conftest import lower_step, needs_libtpu
-from test_traffic import LAYERS, LENGTH, MODELS, MODES, ROWS, VOCAB, step_of
+from test_traffic import LAYERS, LENGTH, MODELS, ROWS, VOCAB
 
 from jaxtrain.analysis.planning.compiled.audit import Row, audit
 from jaxtrain.analysis.planning.compiled.collectives import collectives
@@ -422,6 +422,9 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
     return found
 
 
+@pytest.mark.slow_cases(
+    "int8 products, sequence parallel", "fsdp, tied, chunks", "pipe x fsdp, pairs"
+)
 @needs_libtpu
 @pytest.mark.parametrize("name", CASES)
 def test_everything_that_moves_is_explained_and_the_textbooks(name):
@@ -484,26 +487,6 @@ def test_gradients_cross_context_and_expert_once_whatever_the_number_of_microbat
     # One microbatch's in bfloat16, sums in float32; scales always.
     width = 2 if microbatches == 1 else 4
     assert sums == width * numbers["matrix"] + 4 * numbers["vector"]
-
-
-# The modes that test_traffic.py holds to its own closed forms, the compiled programs shared.
-@pytest.mark.slow
-@needs_libtpu
-@pytest.mark.parametrize("name", MODES)
-def test_the_modes_of_test_traffic(name):
-    mode = MODES[name]
-    sizes = dict(mode.layout)
-    sharding = Sharding(
-        zero=sizes.pop("zero", 3), sequence_parallel=sizes.pop("sequence_parallel", False)
-    )
-    accumulation = sizes.pop("accumulation", 1)
-    config = config_of(
-        MODELS[mode.model], sizes, sharding=sharding, rows=ROWS * accumulation,
-        accumulation=accumulation,
-    )  # fmt: skip
-    step, mesh = step_of(mode.model, **mode.layout)
-    rows = audited(config, step.as_text(), dict(mesh.shape))
-    assert faults(rows, {WHOLE} if name.startswith("hsdp,") else set()) == []
 
 
 # -- without a compile ---------------------------------------------------------------------------

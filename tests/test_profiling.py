@@ -58,6 +58,7 @@ def resumed(tiny_config, tmp_path_factory):
     return workdir, out.getvalue(), found, compilations.of_step
 
 
+@pytest.mark.slow
 def test_a_resumed_start_is_traced_from_its_third_to_its_sixth_step(resumed):
     workdir, out, found, _ = resumed
     assert found["steps"] == [5, 8]

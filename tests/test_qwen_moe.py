@@ -49,7 +49,7 @@ def pair_of(sizes: Mixtral):
     return Apart(sizes, draw(there, scales=()), model_type)
 
 
-@pytest.mark.slow_cases("small")
+@pytest.mark.slow_cases("odd", "small")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "shared_odd" else n for n in SHAPES]
 )

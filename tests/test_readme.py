@@ -105,17 +105,10 @@ def shortened(words: list[str]) -> list[str]:
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
 
 
-# The commands of these pages take minutes together.
-SLOW_PAGES = (
-    "parallelism", "optimizers", "finetuning", "data", "huggingface", "inference", "models",
-    "planning",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW_PAGES else [])
+        pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.slow)
         for page in PAGES
         if command_lines(page)
     ],

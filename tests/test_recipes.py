@@ -180,6 +180,7 @@ def test_the_recipe_of_a_target_is_planned_for_with_them(copy, together):
     assert "a6000" in out
 
 
+@pytest.mark.slow
 def test_the_recipes_are_proved(copy, together):
     out = run(copy, "verify", together, "--allow-imports")
     assert re.search(r"^\d+ proved in", out, re.M), out
@@ -208,6 +209,7 @@ def test_a_model_in_a_module_of_one_s_own_is_planned(tmp_path, monkeypatch, caps
         assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_recipes_of_a_dataset_and_of_a_mesh_axis(copy):
     config = copy / "counting.gin"
     config.write_text(

@@ -112,7 +112,9 @@ def test_logits_equal_torch_and_place_after_place_the_same(name):
 BATCH = text_batch(rows=16, length=8, vocab_size=61)
 
 
-@pytest.mark.slow_cases("rnn-{'data': 2, 'fsdp': 4, 'zero': 1}", "rnn-{'data': 8}")
+@pytest.mark.slow_cases(
+    "gru-{'fsdp': 8, 'zero': 3}", "rnn-{'data': 2, 'fsdp': 4, 'zero': 1}", "rnn-{'data': 8}"
+)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

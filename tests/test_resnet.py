@@ -209,7 +209,7 @@ def one_device():
     return step_on(make_layout())
 
 
-@pytest.mark.slow_cases("data_tensor", "hsdp_zero2")
+@pytest.mark.slow_cases("data_tensor", "fsdp8", "hsdp_zero2")
 @pytest.mark.parametrize(
     "layout",
     [

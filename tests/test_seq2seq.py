@@ -136,6 +136,7 @@ def one_device():
     return batch, evaluate(make_program(SHAPES["attends"], make_layout()), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

@@ -50,6 +50,7 @@ def pair_of(sizes: Mamba | Mamba2):
     return Pair(sizes, draw(getattr(transformers, f"{name}ForCausalLM")(config)), name.lower())
 
 
+@pytest.mark.slow_cases("mamba odd", "mamba one state", "mamba2 one head")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]
@@ -109,7 +110,11 @@ def one_device(request):
 
 
 @pytest.mark.slow_cases(
-    "mamba-sequence_parallel", "mamba-tensor", "mamba2-pipe", "mamba2-sequence_parallel"
+    "mamba-pipe",
+    "mamba-sequence_parallel",
+    "mamba-tensor",
+    "mamba2-pipe",
+    "mamba2-sequence_parallel",
 )
 @pytest.mark.parametrize(
     ("layout", "changes"),

@@ -77,12 +77,25 @@ HEADS = [layout for layout in LAYOUTS if layout.startswith("heads")]
 CASES = [
     *(("gpt", layout) for layout in LAYOUTS if layout not in HEADS),
     *(("llama", layout) for layout in ("zero3", "all_sequence")),
-    *((f"{name}_heads", layout) for name in ("gpt", "llama") for layout in HEADS),
+    # q, k and v in one array and in two, each with a stage that keeps and one that gathers weights.
+    *(("gpt_heads", layout) for layout in ("heads_zero1", "heads_hsdp")),
+    *(("llama_heads", layout) for layout in ("heads_zero2", "heads_zero3")),
 ]
 
 
 @pytest.mark.slow_cases(
-    "gpt-all", "gpt-rows_zero1", "gpt-rows_zero2", "gpt-tensor8", "gpt-zero0", "gpt-zero1"
+    "gpt-all",
+    "gpt-all_sequence",
+    "gpt-hsdp",
+    "gpt-rows_zero1",
+    "gpt-rows_zero2",
+    "gpt-rows_zero3",
+    "gpt-tensor8",
+    "gpt-zero0",
+    "gpt-zero1",
+    "gpt_heads-heads_hsdp",
+    "llama-zero3",
+    "llama_heads-heads_zero2",
 )
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_loss_and_gradients_equal_one_device(name, layout, capfd):

@@ -67,6 +67,7 @@ def test_logits_and_every_gradient_equal_transformers(name):
     SequencePair(sizes, peer_of(sizes), "t5").compare(batch_of(sizes))
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_transformers():
     sizes = dataclasses.replace(SHAPES["small"], mlp="gated_gelu")
     SequencePair(sizes, peer_of(sizes, 0.15), "t5").train([batch_of(sizes)])

@@ -158,6 +158,7 @@ def test_a_stopped_start_goes_on_to_the_same_bytes(source, tmp_path, monkeypatch
     assert files(tmp_path / "stopped") == files(tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on(tmp_path):
     """SIGKILL, in the middle of it; a second start meanwhile is refused."""
     (tmp_path / "big.txt").write_text("".join(f"line {n} of many\n" for n in range(1_500_000)))

@@ -294,6 +294,7 @@ def wandb_history(folder):
     return found
 
 
+@pytest.mark.slow
 def test_wandb_has_the_metrics_of_a_trained_and_a_resumed_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for steps in (2, 4):

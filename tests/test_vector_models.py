@@ -160,6 +160,12 @@ def alone(request):
     return request.param, step_on(request.param, BATCH)
 
 
+@pytest.mark.slow_cases(
+    "mlp-{'fsdp': 4, 'tensor': 2, 'zero': 3}",
+    "mlp-{'fsdp': 2, 'tensor': 4, 'zero': 1}",
+    "autoencoder-{'data': 8}",
+    "autoencoder-{'data': 2, 'fsdp': 2, 'tensor': 2, 'zero': 2, 'accumulation': 2}",
+)
 @pytest.mark.parametrize(
     "layout",
     [

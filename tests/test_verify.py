@@ -216,6 +216,7 @@ def test_a_kernel_that_is_off_fails_the_kernel_and_the_execution(prove, tiny_con
     assert (status, verdicts) == (1, {"kernel": "FAILED", "execution": "FAILED"})
 
 
+@pytest.mark.slow
 def test_gradients_on_the_host_are_proved_beside_the_plain_mathematics(prove, tiny_config):
     """Which have no loop over the layers, and gradients go to the host one layer at a time."""
     host = ["-b", "Offload.gradients = 'host'", "-b", "Sharding.zero = 3"]

@@ -122,6 +122,7 @@ def test_outputs_and_every_gradient_equal_transformers(name):
     )
 
 
+@pytest.mark.slow
 def test_thirty_steps_have_the_losses_of_transformers():
     torch = pytest.importorskip("torch")
     sizes = ViT(num_classes=4, channels=2, image_size=14, patch_size=7, num_layers=2,

@@ -116,6 +116,7 @@ def assert_close(found, expected, tolerance):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("diloco", "one device", "zero 1, int8")
 def test_with_the_weights_of_transformers_everything_is_as_there(trainer, peer):
     before = jax.tree.map(lambda x: x.sharding, trainer.state)
@@ -149,6 +150,7 @@ def aligned(x: np.ndarray) -> np.ndarray:
     return copy
 
 
+@pytest.mark.slow_cases("pipeline", "diloco")
 def test_its_own_weights_change_nothing_but_averages(trainer):
     trainer.step(BATCH)
     before = jax.device_get(trainer.state)

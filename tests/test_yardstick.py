@@ -98,6 +98,7 @@ Precision.compute = 'float32'
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_preferences_ends_and_is_drawn_with_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pairs = [{"prompt": f"{i} + 1?", "chosen": f"{i + 1}", "rejected": "No."} for i in range(40)]
