@@ -12,9 +12,9 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import preconditioners as sided
 from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
-from jaxtrain.training.optimizers.groups import Decay
+from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.matrices import each
-from jaxtrain.training.optimizers.moments import Moments
+from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, refuse_rate
 
 
@@ -71,10 +71,20 @@ class SOAP(AdamRule):
     def chain(
         self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
-        def after_first(count: Any) -> Any:
-            return jnp.where(count == 0, 0.0, rate(count))
+        moving, decaying = keep_moments(self.direction(), moments), add_decay(decay)
 
-        return super().chain(after_first, decay=decay, moments=moments)
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            is_first = state.count == 0  # of this parameter: it may begin later than the run
+            found, after = moving.update(updates, state, params, **extra)
+            decayed, _ = decaying.update(found, optax.EmptyState(), params)
+            return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), found, decayed), after
+
+        # The middle one keeps the names under which checkpoints have the other two.
+        return [
+            optax.GradientTransformationExtraArgs(moving.init, update),
+            optax.identity(),
+            optax.scale_by_learning_rate(rate),
+        ]
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         squares = [kept for kept in sided.of_sides(shape, axes, self.largest) if kept is not None]
