@@ -264,7 +264,7 @@ def test_the_recipe_of_a_model_outside_the_package(tmp_path):
     assert trained.returncode == 0, trained.stderr
     assert "layers/qkv" in trained.stdout
     assert "Train.data = @CountingData()" in trained.stdout
-    assert "Yogi.epsilon = 0.001" in trained.stdout
+    assert "Yogi.epsilon = 0.001" in (tmp_path / "run" / "config.gin").read_text()
     lost = run("eval", "--workdir", "run", "--allow-imports")
     assert lost.returncode == 2
     assert "PYTHONPATH adds folders" in lost.stderr
