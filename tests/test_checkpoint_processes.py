@@ -69,7 +69,9 @@ if process == 1:
         follow(step, failing, leaves)
     checkpoints._sealer.follow = late
 fails(4)
-assert "step 3" in lines[0] and "step 4" in lines[1], lines
+# On a busy machine the other process may still write where remains are removed: the next save does.
+said = [line for line in lines if "the remains of a save could not be removed" not in line]
+assert "step 3" in said[0] and "step 4" in said[1], lines
 checkpoints = Checkpoints(workdir, Checkpoint(keep=2), report=lines.append)
 checkpoints.save(5, {"x": place("fsdp", "tensor")}, {"step": 5})
 checkpoints.wait()
