@@ -70,7 +70,10 @@ def test_pixels_are_those_of_transformers(case, size):
 
 def test_what_transformers_writes_is_read():
     for kind, model in (("ViT", ViT()), ("DeiT", ViT()), ("ConvNext", ResNet())):
-        image_settings(json.loads(processor_of(kind)().to_json_string()), model, where="it")
+        written = json.loads(processor_of(kind)().to_json_string())
+        found = image_settings(written, model, where="it")
+        assert found["mean"] == tuple(written["image_mean"])
+        assert found["std"] == tuple(written["image_std"])
 
 
 def test_every_key_that_transformers_knows_is_in_the_table():
