@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import optimize
 
-from jaxtrain.analysis.planning.fitted import BARE_MATMUL, Fitted
+from jaxtrain.analysis.planning.fitted import BARE_MATMUL, Fitted, generation_of
 from jaxtrain.analysis.planning.timing import Pieces
 from jaxtrain.parallel import chips
 
@@ -93,8 +93,7 @@ def _factors(values: Sequence[float]) -> Callable[[str], Fitted]:
 
     def of(name: str) -> Fitted:
         chip = chips.CHIPS[name]
-        is_hopper = chip.processor is not None and chip.processor.compute_capability[0] in (9, 10)
-        generation = "hopper" if is_hopper else "tpu" if chip.kind == "tpu" else "ampere"
+        generation = generation_of(chip)
         return Fitted(
             products=BARE_MATMUL[name] * found[f"in step, {chip.kind}"],
             scores=found[f"scores {generation}"],
@@ -103,7 +102,7 @@ def _factors(values: Sequence[float]) -> Callable[[str], Fitted]:
             passes=found["passes"],
             memory=found["memory"],
             slices=found["slices"],
-            portable=found["portable hopper"] if is_hopper else None,
+            portable=found["portable hopper"] if generation == "hopper" else None,
         )
 
     return of

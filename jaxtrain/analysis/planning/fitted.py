@@ -9,8 +9,9 @@ from typing import Literal
 
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.models.model import Model
+from jaxtrain.parallel.chips import Chip
 
-# What is predicted with one confidence.
+# Kinds of models whose predictions share an error bar.
 Family = Literal["dense", "mixture", "image"]
 
 # The attention kernel that is written for no generation of GPUs.
@@ -55,6 +56,7 @@ BARE_MATMUL = {
     "mi300x": 0.514,
 }  # fmt: skip
 _BARE_UNKNOWN = 0.80
+_WITHOUT_RUNS = {"mi300x"}  # of these, none of the runs of benchmarks/*_runs.csv
 # What is left of that inside a training step: fitted, one factor for TPUs and one for GPUs.
 IN_STEP = {"tpu": 0.93, "gpu": 0.84}
 
@@ -63,7 +65,7 @@ IN_STEP = {"tpu": 0.93, "gpu": 0.84}
 # head_dim 128, long sequences).
 _KINDS = {
     "tpu": functools.partial(Fitted, scores=0.42, shown=0.62, activations=0.66),
-    "gpu": functools.partial(Fitted, scores=0.38, shown=0.36, activations=0.79),
+    "ampere": functools.partial(Fitted, scores=0.38, shown=0.36, activations=0.79),
     "hopper": functools.partial(
         Fitted, scores=0.50, shown=0.36, activations=0.79, portable=0.19
     ),
@@ -84,16 +86,25 @@ _ERROR_BAR_UNKNOWN = 0.24
 def fitted(target: Target) -> Fitted:
     """The factors of a target's chip: those of its kind and generation, with its bare matmuls."""
     chip = target.chip
-    # Data-center GPUs from Hopper on; GeForce boards have instructions of another kind.
-    hopper = chip.processor is not None and chip.processor.compute_capability[0] in (9, 10)
     products = BARE_MATMUL.get(chip.name, _BARE_UNKNOWN) * IN_STEP.get(chip.kind, IN_STEP["gpu"])
-    kind = "hopper" if hopper else "tpu" if chip.kind == "tpu" else "gpu"
-    return _KINDS[kind](products)
+    return _KINDS[generation_of(chip)](products)
+
+
+def generation_of(chip: Chip) -> Literal["tpu", "ampere", "hopper"]:
+    """Return which attention kernels a chip has: those of TPUs, of Ampere, or of Hopper.
+
+    Hopper stands for data-center GPUs from it on, Ampere for every other GPU: GeForce boards have
+    no such instructions.
+    """
+    if chip.kind == "tpu":
+        return "tpu"
+    hopper = chip.processor is not None and chip.processor.compute_capability[0] in (9, 10)
+    return "hopper" if hopper else "ampere"
 
 
 def is_known(target: Target) -> bool:
-    """Whether runs are published of a target's chip."""
-    return target.chip.name in BARE_MATMUL and target.chip.name != "mi300x"
+    """Whether the fit has runs of a target's chip."""
+    return target.chip.name in BARE_MATMUL.keys() - _WITHOUT_RUNS
 
 
 def family_of(model: Model) -> Family:

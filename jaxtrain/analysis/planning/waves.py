@@ -47,9 +47,9 @@ def quantization(config: Config, layout: Layout, target: Target) -> float:
 
 
 def waves(m: int, n: int, k: int, alike: int, cores: int) -> float:
-    """Waves of `alike` products [m, k] x [k, n] in one launch, over as many as their size asks for.
+    """Waves of `alike` matmuls [m, k] x [k, n] in one launch, over the waves of full tiles.
 
-    Where they are fewer tiles than multiprocessors, their contraction is split between these.
+    Where there are fewer tiles than multiprocessors, the contraction is split between them.
     """
 
     def over(tile: tuple[int, int]) -> float:

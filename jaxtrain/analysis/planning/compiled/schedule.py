@@ -131,7 +131,7 @@ def seconds_of(target: Target, *, products: float, memory: float, thorough: bool
     bandwidth; in place of the bytes a TPU's has the cycles that libtpu expects, where it compiled
     as for a run: what it compiles quickly fills the units two or three times worse. Of other
     operations the bytes count, and on a TPU no more than libtpu's cycles, which are up to twice too
-    many (benchmarks/RESULTS.md).
+    many (benchmarks/history/tpu.md).
 
     Args:
       target: the machine, of which the peak and the memory are known.
