@@ -1,4 +1,4 @@
-"""The order of training on several sources: which of them stands at which place of the stream.
+"""Sampler of a mixture of datasets: which source each row of the training stream comes from.
 
 Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
 ratio lies (Weyl's sequence, from an offset of the seed's own): any stretch of places, and so any

@@ -1,4 +1,4 @@
-"""The order of training: which example stands at which place of a run's endless shuffled stream.
+"""Shuffle of the training data: a permutation of examples, computed one index at a time.
 
 A place is enciphered into an example: eight rounds of a Feistel network over the least power of two
 that holds them all, again wherever that leads past the last example (Black and Rogaway 2002,

@@ -232,7 +232,7 @@ def parts_of_exchange(ranks: int, rows: int, *, one_scale: bool) -> int:
     """In how many parts tokens go to their experts and come back.
 
     What one part has to go through is computed beside the exchange of the other. Not more than two:
-    a part more is one more product of every matrix (benchmarks/RESULTS.md).
+    a part more is one more product of every matrix (benchmarks/history/overlap.md).
 
     Args:
       ranks: devices along `expert`.

@@ -1,4 +1,4 @@
-"""Where a token stands, told to a stack of layers: added to its stream, or to attention's scores.
+"""Positional embeddings: learned, sinusoidal, or a bias of attention scores.
 
 Letters: B batch, T query length, S key length, D embed, N heads, P places, R buckets, C copies.
 """

@@ -97,7 +97,7 @@ def _has_flag(name: str) -> bool:
     return False
 
 
-# XLA's options for training and evaluation, each with what was measured in benchmarks/RESULTS.md.
+# XLA's options for training and evaluation, each with what was measured in benchmarks/history/.
 _XLA_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {
         # XLA's own default without YNNPACK's convolutions: with XLA's, a step of ResNet-20 takes

@@ -1,4 +1,4 @@
-"""What the C library keeps of free memory: how many arenas for threads, and for how long."""
+"""Settings of glibc's malloc: the number of arenas, and when free memory is returned."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""The event file that TensorBoard reads, one an attempt: protobuf's bytes, written by hand.
+"""Writer of TensorBoard event files, one for each attempt, without a protobuf library.
 
 Four messages are needed (tensorboard/compat/proto: event.proto, summary.proto). The packages that
 have them load PyTorch or TensorFlow where there is one, for seconds before a run's first step.

@@ -17,7 +17,7 @@ from jaxtrain.parallel.devices import OLD_GPU
 Run = Callable[..., jax.Array]
 
 # What 'auto' takes of the kernels that can do what is asked, the fastest first: on CPUs as measured
-# (benchmarks/RESULTS.md), elsewhere as published, not by us. 'reference' can do everything.
+# (benchmarks/history/cpu.md), elsewhere as published, not by us. 'reference' can do everything.
 _ON_GPUS = ("cudnn", "triton", "xla", "reference")
 _FASTEST_FIRST = {
     "cpu": ("blocked", "xla", "reference"),

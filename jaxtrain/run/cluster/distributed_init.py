@@ -1,4 +1,4 @@
-"""Starts jax.distributed among the processes of a run that have met."""
+"""Initialization of jax.distributed once all processes of a run are connected."""
 
 from typing import Any
 

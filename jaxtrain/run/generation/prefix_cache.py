@@ -1,4 +1,4 @@
-"""What a model keeps of one text from answer to answer, so that only what is new is read.
+"""Prefix cache: KV cache and recurrent states of a chat, kept so that only new tokens are read.
 
 Letters: B rows, of which the first is the text, T length, S places, V vocab.
 """

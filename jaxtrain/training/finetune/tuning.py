@@ -82,7 +82,7 @@ class Tuning:
 
 
 def partition(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
-    """Two trees: of the variables of which `first` says so, by name and self, and of the others."""
+    """Partition a state by `first(name, variable)`: where it holds, and the rest."""
     parts: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
     for path, variable in nnx.to_flat_state(state):
         parts[0 if first("/".join(map(str, path)), variable) else 1][path] = variable
