@@ -182,6 +182,36 @@ def test_a_killed_command_goes_on(tmp_path):
     assert_same(dataclasses.replace(data, source=str(out)), data)
 
 
+def test_a_temporary_file_of_a_writer_that_was_killed_or_is_at_work_is_no_other_file(
+    stored, tmp_path
+):
+    data, text = stored
+    out = tmp_path / "new"
+    out.mkdir()
+    (out / ".progress.json.0123.tmp").write_bytes(b"{")
+    made(text, out)
+    assert files(out) == files(Path(data.source))
+    assert not list(out.glob("*.tmp"))
+
+
+def test_a_store_that_another_process_made_meanwhile_stays(stored, tmp_path, monkeypatch):
+    _, text = stored
+    (tmp_path / "other.txt").write_text("another text\n" * 500)
+    other = TextData(source=str(tmp_path / "other.txt"), sequence_length=16)
+    out, alone, before = tmp_path / "new", tokenizing.alone, []
+
+    def alone_after_another(folder):
+        monkeypatch.setattr(tokenizing, "alone", alone)
+        made(other, folder)
+        before.append(files(folder))
+        return alone(folder)
+
+    monkeypatch.setattr(tokenizing, "alone", alone_after_another)
+    with pytest.raises(UserError, match="begun with other texts"):
+        made(text, out)
+    assert [files(out)] == before
+
+
 def test_memory_does_not_grow_with_the_source(tmp_path):
     """A document of 200 MB: its text alone would not fit into what is allowed."""
     line = "a line of text, as there are many in large files: they repeat themselves.\n"

@@ -127,10 +127,9 @@ def tokenize(
         "special_tokens": [list(own.before), list(own.after)],
         "pieces": PIECES,
     }
-    is_new, is_bare = _made(folder), not any(folder.iterdir())
+    is_new = _made(folder)
     _refuse_others(folder)  # before a lock is put among them
-    refused = _gone_where_refused(folder, is_bare=is_bare, is_new=is_new)
-    with writing(folder), alone(folder), refused:
+    with writing(folder), alone(folder), _gone_where_refused(folder, is_new=is_new):
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
@@ -157,23 +156,26 @@ def _made(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _gone_where_refused(folder: Path, *, is_bare: bool, is_new: bool) -> Iterator[None]:
+def _gone_where_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Around the tokenizing: where its texts are refused, a folder has in it what it had before.
 
     They are mended before the next start, which would find a store begun with other texts.
 
     Args:
-      folder: of the store.
-      is_bare: whether there was nothing in it.
+      folder: of the store, locked: another process may have filled it until now.
       is_new: whether it was made for the store.
     """
+    for name in _leftovers(folder):
+        (folder / name).unlink()
+    is_bare = {path.name for path in folder.iterdir()} == {LOCK}
     try:
         yield
     except UserError:
-        for file in list(folder.iterdir()) if is_bare else ():
-            file.unlink()
-        if is_new:
-            folder.rmdir()
+        if is_bare:
+            for file in list(folder.iterdir()):
+                file.unlink()
+            if is_new:
+                folder.rmdir()
         raise
 
 
@@ -198,9 +200,14 @@ class _Journal:
         return json.dumps(fields).encode()
 
 
+def _leftovers(folder: Path) -> set[str]:
+    """Return the temporary files of the journal: of a writer at work, or of one that was killed."""
+    return {path.name for path in folder.glob(f".{_JOURNAL}.*.tmp")}
+
+
 def _refuse_others(folder: Path) -> None:
     """Raises UserError for a folder that holds something, but no store that was begun."""
-    others = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    others = sorted({path.name for path in folder.iterdir()} - {LOCK} - _leftovers(folder))
     if others and not (folder / _JOURNAL).exists():
         raise UserError(
             f"--out {folder}: there are other files in it, such as {others[0]}; {_ANEW}"
