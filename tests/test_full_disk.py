@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import types
+import warnings
 
 import pytest
+from orbax.checkpoint._src.serialization import serialization
 from test_checkpoint_failures import can_mount, small_disk, small_files
 
 from jaxtrain.cli import main
 from jaxtrain.config.disks import FullDiskError, full_disk, room
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.appended import Appended
+from jaxtrain.run.checkpoint.sealing import pass_over_late_complaints
 from jaxtrain.run.metrics_file import MetricsFiles, read_lines
 from jaxtrain.training.objectives.yardstick import Yardstick
 
@@ -124,6 +128,24 @@ def test_a_run_on_a_full_disk_ends_with_the_reason_and_nothing_half_written(
         told = json.loads((tmp_path / "run" / "exit.json").read_text())
         assert told["status"] == "failed"
         assert f"jaxtrain: {told['reason']}" == last
+
+
+def test_nothing_is_printed_of_parts_whose_writing_was_cancelled(monkeypatch):
+    """Orbax begins several parts of an array at once; when one fails, others may not have begun."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    outer = serialization.async_serialize_from_host.__code__
+    code = next(x for x in outer.co_consts if getattr(x, "co_name", "") == "write_fragment")
+    part = types.FunctionType(code, {}, closure=tuple(types.CellType() for _ in code.co_freevars))
+
+    async def another(_):
+        pass
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        pass_over_late_complaints.__wrapped__()
+        for coroutine in (part, another):
+            coroutine(None)
+    assert [str(one.message).rpartition(".")[2] for one in seen] == ["another' was never awaited"]
 
 
 def test_another_file_that_finds_no_room_is_a_sentence(monkeypatch, capsys, tmp_path):

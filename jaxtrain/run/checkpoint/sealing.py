@@ -6,6 +6,7 @@ import itertools
 import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ _BARRIERS_OF_WRITER = 2  # of one save: all have written; process 0 has renamed
 UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
 _MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written beside the arrays
 _LATE, _OF_A_FILE = "Event loop is closed", "in OCDBT database"
+_CANCELLED = r"coroutine '.*\bwrite_fragment' was never awaited"
 _serial = itertools.count()  # of saves: all processes count alike, and no barrier's name repeats
 
 
@@ -64,6 +66,7 @@ def pass_over_late_complaints() -> None:
 
     Orbax closes its event loop at the first: TensorStore then finds the loop closed, and asyncio
     prints at the very end, after our own last line, what nobody asked for. A traceback for each.
+    Python warns there too, of the parts of a file whose writing was cancelled before it began.
     """
     before = sys.unraisablehook
 
@@ -77,6 +80,7 @@ def pass_over_late_complaints() -> None:
 
     sys.unraisablehook = hook
     logging.getLogger("asyncio").addFilter(is_news)
+    warnings.filterwarnings("ignore", message=_CANCELLED, category=RuntimeWarning)
 
 
 class Sealer:
