@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import load_config

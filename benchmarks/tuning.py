@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.run.attempts.attempt import Attempt

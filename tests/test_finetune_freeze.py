@@ -10,7 +10,7 @@ import pytest
 from conftest import lower_step, make_layout, make_program, text_batch
 from parity import TOLERANCE, evaluate
 
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.llama import Llama

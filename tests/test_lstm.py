@@ -19,9 +19,9 @@ from jaxtrain import load_config
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.compiled.compiled import lower
 from jaxtrain.analysis.planning.textbook.flops import count_flops
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
 from jaxtrain.analysis.planning.textbook.profile import layer_profile
 from jaxtrain.analysis.planning.textbook.sizes import lstm_parameters
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.nn.attention.mask import Mask

@@ -19,7 +19,8 @@ from flax import nnx
 from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes, memory
+from jaxtrain.analysis.planning.textbook.memory import memory
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision

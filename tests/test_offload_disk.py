@@ -19,7 +19,7 @@ from test_offload import LARGE, config_of
 from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.offload import blocks

@@ -12,7 +12,7 @@ import pytest
 from conftest import compile_step, make_layout, make_program, text_batch
 from flax import nnx
 
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision

@@ -12,8 +12,9 @@ from conftest import needs_libtpu
 from jaxtrain.analysis.planning.compiled.compiled import compile_step, lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook import formulas
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes, memory
+from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.profile import layer_profile
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.attention import Attention

@@ -24,7 +24,7 @@ from jaxtrain.analysis.planning.machines.targets import (
     native_stderr_kept,
     target_devices,
 )
-from jaxtrain.analysis.planning.textbook.memory import argument_bytes
+from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config import files
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.compilation import with_known_options, xla_options

@@ -1,0 +1,179 @@
+"""What a train step is given and gives back, in bytes on one device: the state and the batch."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+
+from jaxtrain.nn.attention.attention import Attention
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload.streaming import is_matrix_of_layers, is_pinned
+from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.program.program import make_program
+from jaxtrain.training.program.uneven import rows_held
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import with_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Bytes on one device of what a step is given and gives back.
+
+    Attributes:
+      params: the master parameters, trained or frozen.
+      optimizer: the optimizer's state, and what an exchange keeps beside it.
+      other: the batch, counters, running statistics.
+      host: what of a state lies in the memory of the device's host, and in none of the others.
+      streamed: the most of both that is on the device at a time, to be updated.
+      disk: what of a state lies in files of the device's host, and in no memory.
+      read: what a step reads of `host`, an array as often as it is asked for.
+    """
+
+    params: int
+    optimizer: int
+    other: int
+    host: int = 0
+    streamed: int = 0
+    disk: int = 0
+    read: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.params + self.optimizer + self.other
+
+
+def argument_bytes(config: Config, layout: Layout) -> Arguments:
+    """The state and the batch on one device; equal to what a compiled step says of its arguments
+    up to the padding of its tiles."""
+    held = _held(shapes_of_state(without_layout(config, layout)), layout, config.offload)
+    batch = config.train.data.abstract_batch(rows_held(config, layout))
+    given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    return dataclasses.replace(held, other=held.other + given // layout.batch_devices())
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if is_variable(leaf) else leaf
+
+
+def without_layout(config: Config, layout: Layout) -> Config:
+    """The configuration without what a state's shapes do not depend on: a key for many layouts."""
+    sizes = layout.mesh.shape  # of an axis of -1 what is left
+    mesh = Mesh(pipe=sizes["pipe"], data=sizes["data"], fsdp=1)
+    if config.exchange.method == "synchronous":
+        mesh = dataclasses.replace(mesh, data=1)
+    return dataclasses.replace(
+        config,
+        mesh=mesh,
+        train=dataclasses.replace(config.train, accumulation=1),
+        sharding=type(config.sharding)(),
+        offload=Offload(),
+        remat=type(config.remat)(),
+        attention=Attention(kernel="reference"),
+        loss=type(config.loss)(),
+        pipeline=dataclasses.replace(
+            config.pipeline,
+            schedule="interleaved" if config.pipeline.virtual_stages > 1 else "gpipe",
+            microbatches=mesh.pipe,
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateShapes:
+    """The shapes of a state that many layouts share; itself what their figures are kept by.
+
+    Attributes:
+      config: from `without_layout`.
+      shapes: the state's.
+    """
+
+    config: Config
+    shapes: Any
+
+    @functools.cached_property
+    def weights(self) -> list[Any]:
+        """The parameters as named variables, stages padded as a pipeline holds them."""
+        return jax.tree.leaves(self.shapes.weights, is_leaf=is_variable)
+
+    @functools.cached_property
+    def trained(self) -> list[Any]:
+        """Those of them that have a gradient."""
+        return jax.tree.leaves(self.shapes.params, is_leaf=is_variable)
+
+
+@functools.lru_cache(maxsize=64)
+def shapes_of_state(config: Config) -> StateShapes:
+    layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
+    return StateShapes(config, make_program(config, layout).shapes())
+
+
+# Parameters in host memory: for the copy to compute with, for the sum of squares, for the rule.
+_READS = {"params": 3}
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(state: StateShapes, layout: Layout, offload: Offload) -> Arguments:
+    """The arguments of a step without its batch."""
+    shapes = state.shapes
+    program = make_program(dataclasses.replace(state.config, offload=offload), layout)
+    placed = program.state_shardings(shapes)
+    held = {"params": 0, "opt_state": 0, "exchange": 0}
+    host, disk, read, together = 0, 0, 0, dict[int, int]()
+    for (path, leaf), where in zip(
+        jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_variable),
+        jax.tree.leaves(placed, is_leaf=is_variable),
+        strict=True,
+    ):
+        shape, sharding = map(_value, (leaf, where))
+        size = math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        in_files = offload.optimizer_state == "disk" and path[0].name == "opt_state"
+        if in_files and len(shape.shape):
+            disk += size
+        elif is_pinned(sharding):
+            host += size
+            read += size * _READS.get(path[0].name, 1)
+            stacked = is_variable(leaf) and logical_axes(leaf)[:1] == ("layers",)
+            count = shape.shape[0] if stacked else 1
+            together[count] = together.get(count, 0) + size // count
+        else:
+            held[path[0].name] = held.get(path[0].name, 0) + size
+    params = held.pop("params") + held.pop("frozen", 0)
+    optimizer = held.pop("opt_state") + held.pop("exchange")
+    streamed = max(together.values(), default=0)
+    if disk:
+        # Blocks on their way: each is in the host's memory too.
+        whole = with_shardings(shapes, placed)
+        blocks = BLOCKS_ALIVE * largest_block(whole.params, whole.opt_state)
+        streamed, host = streamed + blocks // 2, host + blocks  # `_streaming` has them both ways
+    return Arguments(params, optimizer, sum(held.values()), host, streamed, disk, read)
+
+
+# What a sum of parameters is over, and how they lie.
+_Which = Literal["weights", "cast", "trained", "layers' matrices"]
+_Way = Literal["gradient", "weight", "parameter"]
+
+
+@functools.lru_cache(maxsize=16384)
+def elements(
+    state: StateShapes, layout: Layout, way: _Way, which: _Which, layers: bool | None
+) -> int:
+    """Numbers on one device of parameters that lie so; only the layers', or only the others'."""
+    spec = {"gradient": layout.gradient, "weight": layout.weight, "parameter": layout.parameter}
+    total = 0
+    for variable in state.weights if which in ("weights", "cast") else state.trained:
+        axes = logical_axes(variable)
+        if which == "layers' matrices" and not is_matrix_of_layers(variable):
+            continue
+        if which == "cast" and role_of(variable) == "few_bits":
+            continue
+        if layers is None or layers == ("layers" in axes):
+            shape = variable.get_value().shape
+            total += math.prod(layout.named(spec[way](axes)).shard_shape(shape))
+    return total
