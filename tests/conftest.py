@@ -47,7 +47,7 @@ from jaxtrain.data.batch import Batch  # noqa: E402 - after the devices are made
 from jaxtrain.nn.execution import Execution  # noqa: E402
 from jaxtrain.nn.precision import Precision  # noqa: E402
 from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
-from jaxtrain.parallel.sharding import Accumulate, Layout  # noqa: E402
+from jaxtrain.parallel.sharding import Accumulate, Layout, Masters  # noqa: E402
 from jaxtrain.run.predict import Says, predict  # noqa: E402
 from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
 from jaxtrain.training.objectives.losses import Loss  # noqa: E402
@@ -141,6 +141,7 @@ def make_layout(
     sequence_parallel: bool = False,
     collective_matmul: bool = False,
     accumulate: Accumulate = "shard",
+    masters: Masters = "whole",
     by_rows: frozenset[tuple[str, ...]] = frozenset(),
     **sizes: int,
 ) -> Layout:
@@ -149,8 +150,9 @@ def make_layout(
     count = math.prod(sizes.values())
     placed = make_mesh(mesh, jax.devices()[:count])
     return Layout(
-        placed, zero, sequence_parallel, collective_matmul, accumulate=accumulate, by_rows=by_rows
-    )
+        placed, zero, sequence_parallel, collective_matmul, accumulate=accumulate,
+        masters=masters, by_rows=by_rows,
+    )  # fmt: skip
 
 
 def predicted(given, model, data, logits, *, top: int, say=print) -> list:

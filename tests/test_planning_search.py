@@ -88,11 +88,11 @@ def test_the_same_question_has_the_same_answer():
     assert again == found()
 
 
-def test_microbatches_are_summed_locally_where_that_fits_and_nowhere_else():
-    """Of what was found with 'shard', each layout that gains so has its twin, in as many
+def test_masters_are_sharded_where_that_fits_and_nowhere_else():
+    """Of what was found with stage 3, each layout that gains so has its twin of stage 1, in as many
     microbatches or more; without room it needs more."""
     target = parse_target(TARGET)
-    local = [one for one in found().candidates if one.config.sharding.accumulate == "local"]
+    local = [one for one in found().candidates if one.config.sharding.masters == "sharded"]
     fastest = min(found().candidates, key=lambda one: one.price.seconds)
     assert fastest in local
     assert fastest.price.seconds < price(shard(fastest.config), target).seconds
@@ -104,7 +104,7 @@ def test_microbatches_are_summed_locally_where_that_fits_and_nowhere_else():
     for one in found().candidates:
         if one in local or one.config.sharding.zero < 3 or one.config.mesh.fsdp == 1:
             continue
-        twin = changed(one.config, {"Sharding.accumulate": "local"})
+        twin = changed(one.config, SHARDED)
         priced = price(twin, target)
         if priced.fits and priced.seconds <= last:
             roomy += 1
@@ -116,12 +116,25 @@ def test_microbatches_are_summed_locally_where_that_fits_and_nowhere_else():
     assert short
 
 
+SHARDED = {"Sharding.zero": 1, "Sharding.masters": "sharded"}
+
+
 def shard(config):
-    return changed(config, {"Sharding.accumulate": "shard"})
+    return changed(config, {"Sharding.zero": 3, "Sharding.masters": "whole"})
 
 
 def uncounted(config):
     return changed(shard(config), {"Train.accumulation": 1, "Pipeline.microbatches": 1})
+
+
+def test_stage_3_summed_locally_is_stage_1_with_sharded_masters():
+    """To the byte and the second, which is why the search tries one of them."""
+    config = load_config("llama_1b", [*KERNEL, "Mesh.fsdp = 8", "Train.accumulation = 8"])
+    one, three = (
+        price(changed(config, changes), parse_target(TARGET))
+        for changes in (SHARDED, {"Sharding.accumulate": "local"})
+    )
+    assert (one.seconds, one.memory) == (three.seconds, three.memory)
 
 
 def test_stage_2_summed_locally_is_stage_1():

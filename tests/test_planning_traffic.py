@@ -203,6 +203,20 @@ SLOW = {
         {WHOLE},
     ),
     "pipe x data, patches": (of_patches(), {WHOLE}),
+    "masters, pipe, accumulation": (
+        config_of(
+            deep(LLAMA), {"pipe": 2, "fsdp": 4}, rows=32, accumulation=2,
+            pipeline=Pipeline(microbatches=4), sharding=Sharding(zero=1, masters="sharded"),
+        ),
+        {WHOLE},
+    ),
+    "masters, tensor, replicas": (
+        config_of(
+            LLAMA, {"data": 2, "fsdp": 2, "tensor": 2}, rows=16, accumulation=2,
+            sharding=Sharding(zero=1, masters="sharded"),
+        ),
+        set(),
+    ),
     "local, one microbatch": (
         config_of(LLAMA, {"fsdp": 8}, sharding=Sharding(accumulate="local")), set(),
     ),

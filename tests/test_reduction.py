@@ -64,6 +64,24 @@ CASES = {
         "llama", {"data": 2, "fsdp": 2, "pipe": 2, "zero": 2, "accumulate": "local"},
         {"accumulation": 2, "pipeline": BUBBLE},
     ),
+    "masters, tensor, chunks, remat": (
+        "llama", {"data": 2, "fsdp": 2, "tensor": 2, "zero": 1, "masters": "sharded"},
+        {"accumulation": 2, "loss": Loss(chunk_size=4), "execution": FULL},
+    ),
+    "masters, dropless": (
+        "dropless", {"expert": 2, "fsdp": 4, "zero": 1, "masters": "sharded"}, {},
+    ),
+    "masters, pipe, residuals": (
+        "llama", {"data": 2, "fsdp": 2, "pipe": 2, "zero": 1, "masters": "sharded"},
+        {"pipeline": Pipeline(microbatches=4, backward="residuals")},
+    ),
+    "masters, zero bubble": (
+        "llama", {"fsdp": 4, "pipe": 2, "zero": 1, "masters": "sharded"},
+        {"accumulation": 2, "pipeline": BUBBLE},
+    ),
+    "masters, ring": (
+        "llama", {"context": 2, "fsdp": 4, "zero": 1, "masters": "sharded"}, {"accumulation": 2},
+    ),
     "context, pipe": (
         "llama", {"data": 2, "context": 2, "pipe": 2},
         {"pipeline": Pipeline(microbatches=2), "execution": ULYSSES},
@@ -85,7 +103,7 @@ CASES = {
 }  # fmt: skip
 QUICK = [
     "zero 1, chunks, remat", "experts", "zero bubble, zero 1", "zero 3, local",
-    "ring, experts, chunks, remat",
+    "ring, experts, chunks, remat", "masters, zero bubble",
 ]  # fmt: skip
 
 

@@ -42,6 +42,7 @@ LAYOUTS = {
     # Tables, mlps and attention split by rows, as a TPU may have them.
     "zero3": ({"fsdp": 8, "by_rows": BY_ROWS}, []),
     "zero1": ({"fsdp": 4, "data": 2, "zero": 1, "by_rows": BY_ROWS}, []),
+    "masters": ({"fsdp": 2, "data": 2, "zero": 1, "masters": "sharded"}, []),
     "tensor": ({"fsdp": 4, "tensor": 2, "sequence_parallel": True}, []),
     "interleaved": (
         {"pipe": 2, "tensor": 2},
@@ -174,10 +175,15 @@ def test_every_layout_trains_alike(name, run):
 # own files and those of one device, and one device reads each layout's. Pipelines store layers in
 # the order of their stages: each of them also reads every other's.
 PIPELINES = [name for name, (sizes, _) in LAYOUTS.items() if "pipe" in sizes]
+# Masters that fsdp splits are ZeRO 3's parameters, of a step that is ZeRO 1's.
+SHARDED = {"zero1", "zero3", "masters"}
 PAIRS = [
     (writer, reader)
     for writer, reader in itertools.product(LAYOUTS, LAYOUTS)
-    if writer == reader or "one" in (writer, reader) or {writer, reader} <= set(PIPELINES)
+    if writer == reader
+    or "one" in (writer, reader)
+    or {writer, reader} <= set(PIPELINES)
+    or ("masters" in (writer, reader) and {writer, reader} <= SHARDED)
 ]
 SLOW = ("data", "tensor", "uneven")
 

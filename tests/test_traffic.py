@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -53,12 +54,12 @@ class Mode:
 
     Attributes:
       model: a name in MODELS.
-      layout: the mesh's axes, `zero`, `sequence_parallel` and `accumulation`.
+      layout: the mesh's axes, `zero`, `masters`, `sequence_parallel` and `accumulation`.
       expected: parameters -> how often a step each array is moved.
     """
 
     model: str
-    layout: dict[str, int]
+    layout: dict[str, Any]
     expected: "collections.abc.Callable[[list[Weight]], collections.Counter[Moved]]"
 
 
@@ -144,6 +145,17 @@ def zero1(
         if weight.split:
             moved["reduce-scatter", axis, dtype or weight.dtype, weight.rows] += weight.copies
             moved["all-gather", axis, "f32", weight.dims(devices)] += weight.copies
+    return moved
+
+
+def sharded_masters(
+    axis: str, devices: int, parameters: list[Weight], dtype: str | None = None
+) -> collections.Counter:
+    """As of ZeRO 1, but for the weights: gathered before the first pass in the dtype that they are
+    computed in."""
+    moved = collections.Counter()
+    for (kind, over, given, dims), times in zero1(axis, devices, parameters, dtype).items():
+        moved[kind, over, COMPUTE if kind == "all-gather" else given, dims] += times
     return moved
 
 
@@ -241,6 +253,11 @@ MODES = {
     "data gpt": Mode("gpt", {"data": 8}, functools.partial(data_parallel, "data")),
     "zero0": Mode("llama", {"fsdp": 8, "zero": 0}, functools.partial(data_parallel, "fsdp")),
     "zero1": Mode("llama", {"fsdp": 8, "zero": 1}, functools.partial(zero1, "fsdp", 8)),
+    "masters": Mode(
+        "llama",
+        {"fsdp": 8, "zero": 1, "masters": "sharded"},
+        functools.partial(sharded_masters, "fsdp", 8),
+    ),
     "zero2": Mode("llama", {"fsdp": 8, "zero": 2}, functools.partial(zero2, "fsdp", 8)),
     "zero3": Mode("llama", {"fsdp": 8, "zero": 3}, functools.partial(zero3, "fsdp", 8)),
     "hsdp": Mode("llama", {"data": 2, "fsdp": 4}, functools.partial(hybrid, 4, 1)),
@@ -254,6 +271,10 @@ for times in (2, 10):
         "data": ({"data": 8}, functools.partial(data_parallel, "data", dtype="f32")),
         "zero0": ({"fsdp": 8, "zero": 0}, functools.partial(data_parallel, "fsdp", dtype="f32")),
         "zero1": ({"fsdp": 8, "zero": 1}, functools.partial(zero1, "fsdp", 8, dtype="f32")),
+        "masters": (
+            {"fsdp": 8, "zero": 1, "masters": "sharded"},
+            functools.partial(sharded_masters, "fsdp", 8, dtype="f32"),
+        ),
         "replicas, zero1": (
             {"data": 2, "fsdp": 4, "zero": 1}, functools.partial(zero1_of_replicas, 4),
         ),
@@ -268,14 +289,14 @@ SLOW += ["zero0, 2 microbatches", "hsdp, 2 microbatches"]
 
 
 @functools.cache
-def step_of(model: str, num_layers: int = LAYERS, remat: str = "none", **layout: int):
+def step_of(model: str, num_layers: int = LAYERS, remat: str = "none", **layout: Any):
     """The compiled step and its mesh."""
     zero, sequence_parallel = layout.pop("zero", 3), layout.pop("sequence_parallel", False)
-    accumulation = layout.pop("accumulation", 1)
+    accumulation, masters = layout.pop("accumulation", 1), layout.pop("masters", "whole")
     mesh = make_mesh(Mesh(**{"fsdp": 1, **layout}), tpu_devices("v5e:2x4"))
     program = make_program(
         dataclasses.replace(MODELS[model], num_layers=num_layers),
-        Layout(mesh, zero, bool(sequence_parallel)),
+        Layout(mesh, zero, bool(sequence_parallel), masters=masters),
         precision=Precision(compute="bfloat16"),
         execution=Execution(kernel="reference", remat=POLICIES[remat]),
         accumulation=accumulation,
@@ -339,7 +360,9 @@ def test_the_audit_explains_it_too(name):
     mode = MODES[name]
     sizes = dict(mode.layout)
     sharding = Sharding(
-        zero=sizes.pop("zero", 3), sequence_parallel=sizes.pop("sequence_parallel", False)
+        zero=sizes.pop("zero", 3),
+        sequence_parallel=sizes.pop("sequence_parallel", False),
+        masters=sizes.pop("masters", "whole"),
     )
     accumulation = sizes.pop("accumulation", 1)
     config = config_of(

@@ -178,6 +178,7 @@ SYNONYMS = (
     _same("cp cp_size context_parallel_size context_parallel_degree", "Mesh.context"),
     _same("sp sp_size sequence_parallel_size", "Sharding.sequence_parallel", "Mesh.context"),
     _same("zero_stage zero_optimization fsdp_stage sharding_strategy", "Sharding.zero"),
+    _same("use_distributed_optimizer distributed_optimizer", "Sharding.masters"),
     _same("num_microbatches n_microbatches", "Pipeline.microbatches"),
     _same("pipeline_schedule pp_schedule", "Pipeline.schedule"),
     _same("num_devices n_devices cpu_devices", "--simulate-devices"),

@@ -53,7 +53,7 @@ def with_slice(weight: nnx.Variable, slice_: nnx.Variable) -> nnx.Variable:
 def gathers_weights() -> bool:
     """Whether weights are gathered over fsdp while they are used (ZeRO 3 on several devices)."""
     layout = current_layout()
-    return layout is not None and layout.zero == 3 and layout.mesh.shape["fsdp"] > 1
+    return layout is not None and layout.splits_parameters and layout.mesh.shape["fsdp"] > 1
 
 
 def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:

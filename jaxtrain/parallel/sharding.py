@@ -23,11 +23,21 @@ from jaxtrain.parallel.tables import ROWS, TABLES, AxisRule, MeshAxes, TensorLay
 from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
 
 Accumulate = Literal["shard", "local"]
+Masters = Literal["whole", "sharded"]
 # Logical axes that are whole where any number of rows is taken: `Trainer.logits`.
 _OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
 
 # NNX would otherwise shard variables by itself while a module is being built.
 nnx.use_eager_sharding(False)
+
+
+# Why no other stage has whole weights next to masters that are split.
+_MASTERS_ELSEWHERE = {
+    0: "stage 0 splits nothing, and updates whole parameters",
+    2: "stage 2 takes gradients in shards of whole parameters",
+    3: "stage 3 splits the parameters already, and gathers one layer at a time "
+    "(Sharding.accumulate='local': all at once)",
+}
 
 
 @configurable
@@ -50,6 +60,10 @@ class Sharding:
       accumulate: where stages 2 and 3 add up the gradients of microbatches: 'shard' gathers weights
         and scatters gradients along fsdp for every microbatch; 'local' gathers and scatters once a
         step, and every device holds whole weights and float32 gradients meanwhile.
+      masters: where stage 1 keeps the parameters in Precision.params: 'whole' on every device of
+        the fsdp axis, or 'sharded' over it as the moments are (Megatron-LM's distributed
+        optimizer): a step then casts and gathers them once into whole weights in
+        Precision.compute.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
@@ -58,6 +72,7 @@ class Sharding:
     tensor_layout: TensorLayout = "1d"
     tensor_depth: int = 1
     accumulate: Accumulate = "shard"
+    masters: Masters = "whole"
 
 
 def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> Iterator[str]:
@@ -73,6 +88,11 @@ def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> It
             f"Sharding.accumulate='local' with Sharding.zero={settings.zero} and "
             f"Mesh.fsdp={sizes['fsdp']}: gradients of microbatches are whole there anyway; set "
             "Sharding.zero=3 and Mesh.fsdp above 1 or Sharding.accumulate='shard'"
+        )
+    if settings.masters == "sharded" and settings.zero != 1:
+        yield (
+            f"Sharding.masters='sharded' with Sharding.zero={settings.zero}: "
+            f"{_MASTERS_ELSEWHERE[settings.zero]}; use Sharding.zero=1 or Sharding.masters='whole'"
         )
     if sizes["tensor"] == 1 and settings.sequence_parallel:
         yield (
@@ -141,7 +161,7 @@ class Layout:
         size does not divide: every stage has all of it.
       one_batch: those of `manual` whose devices have rows of one batch, or places of its rows, and
         share its statistics.
-      accumulate: as in `Sharding`.
+      accumulate, masters: as in `Sharding`.
       by_rows: logical axes, as `own_axes` has them, of parameters that fsdp splits along the one of
         ROWS in place of embed, whose shards would be less than a tile.
     """
@@ -157,6 +177,7 @@ class Layout:
     unstaged: frozenset[str] = frozenset()
     one_batch: frozenset[str] = frozenset()
     accumulate: Accumulate = "shard"
+    masters: Masters = "whole"
     by_rows: frozenset[tuple[str, ...]] = frozenset()
 
     @classmethod
@@ -180,6 +201,7 @@ class Layout:
             settings.collective_matmul,
             tensor_layout=settings.tensor_layout,
             accumulate=settings.accumulate,
+            masters=settings.masters,
         )
         devices = layout.size(layout.weight(("kv_heads",))[0])
         if num_kv_heads is None or num_kv_heads % devices == 0:
@@ -188,11 +210,18 @@ class Layout:
 
     @property
     def of_microbatches(self) -> "Layout":
-        """The layout between a step's first gather and its last sum: with 'local' that of stage 1,
-        whose weights and gradients are whole along fsdp."""
-        if self.accumulate == "shard":
+        """The layout between a step's first gather and its last sum: of `accumulate='local'` and
+        `masters='sharded'` that of stage 1, whose weights and gradients are whole along fsdp."""
+        if self.accumulate == "shard" and self.masters == "whole":
             return self
-        return dataclasses.replace(self, zero=min(self.zero, 1), accumulate="shard")
+        return dataclasses.replace(
+            self, zero=min(self.zero, 1), accumulate="shard", masters="whole"
+        )
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether fsdp splits the parameters at rest."""
+        return self.zero == 3 or self.masters == "sharded"
 
     def activation(self, axes: tuple[str, ...]) -> P:
         """The spec of an activation."""
@@ -207,7 +236,7 @@ class Layout:
 
     def parameter(self, axes: tuple[str, ...]) -> P:
         """The spec of a parameter at rest."""
-        return _of_stage(self, 3, axes)
+        return _of_stage(self, 1 if self.masters == "sharded" else 3, axes)
 
     def gradient(self, axes: tuple[str, ...]) -> P:
         """The spec of an accumulated gradient."""

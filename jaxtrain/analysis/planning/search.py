@@ -203,7 +203,7 @@ def search(config: Config, target: Target) -> Found:
             best, more = _fastest(config, layout, target, found)
             tried += more
             bisect.insort(fitting, best, key=_order)
-            local = _locally(layout, best, Facts(best.config, found.layout).passes)
+            local = _locally(config, layout, best, Facts(best.config, found.layout).passes)
             if local is not None:
                 said = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
                 if said is None:
@@ -459,11 +459,11 @@ def _place(layout: _Layout, config: Config) -> int:
     return next(n for n, one in enumerate(layout.counts) if not essential(config, one))
 
 
-def _locally(layout: _Layout, best: Candidate, passes: int) -> _Layout | None:
+def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _Layout | None:
     """A layout that was priced, its microbatches summed locally; None where it has one, or is so
     already. That takes more memory, so no fewer fit, and no traffic of weights for each, so that in
     a pipeline the most, with the smallest bubble, are the best."""
-    changes = summed_locally(layout.changes)
+    changes = summed_locally(config, layout.changes)
     if changes is None or passes == 1:
         return None
     pipelined = layout.changes["Mesh.pipe"] > 1

@@ -91,7 +91,8 @@ def stages_and_policies(
         # Beside replicas only stage 3 is worth a name of its own (HSDP).
         stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
     for stage, remat in itertools.product(stages, _remats(config, target)):
-        chosen: dict[str, Any] = {"Sharding.zero": stage, **remat}
+        masters = _masters(config) if stage == 1 else "whole"
+        chosen: dict[str, Any] = {"Sharding.zero": stage, "Sharding.masters": masters, **remat}
         if mesh["Mesh.pipe"] == 1:
             yield chosen
             continue
@@ -100,11 +101,21 @@ def stages_and_policies(
             yield {**chosen, "Pipeline.backward": "residuals"}
 
 
-def summed_locally(layout: Mapping[str, Any]) -> dict[str, Any] | None:
+def _masters(config: Config) -> str:
+    """Of stage 1: whole weights in another dtype than the masters' take the place of these."""
+    return "whole" if config.precision.compute == config.precision.params else "sharded"
+
+
+def summed_locally(config: Config, layout: Mapping[str, Any]) -> dict[str, Any] | None:
     """The layout with weights gathered and gradients reduced once a step; None where that is none
-    of its own: stages 0 and 1 have whole gradients anyway, and stage 2 would be stage 1."""
-    local = {**layout, "Sharding.accumulate": "local"}
-    return None if local == layout or layout["Sharding.zero"] < 3 else local
+    of its own: stages 0 and 1 have whole gradients anyway, and stage 2 would be stage 1.
+
+    Stage 3 is then stage 1 (`accumulate='local'` takes the step of sharded masters), which is tried
+    by itself where nothing is replicated.
+    """
+    if layout["Sharding.zero"] < 3 or layout["Mesh.data"] == 1:
+        return None
+    return {**layout, "Sharding.zero": 1, "Sharding.masters": _masters(config)}
 
 
 def _remats(config: Config, target: Target) -> Iterator[dict[str, Any]]:

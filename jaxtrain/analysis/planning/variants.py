@@ -123,11 +123,16 @@ def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[
 def _meshes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     if config.sharding.accumulate == "local":
         yield {"Sharding.accumulate": "shard"}
+    sharding, dtypes = config.sharding, config.precision
+    whole = {"Sharding.masters": "whole"} if sharding.masters == "sharded" else {}
     if sizes["fsdp"] > 1:
-        for stage in range(config.sharding.zero + 1, 4):
-            yield {"Sharding.zero": stage}
+        if sharding.zero < 2 and not whole and dtypes.compute != dtypes.params:
+            yield {"Sharding.zero": 1, "Sharding.masters": "sharded"}
+        for stage in range(sharding.zero + 1, 4):
+            yield {"Sharding.zero": stage, **whole}
     if sizes["data"] > 1:
-        yield {"Mesh.data": 1, "Mesh.fsdp": sizes["fsdp"] * sizes["data"], "Sharding.zero": 3}
+        all_of_it = {"Mesh.data": 1, "Mesh.fsdp": sizes["fsdp"] * sizes["data"]}
+        yield {**all_of_it, "Sharding.zero": 3, **whole}
     if sizes["tensor"] > 1 and not config.sharding.sequence_parallel:
         yield {"Sharding.sequence_parallel": True}
     for axis in ("tensor", "context"):

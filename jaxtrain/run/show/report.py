@@ -171,7 +171,8 @@ def show_mesh(console: Console, layout: Layout) -> None:
     assert isinstance(mesh, jax.sharding.Mesh)
     axes = written_mesh(mesh.shape)
     kind = mesh.devices.flat[0].device_kind
-    console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), ZeRO {layout.zero}")
+    stage = f"ZeRO {layout.zero}{', sharded masters' if layout.masters == 'sharded' else ''}"
+    console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), {stage}")
     order = np.vectorize(lambda device: device.id)(mesh.devices)
     *outer, inner = mesh.axis_names
     table = Table(title=f"Device order, {inner} along each row", title_justify="left")

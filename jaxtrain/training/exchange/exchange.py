@@ -151,6 +151,12 @@ def _refuse_replicas(settings: Exchange, layout: Layout) -> Iterator[str]:
             "that agree in another way sum along fsdp for every microbatch; set "
             "Sharding.accumulate='shard' or Exchange.method='synchronous'"
         )
+    if layout.masters != "whole":
+        yield (
+            f"Exchange.method={method!r} with Sharding.masters={layout.masters!r}: replicas that "
+            "agree in another way each gather their own parameters along fsdp; set "
+            "Sharding.masters='whole' or Exchange.method='synchronous'"
+        )
     if replicas == 1:
         yield (
             f"Exchange.method={method!r} with Mesh.data=1: there are no replicas to exchange with; "

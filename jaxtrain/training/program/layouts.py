@@ -77,11 +77,23 @@ def notes(config: Config, layout: Layout) -> list[str]:
     of the batch weigh nothing, and where experts multiply more rows than their own."""
     sizes, model = config.mesh.sizes(layout.mesh.size), config.train.model
     found = [*dividing.notes(layout, sizes, model), *uneven.notes(config, layout)]
+    found += _notes_of_masters(config, layout)
     experts = model.experts
     if experts is not None and experts.capacity_factor is None:
         platform, name = platform_of(layout.mesh), type(model).__name__
         found += grouped.notes(platform, experts=experts.count, model=name)
     return found
+
+
+def _notes_of_masters(config: Config, layout: Layout) -> list[str]:
+    dtypes = config.precision
+    if layout.masters == "whole" or dtypes.compute != dtypes.params:
+        return []
+    return [
+        f"Sharding.masters='sharded' with Precision.compute={dtypes.compute!r} and "
+        f"Precision.params={dtypes.params!r}: whole weights take as much as whole masters would, "
+        "and the shards come on top; Sharding.masters='whole' takes less"
+    ]
 
 
 @functools.lru_cache(maxsize=16)

@@ -258,7 +258,7 @@ class Facts:
     @functools.cached_property
     def gathers_weights(self) -> bool:
         """Whether layers gather their weights over fsdp: then no gathered array is kept."""
-        return self.layout.zero == 3 and self.size("fsdp") > 1
+        return self.layout.splits_parameters and self.size("fsdp") > 1
 
     @functools.cached_property
     def recomputes(self) -> bool:

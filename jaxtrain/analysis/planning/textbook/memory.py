@@ -103,9 +103,10 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
     if not reads_tokens(config.train.model):
         return _of_whole_model(config, within, platform, arguments)
     # Weights that are split at rest and whole for all microbatches are a copy of their own.
-    copied = layout.accumulate == "local" and layout.zero == 3
-    copied = copied or config.offload.parameters != "none"
-    return _Step(config, within, platform, arguments, copied).memory()
+    local = layout.splits_parameters and not within.splits_parameters
+    local = local and layout.mesh.shape["fsdp"] > 1
+    copied = local or config.offload.parameters != "none"
+    return _Step(config, within, platform, arguments, copied, local).memory()
 
 
 # Of schedules that take a stage's gradients in two halves.
@@ -122,6 +123,7 @@ class _Step:
       platform: 'tpu', 'gpu' or 'cpu'.
       arguments: the state and the batch.
       copied: whether microbatches compute with a copy of the parameters whatever its dtype.
+      sums_locally: whether fsdp splits the parameters at rest, and neither the copy nor sums.
     """
 
     config: Config
@@ -129,6 +131,7 @@ class _Step:
     platform: str
     arguments: Arguments
     copied: bool
+    sums_locally: bool
 
     def memory(self) -> Memory:
         phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
@@ -136,7 +139,7 @@ class _Step:
             phases.append(self._streaming())
         if self._numbers_on_host:
             phases.append({"gradients": self._gradients(itemsize=4) - self._accumulators})
-        if self._sums_locally and self._accumulators and self._ranks == 1:
+        if self._holds_both_sums:
             phases.append(self._summing())
         largest = max(phases, key=lambda phase: sum(phase.values()))
         gradients = self._accumulators + largest.pop("gradients")
@@ -263,7 +266,7 @@ class _Step:
 
     @property
     def _gathers(self) -> bool:
-        return self.layout.zero == 3 and self.layout.mesh.shape["fsdp"] > 1
+        return self.layout.splits_parameters and self.layout.mesh.shape["fsdp"] > 1
 
     def _tables(self) -> dict[str, int]:
         """The output matrix gathered, and its gradient before and after it is summed."""
@@ -346,11 +349,14 @@ class _Step:
         return {"gradients": gradients, "state on its way": 2 * self.arguments.streamed}
 
     @property
-    def _sums_locally(self) -> bool:
-        return self.config.sharding.accumulate == "local" and self.config.sharding.zero == 3
+    def _holds_both_sums(self) -> bool:
+        """A TPU's compiler holds the sums before and after a microbatch's gradients are added where
+        the weights were gathered; a GPU's adds in place."""
+        one_stage = self._ranks == 1 and self._accumulators
+        return bool(self.sums_locally and one_stage and self.platform != "gpu")
 
     def _summing(self) -> dict[str, int]:
-        """A microbatch's whole gradients are added: XLA holds the sums before and after at once."""
+        """A microbatch's whole gradients are added."""
         return {"gradients": self._gradients(itemsize=4)}
 
     def _embedding(self) -> dict[str, int]:
@@ -409,7 +415,7 @@ def of_forward(config: Config) -> Config:
 def of_weights(layout: Layout) -> Layout:
     """A layout of which a forward pass reads the same: stages 1 and 2 split what it does not read,
     and up to them fsdp splits what data does, the batch alone."""
-    if layout.zero == 3:
+    if layout.splits_parameters:
         return layout
     sizes = dict(layout.mesh.shape)
     sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}

@@ -74,15 +74,16 @@ class _Weight:
             )  # fmt: skip
 
     def gathered_once(self) -> Iterator[Expected]:
-        """What `Sharding.accumulate='local'` gathers before the first microbatch."""
+        """What `accumulate='local'` and `masters='sharded'` gather before the first microbatch."""
         facts = self.facts
         axes = self.extra(facts.layout.parameter)
-        if "fsdp" in axes:
-            held = self.elements // facts.devices(axes) * self.value_bytes
-            yield Expected(
-                "all-gather", "fsdp", self.layers, held, f"parameters: {self.name}",
-                "N (k-1)/k a step",
-            )  # fmt: skip
+        if "fsdp" not in axes:
+            return
+        held = self.elements // facts.devices(axes) * self.value_bytes
+        cause = f"parameters: {self.name}"
+        if "pipe" in axes:  # shards change places first, as on the way in of the update
+            yield Expected("collective-permute", facts.joined(axes), 1, held, cause, "N / k")
+        yield Expected("all-gather", "fsdp", self.layers, held, cause, "N (k-1)/k a step")
 
     def uses(self) -> int:
         """How often a pass gathers one weight."""
@@ -254,25 +255,20 @@ class _Weight:
     # -- the update -------------------------------------------------------------------------------
 
     def update(self) -> Iterator[Expected]:
-        """Shards that were updated alone are gathered: ZeRO 1 and 2."""
+        """Shards that were updated alone are gathered: ZeRO 1 and 2 with whole masters."""
         facts, layout = self.facts, self.facts.layout
-        axes = [
-            axis for axis in self.extra(layout.moment) if axis not in self.extra(layout.parameter)
-        ]
-        if not axes:
-            return
         split: Collection[str] = self.extra(layout.moment)
-        held = self.elements // facts.devices(split) * facts.master_bytes
-        yield Expected(
-            "all-gather", facts.joined(axes), self.layers, held, f"update: {self.name}", "N (k-1)/k"
-        )
-        if "pipe" in split:
-            # (fsdp, pipe) shards are not parts of (pipe) shards: they change places on the way in
-            # and out of the update.
-            yield Expected(
-                "collective-permute", facts.joined(split), 2, held, f"update: {self.name}", "N / k"
-            )
-            if "fsdp" in facts.summed_once:  # the sum's shards too, on the way in
-                held = 4 * self.elements // facts.devices(split)
-                cause = f"gradients: {self.name}"
-                yield Expected("collective-permute", facts.joined(split), 1, held, cause, "N / k")
+        axes = [axis for axis in split if axis not in self.extra(layout.parameter)]
+        held, cause = self.elements // facts.devices(split), f"update: {self.name}"
+        size = held * facts.master_bytes
+        if axes:
+            yield Expected("all-gather", facts.joined(axes), self.layers, size, cause, "N (k-1)/k")
+        if not {"pipe", "fsdp"} <= set(split):
+            return
+        # (fsdp, pipe) shards are not parts of (pipe) shards: they change places on the way in and
+        # out of the update.
+        if axes:
+            yield Expected("collective-permute", facts.joined(split), 2, size, cause, "N / k")
+        if "fsdp" in facts.of_microbatches.summed_once:  # the sum's shards too, on the way in
+            cause = f"gradients: {self.name}"
+            yield Expected("collective-permute", facts.joined(split), 1, 4 * held, cause, "N / k")
