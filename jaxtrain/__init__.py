@@ -1,4 +1,4 @@
-"""SPMD training on JAX and Flax whose claims can be checked before an accelerator is rented."""
+"""SPMD training on JAX and Flax whose claims can be checked before you rent an accelerator."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

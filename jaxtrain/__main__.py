@@ -1,4 +1,4 @@
-"""`python -m jaxtrain` and the program `jaxtrain`."""
+"""Entry point of `python -m jaxtrain` and of the program `jaxtrain`."""
 
 import os
 import sys

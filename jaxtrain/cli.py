@@ -1,4 +1,4 @@
-"""The command line: which command, its errors and its exit status.
+"""The command line: parse arguments, run a command, map errors to exit statuses.
 
 JAX is loaded when a command that needs it runs: help and supervisors start in tenths of a second.
 """
@@ -112,7 +112,8 @@ def _without_devices(arguments: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; `arguments.command` names the command."""
     whole = argparse.ArgumentParser(
-        prog="jaxtrain", description="Trains models over device meshes."
+        prog="jaxtrain",
+        description="Train sharded models in JAX; plan and verify runs without the hardware.",
     )
     whole.add_argument(
         "--version", action="version", version=f"jaxtrain {importlib.metadata.version('jaxtrain')}"

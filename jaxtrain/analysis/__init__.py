@@ -1,1 +1,1 @@
-"""What is known of a run without trusting it: plans for machines not there, proofs, profiles."""
+"""Analysis of a run without trusting it: plans for target machines, verification, profiles."""

@@ -1,4 +1,4 @@
-"""The page of every gin binding, out of the settings' docstrings: what `make docs` runs."""
+"""Generator of docs/bindings.md: every gin binding, from the settings' docstrings."""
 
 import dataclasses
 import importlib

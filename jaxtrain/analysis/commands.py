@@ -1,4 +1,4 @@
-"""What plan, verify, timeline and doctor do: one function per command, nothing else."""
+"""The commands `plan`, `verify`, `timeline` and `doctor`, one function each."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Versions, devices, and what is missing for each extra."""
+"""Report of versions, devices, and what is missing for each extra (`jaxtrain doctor`)."""
 
 import importlib.metadata
 import os

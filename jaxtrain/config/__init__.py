@@ -1,4 +1,4 @@
-"""Where settings come from: .gin files, checked values, paths, buckets; errors with a way out."""
+"""Configuration: .gin files, validated values, paths, buckets, user errors."""
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable

@@ -1,4 +1,4 @@
-"""Places in a Google Cloud Storage bucket: those of a path's methods that data and runs need.
+"""Google Cloud Storage paths with the `pathlib` methods that data and runs need.
 
 gcsfs, of jaxtrain[gcs], does the talking, here and under Orbax and TFDS; arrays go to the bucket
 through TensorStore's own driver. An object is whole or absent, and what one process has written

@@ -1,4 +1,4 @@
-"""What was meant by a binding that cannot be read as it is written, for its error message."""
+"""Suggestions for bindings that cannot be read as written, for error messages."""
 
 import re
 

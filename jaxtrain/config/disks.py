@@ -1,4 +1,4 @@
-"""Disks that are full: which file system, which place, in the system's own words."""
+"""Full disks: detect them under library errors, and describe the file system."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this", and the nearest valid choices."""
+"""`UserError`, validation of ranges, and nearest valid choices for messages."""
 
 import difflib
 from collections.abc import Iterable

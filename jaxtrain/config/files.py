@@ -1,4 +1,4 @@
-"""Files written whole or not at all, paths that are refused, and the folder of what may go."""
+"""Atomic writes of files, path validation, and the cache folder."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Imports the modules that a config names, without putting a folder on Python's search path.
+"""Trusted imports of modules that a config names, without extending Python's search path.
 
 A folder on `sys.path` would give every library that is loaded meanwhile the files in it: a
 `matplotlib.py` next to a downloaded config would run in place of the library.

@@ -1,4 +1,4 @@
-"""A section that was refused, as far as it could be read: so that one mistake hides no other."""
+"""Partial reading of an invalid section, so that one error does not hide another."""
 
 import dataclasses
 import re

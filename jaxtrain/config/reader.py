@@ -1,4 +1,4 @@
-"""Reads .gin files into frozen dataclasses and refuses what does not fit.
+"""Reader of .gin files: bindings, includes, macros and overrides to frozen dataclasses.
 
 gin's grammar with four rules on top: a binding names a field of a registered dataclass, its value
 fits the field's annotation, every binding is used, and the resolved tree can be printed and read

@@ -1,4 +1,4 @@
-"""The registered settings classes, by their names in a gin file, and classes by their `name`."""
+"""Registry of settings classes by gin name, and of implementations by `name`."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Where configs are found, and what the shipped ones say of themselves."""
+"""Lookup of config files, and the headers of the shipped ones."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Bindings with lists of values, such as `Optimizer.learning_rate = [1e-3, 3e-3]`: one of each."""
+"""Sweeps: bindings with lists of values, such as `Optimizer.learning_rate = [1e-3, 3e-3]`."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""What settings are called in other libraries, and their names here.
+"""Names of settings in other libraries, mapped to ours.
 
 The words are those of transformers' `TrainingArguments` and `config.json`, nanoGPT, Lightning,
 torchtitan, Megatron-LM, PyTorch and Keras. A target is written as a binding, or as an option of the

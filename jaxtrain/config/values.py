@@ -1,4 +1,4 @@
-"""Whether a setting's value fits its annotation, and what the setting takes in words."""
+"""Type checks of settings: does a value fit its annotation, and what is allowed."""
 
 import ast
 import contextlib

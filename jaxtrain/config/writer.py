@@ -1,4 +1,4 @@
-"""Writes frozen dataclasses as the gin text that `reader` makes equal ones of."""
+"""Writer of gin text: frozen dataclasses to a config.gin that reads back equal."""
 
 import dataclasses
 import math

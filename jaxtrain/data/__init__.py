@@ -1,1 +1,1 @@
-"""Sources, tokenizers, packing and batches: everything yields the same Batch."""
+"""Data: sources, tokenizers, packing and batches; every source yields the same `Batch`."""

@@ -1,4 +1,4 @@
-"""Examples that cannot be read: counted, reported, and stood in for by one that weighs nothing."""
+"""Bad records: skip unreadable examples, replace them by zero-weight rows, count and report."""
 
 import dataclasses
 import struct

@@ -1,4 +1,4 @@
-"""The one batch that every data source yields and every model reads."""
+"""`Batch`: the one batch that every data source yields and every model reads."""
 
 import dataclasses
 from collections.abc import Sequence

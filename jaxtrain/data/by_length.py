@@ -1,4 +1,4 @@
-"""The order of training on rows of several lengths: each batch has rows of one."""
+"""Length bucketing: order of training in which each batch has rows of one length."""
 
 import dataclasses
 import functools

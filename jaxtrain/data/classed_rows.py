@@ -1,4 +1,4 @@
-"""Rows some of whose places have a label: one for a whole example, or one for each of its places.
+"""Labelled rows: one label per example, or one per position.
 
 Letters: T length, F numbers of a place where it has a vector.
 """

@@ -1,4 +1,4 @@
-"""Sources that are patterns of paths: `*`, `?` and `[...]` in a name, `**` for any folders."""
+"""Glob patterns of data files: `*`, `?`, `[...]` in a name, `**` for folders."""
 
 import fnmatch
 import re

@@ -1,4 +1,4 @@
-"""The `tokenizers` library with its errors as messages: bare Exceptions, and panics of its Rust."""
+"""Wrapper of the `tokenizers` library that turns its exceptions and panics into messages."""
 
 import contextlib
 import functools

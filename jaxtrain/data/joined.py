@@ -1,4 +1,4 @@
-"""Tokens that are read by slices, wherever they are; several arrays of them as one."""
+"""Concatenated token arrays, read by slices."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Token stores in the cache folder: made there of large text, or fetched from a bucket."""
+"""Cached token stores: made from large text, or fetched from a bucket, in the cache folder."""
 
 import dataclasses
 import time

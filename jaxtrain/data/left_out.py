@@ -1,4 +1,4 @@
-"""What a data source leaves out or decides by itself, as facts and as sentences for people.
+"""Report of what a data source skips or decides by itself.
 
 Facts of this kind are `files`, `files_left_out` and `endings_left_out` of a folder,
 `bad_records` and `first_bad_records` of files of records, `converted` of images,

@@ -1,4 +1,4 @@
-"""Long texts in pieces whose tokens are together those of the whole text, in bounded memory.
+"""Tokenization of long texts in pieces with bounded memory, equal to the whole text's tokens.
 
 A piece is encoded with some of the text before and after it, and only the tokens that begin in it
 are kept: what a tokenizer puts at a text's beginning or end, such as the space of SentencePiece's

@@ -1,4 +1,4 @@
-"""Mixture: several text sources, drawn in shares that may change on the way."""
+"""`Mixture`: several text sources with mixture weights that may change over training."""
 
 import dataclasses
 import math

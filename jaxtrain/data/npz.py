@@ -1,4 +1,4 @@
-"""NumPy's .npz files of other people: nothing is unpacked before its size has been checked."""
+"""Safe reading of untrusted .npz files: sizes are checked before anything is unpacked."""
 
 import io
 import lzma

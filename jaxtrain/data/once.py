@@ -1,4 +1,4 @@
-"""What several processes of a machine need and one of them makes, in a folder under its lock."""
+"""Make a file once for several processes of a machine, under a file lock."""
 
 import contextlib
 import fcntl

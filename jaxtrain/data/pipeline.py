@@ -1,4 +1,4 @@
-"""From examples to batches: order, host rows, prefetching, and placement on devices."""
+"""Data loader: order, rows of this host, prefetching, placement on devices."""
 
 import functools
 import queue

@@ -1,4 +1,4 @@
-"""Tokens of a file in a bucket, of which only what is asked for is read: a slice is one request."""
+"""Tokens of a file in a bucket, read by ranged requests."""
 
 import threading
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Which examples stand in which rows of a batch, and how they are drawn: functions of its number.
+"""Row assignment: which examples are in which rows of batch number N.
 
 Rows can be made in any process and any thread, some or all of them at a time: what stands in one
 depends on the seed, the batch and the row alone.

@@ -1,4 +1,4 @@
-"""What every data source opens into: random-access examples, a digest, and the held-out rule."""
+"""Interface of data sources: random-access examples, a digest, and the held-out split."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Prepared TensorFlow Datasets read without TensorFlow: random access to array_record files."""
+"""TensorFlow Datasets without TensorFlow: random access to array_record files."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a Hugging Face tokenizer.json file."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer.json."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""The files next to a tokenizer.json: special tokens, the end of a text, and tables of their keys.
+"""Files next to a tokenizer.json: special tokens, end of text, key tables.
 
 transformers reads tokenizer_config.json and special_tokens_map.json together with tokenizer.json,
 and takes from config.json and generation_config.json which tokens end a text.

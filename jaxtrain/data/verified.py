@@ -1,4 +1,4 @@
-"""Tokens in a mapped file, each block compared with its checksum (CRC-32) before its first use."""
+"""Verified memory-mapped tokens: each block is checked by CRC-32 before its first use."""
 
 import zlib
 from pathlib import Path

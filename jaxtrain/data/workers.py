@@ -1,4 +1,4 @@
-"""Batches made by worker processes, row by row, in memory that they share with this one.
+"""Data loader worker processes that write rows into shared memory.
 
 Decoding images holds Python's interpreter for much of its time, so that threads do not add up. Each
 process makes some rows of a batch at a time; what stands in them depends on the seed, the batch and

@@ -1,4 +1,4 @@
-"""One architecture a file: a frozen dataclass of sizes and a module that is only mathematics.
+"""Architectures: one file each, a frozen dataclass of sizes and a pure module.
 
 `from jaxtrain.models import GPT, Model` finds the sizes of every architecture, and what stands in
 `jaxtrain.models.model`, by their names.

@@ -1,4 +1,4 @@
-"""What every architecture's settings say of themselves; nobody looks for more than stands here."""
+"""Protocols of model settings: what data, planning and training ask of an architecture."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable

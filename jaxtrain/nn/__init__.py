@@ -1,1 +1,1 @@
-"""What models are made of: parameters, products, norms, attention, experts; how they are run."""
+"""Layers that models share: parameters, matmuls, norms, attention, experts, and execution."""

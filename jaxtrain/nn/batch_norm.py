@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch: one pass for the statistics, one for the gradient's.
+"""Batch normalization over the global batch, with a fused backward pass.
 
 Letters: B batch, H height, W width, C channels.
 """

@@ -1,4 +1,4 @@
-"""A transformer's block out of its parts: attention, and an mlp or experts, each with its norm.
+"""Transformer block: attention, and an MLP or experts, each with its norm and residual.
 
 A part is a frozen dataclass. Its fields say which mathematics it is, `weights` draws its
 parameters, and a call computes with them. The parameters of all parts of a block lie side by side

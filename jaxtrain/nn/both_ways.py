@@ -1,4 +1,4 @@
-"""A recurrent layer of two directions: its outputs from the left and from the right, side by side.
+"""Bidirectional recurrent layer.
 
 Source: Schuster and Paliwal 1997, "Bidirectional recurrent neural networks".
 Letters: B batch, T length, D embed (of what goes in and comes out; each direction makes half).

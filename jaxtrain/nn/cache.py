@@ -1,4 +1,4 @@
-"""What generation keeps of the tokens so far.
+"""KV cache and recurrent states for generation.
 
 Letters: B batch, T length, S longest sequence, L layers, K kv heads, H head_dim.
 """

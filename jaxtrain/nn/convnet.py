@@ -1,4 +1,4 @@
-"""A plain convolutional network: convolutions and poolings in a row, then fully connected layers.
+"""Plain convolutional network: convolutions and poolings, then fully connected layers.
 
 Letters: B batch, H height, W width, C channels in or classes, D channels out.
 """

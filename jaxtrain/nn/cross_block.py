@@ -1,4 +1,4 @@
-"""A transformer's decoder block that also looks at another sequence, the memory.
+"""Transformer decoder block with cross-attention.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
 Letters: B batch, T length, S length of the memory, D embed.

@@ -1,4 +1,4 @@
-"""A language model out of one kind of layer: embedding, layers, a last norm, output matrix.
+"""Decoder-only language model: embedding, layers, final norm, output matrix.
 
 Letters: B batch, T length, D embed, V vocab, L layers.
 """

@@ -1,4 +1,4 @@
-"""Fully connected layers of any widths, and the functions between them.
+"""Fully connected layers and activation functions.
 
 Letters: B batch, I inputs, O outputs.
 """

@@ -1,4 +1,4 @@
-"""Dropout whose draws depend on where a number stands, and on nothing else.
+"""Dropout whose random mask depends only on an element's global position, not on the mesh.
 
 Which numbers are dropped is a function of the run's seed, the step, the row in the global batch and
 the place in the model. So every mesh, every number of microbatches, every exchange and every resume

@@ -1,4 +1,4 @@
-"""Two stacks of layers: one reads a source, the other writes a target and looks at what was read.
+"""Encoder-decoder of two stacks of layers.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.
 Letters: B batch, S source length, T target length, D embed, V vocab, L layers of each stack.

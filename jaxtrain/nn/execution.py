@@ -1,4 +1,4 @@
-"""How a model's mathematics is run: attention kernel, products, loop over layers, remat."""
+"""Execution of a model: attention kernel, matmuls, scan over layers, remat."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A mixture of experts: the all-to-all of tokens over the mesh axis `expert`, and the experts.
+"""Mixture of experts (MoE): expert parallel all-to-all over the mesh axis `expert`, and experts.
 
 Letters: B rows, T length, t tokens of any rows, D embed, F mlp, E experts, k experts a token, N = B
 T k assignments on a device, C slots a row and expert, R devices along `expert`.

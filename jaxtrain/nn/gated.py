@@ -1,4 +1,4 @@
-"""Gated recurrent units: a layer whose state goes on as far as its gates let it.
+"""Gated recurrent unit (GRU) cell.
 
 Source: Cho et al. 2014 (arXiv 1406.1078); the cell is `torch.nn.GRU`'s, whose reset gate
 multiplies the state's product and not the state.

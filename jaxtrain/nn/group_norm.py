@@ -1,4 +1,4 @@
-"""Normalisation of each image by itself, over groups of its channels: group, instance, layer norm.
+"""Group, instance and layer normalization of images.
 
 Letters: B batch, H height, W width, C channels, G groups.
 """

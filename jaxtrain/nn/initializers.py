@@ -1,4 +1,4 @@
-"""How the weights of a layer are drawn, by name: each keeps the variance of something.
+"""Weight initializers by name (fan-in, fan-out, Xavier, He).
 
 A weight [..., I, O] has as fan-in I, as fan-out O, both times the pixels of a convolution's kernel.
 Drawn with variance 1 / fan-in a layer keeps the variance of what it is given (LeCun et al. 1998,

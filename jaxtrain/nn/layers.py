@@ -1,4 +1,4 @@
-"""Norms, embedding, biases and rotary positions: what models are made of beside products.
+"""Layer norm and RMSNorm, embedding lookup, biases, and rotary embeddings (RoPE).
 
 Letters: B batch, T length, D embed, N heads, H head_dim, V vocab, F features.
 """

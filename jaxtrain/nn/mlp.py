@@ -1,4 +1,4 @@
-"""Two-layer networks that every token goes through alone: parts of a block.
+"""MLPs of transformer blocks: GELU, SwiGLU, GeGLU.
 
 Letters: B batch, T length, D embed, F mlp.
 """

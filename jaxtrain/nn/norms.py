@@ -1,4 +1,4 @@
-"""Norms as parts of blocks and decoders: which one, over how many numbers, with its parameters."""
+"""Norm layers with parameters: RMSNorm, LayerNorm."""
 
 import dataclasses
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What reads a source and writes a target: asked of every module of pairs.
+"""Interface of encoder-decoder modules.
 
 Letters: B batch, S source length, T target length, D embed.
 """

@@ -1,4 +1,4 @@
-"""Parameters that know what they mean, initialisers, and layers stacked for a loop."""
+"""Parameters with logical axes, initializers, and stacking of layers."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args

@@ -1,4 +1,4 @@
-"""One vector of a text, made of its tokens' hidden states.
+"""Pooling of token hidden states into one vector per text.
 
 Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3.
 Letters: B texts, T length, D embed.

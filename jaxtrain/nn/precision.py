@@ -1,4 +1,4 @@
-"""The dtype policy: what parameters are kept in and what is computed in."""
+"""Mixed precision policy: dtypes of master parameters and of compute, loss scaling."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""A module that tells one token more: multi-token prediction (arXiv 2412.19437, section 2.2).
+"""Multi-token prediction module (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 Letters: B batch, T length, D embed.
 """

@@ -1,4 +1,4 @@
-"""What models with one answer to an example have in common: inputs go in, and come out as numbers.
+"""Base of classifiers and regressors: one output per example.
 
 Letters: B batch, C classes, or the numbers that are told, T patches or other places, D embed.
 """

@@ -1,4 +1,4 @@
-"""A recurrent layer out of a cell: its outputs along a sequence, from state to state.
+"""Recurrence of a cell along a sequence, with its backward pass.
 
 A cell is what happens at one place. Its recurrent product is made here, once a place forward and
 backward, and the gradient of the recurrent weight is one product over all places after the loop:

@@ -1,4 +1,4 @@
-"""A layer of a recurrent language model around a cell with one state, and its parameters.
+"""Layer of a recurrent language model with one state.
 
 Letters: B batch, T length, D embed, H state, G what the cell reads (a multiple of H).
 """

@@ -1,4 +1,4 @@
-"""Two stacks of recurrent layers: one reads a source, the other goes on from its states.
+"""Recurrent encoder-decoder (Seq2Seq).
 
 Sources: Cho et al. 2014 (arXiv 1406.1078) and Sutskever et al. 2014 (arXiv 1409.3215); attention is
 the global one of Luong et al. 2015 (arXiv 1508.04025), equations 5, 8 (general) and 10.

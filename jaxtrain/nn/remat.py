@@ -1,4 +1,4 @@
-"""What the backward pass has of the forward pass: policies by name, and activations by theirs."""
+"""Rematerialization (activation checkpointing): policies, and names of saved activations."""
 
 import dataclasses
 import functools

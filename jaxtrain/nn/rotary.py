@@ -1,4 +1,4 @@
-"""How fast positions turn queries and keys: the frequencies of rotary embeddings.
+"""Rotary embeddings (RoPE): frequencies, linear, YaRN and other scalings.
 
 Letters: H head_dim.
 """

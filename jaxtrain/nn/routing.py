@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes through, and what their outputs are weighted by.
+"""Mixture-of-experts routers: top-k experts of a token, and their gates.
 
 Letters: B rows, T length, E experts, k experts a token, G groups of experts.
 """

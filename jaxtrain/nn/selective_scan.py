@@ -1,4 +1,4 @@
-"""What a selective state space layer does along a sequence: a short convolution and a scan.
+"""Selective scan of state space models, and causal convolution.
 
 Letters: B batch, T length, F inner width, S states of a channel, K places of the convolution,
 C places of a chunk.

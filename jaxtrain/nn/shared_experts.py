@@ -1,4 +1,4 @@
-"""Experts that every token goes through beside those that its router chose: a part of a block.
+"""Shared experts, which every token goes through in addition to its routed ones.
 
 Letters: B batch, T length, D embed, X the one number of a gate.
 """

@@ -1,4 +1,4 @@
-"""A state space whose states of a head decay alike: as attention within chunks, as a scan between.
+"""State space duality (SSD, Mamba 2): attention within chunks, a scan between them.
 
 Source: Dao and Gu 2024 (arXiv 2405.21060), listing 1. Letters: B batch, T length, N heads,
 P channels of a head, S states of a channel, C places of a chunk.

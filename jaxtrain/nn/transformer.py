@@ -1,4 +1,4 @@
-"""What every language model has in common: embed, run the layers, finish, make logits.
+"""Interface of language models: embed, run the layers, finish, compute logits.
 
 Letters: B batch, T length, D embed, V vocab.
 """

@@ -1,1 +1,1 @@
-"""Meshes, and where arrays lie on them: one table from a dimension's meaning to a mesh axis."""
+"""Meshes and shardings: one table from logical axes to mesh axes."""

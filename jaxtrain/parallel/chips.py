@@ -1,4 +1,4 @@
-"""The figures of every chip that a plan can be made for, and where each figure comes from."""
+"""Chip specifications (peak FLOPs, memory, bandwidth), each with its source."""
 
 import dataclasses
 from typing import Literal

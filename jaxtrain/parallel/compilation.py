@@ -1,4 +1,4 @@
-"""How programs are compiled: XLA's options by platform, and keeping what was compiled on disk."""
+"""XLA options by platform, and the persistent compilation cache."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The devices of this process: simulated ones, a notebook's, their platform, and their work."""
+"""Devices of this process: simulated CPU devices, platform, GPU memory."""
 
 import collections
 import contextlib

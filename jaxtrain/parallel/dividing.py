@@ -1,4 +1,4 @@
-"""Which sizes of a model do not divide over the mesh: what is whole instead, and what is refused.
+"""Sizes that do not divide over the mesh: replicated, padded or rejected.
 
 Layers need not divide over the stages of a pipeline (see `pipeline.stages`). Other sizes share over
 as many devices as they divide by: fsdp in fewer and larger parts, with copies of each; embedding

@@ -1,4 +1,4 @@
-"""Weights while they are computed with: whole along fsdp, and how their gradients go back.
+"""FSDP gather of weights at their use, and reduce-scatter of their gradients.
 
 A weight is gathered where it is used and its gradient reduced into the shard (ZeRO, arXiv
 1910.02054). A vocabulary that does not divide over `tensor` is whole there at rest, and gets rows

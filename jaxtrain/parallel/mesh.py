@@ -1,4 +1,4 @@
-"""Mesh axes and their order, and the devices that they are laid over."""
+"""The device mesh: axes, their order, and the devices."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Logical axes, where the tables say that they go, and the ZeRO stages.
+"""Shardings from logical axes by the axis rules, and the ZeRO stages.
 
 A parameter says what its dimensions mean (`("embed", "mlp")`); a table says which mesh axes they
 are split over. Hardly anything else in the package names a mesh axis for an array.

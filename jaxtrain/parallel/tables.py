@@ -1,4 +1,4 @@
-"""Layouts as tables: over which mesh axes a dimension is split, by what it means; and grids."""
+"""Axis rules: logical axis to mesh axes, for parameters, weights and activations."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,1 +1,1 @@
-"""One run from start to end: its loop, its files, its processes, and what people see of it."""
+"""One run: its loop, its files, its processes, and its displays."""

@@ -1,4 +1,4 @@
-"""What a run's first parameters came from, and what these had come from, one after another.
+"""Ancestry of a run's parameters: the checkpoints that they were initialized from.
 
 An ancestor is a JSON object: `path`, where it lay; `step`, of its checkpoint, null for a published
 folder or file; and `digest`: of a checkpoint the BLAKE2b of its manifest, which names the digest of

@@ -1,4 +1,4 @@
-"""Files that grow by whole pieces, and that catch up after their disk was full."""
+"""Append-only files of whole records that survive a full disk."""
 
 from pathlib import Path
 

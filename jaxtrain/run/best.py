@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far, and whether a better one is still waited for.
+"""Best evaluation so far, and early stopping.
 
 It is read from metrics.jsonl at every start, which loses what lies past the checkpoint that a run
 goes on from: so a restart, and a rewind, know what the run knew at that step.

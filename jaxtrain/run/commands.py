@@ -1,4 +1,4 @@
-"""What train, eval, predict, inspect and data do: one function per command, nothing else."""
+"""The commands `train`, `eval`, `predict` and `inspect`, one function each."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""Scripts that complete the command line in a shell, made from its parsers."""
+"""Shell completion scripts for bash and zsh, generated from the parsers."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""`jaxtrain data`: what a config trains on, told, and drawn where that is asked for."""
+"""The command `data`: describe a config's data and show examples."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""What an encoder of sentences makes of texts: one vector each."""
+"""Sentence embeddings: one vector per text."""
 
 import dataclasses
 import json

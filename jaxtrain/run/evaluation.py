@@ -1,4 +1,4 @@
-"""The loss and the metrics of a state over batches that are not trained on."""
+"""Evaluation: loss and metrics over held-out batches."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

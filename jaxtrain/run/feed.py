@@ -1,4 +1,4 @@
-"""The batches of a run, placed on its devices: training's from any place on, and held-out ones."""
+"""Input pipeline of a run: training and held-out batches, placed on its devices."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A run's init, train step and eval step as functions of a state, for a custom training loop."""
+"""`init`, `train_step` and `eval_step` of a run, for a custom training loop."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector beside a long run."""
+"""Scheduling of Python's garbage collector outside the step."""
 
 import gc
 from typing import Self

@@ -1,4 +1,4 @@
-"""Texts with hidden tokens, written `[MASK]`, as a model that tells such reads them."""
+"""Fill-mask: prediction of `[MASK]` tokens in texts."""
 
 from collections.abc import Sequence
 from typing import Any

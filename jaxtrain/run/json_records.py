@@ -1,4 +1,4 @@
-"""Files of JSON lines that a command is given: a record a line, every mistake by its place."""
+"""JSON-lines input of commands, with errors by line."""
 
 import dataclasses
 from typing import Any

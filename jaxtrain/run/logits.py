@@ -1,4 +1,4 @@
-"""What a trained model says of inputs of one's own: logits, embeddings, numbers, on the host."""
+"""Logits, embeddings and regression outputs of a trained model, on the host."""
 
 import dataclasses
 import functools

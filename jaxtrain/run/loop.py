@@ -1,4 +1,4 @@
-"""The training loop: one step after the other, and what falls due between them."""
+"""Training loop: steps, and the actions due between them (log, evaluate, save)."""
 
 import dataclasses
 import itertools

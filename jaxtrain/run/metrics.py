@@ -1,4 +1,4 @@
-"""Carries metrics from the devices to metrics.jsonl, TensorBoard, loss.png and the terminal.
+"""Asynchronous metrics: from devices to metrics.jsonl, TensorBoard, loss.png, terminal; MFU.
 
 The training loop never waits for the step it has just dispatched: `later` keeps the device scalars
 and reads them once the devices have moved on.

@@ -1,4 +1,4 @@
-"""A run's metrics on disk: metrics.jsonl, event files and pictures, written and read back."""
+"""Metrics on disk: metrics.jsonl, event files and figures, written and read back."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""The numbers that a regression tells of vectors, or what an autoencoder makes of them again."""
+"""Regression outputs and autoencoder reconstructions."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The options of the commands that train and use runs, and the help that they print."""
+"""Command-line options of the commands that train and use runs."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ def adder(whole: argparse.ArgumentParser) -> Add:
         "--completion",
         action=Completion,
         choices=SHELLS,
-        help='complete words in this shell from now on: eval "$(jaxtrain --completion bash)"',
+        help='print a shell completion script: eval "$(jaxtrain --completion bash)"',
     )
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -44,265 +44,299 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 def add_run_commands(add: Add) -> None:
     """Adds train, eval, generate, evaluate-tasks, predict, inspect, import-hf, export-hf,
     quantize, data, prepare, configs, plot, sweep and supervise."""
-    command = add("train", "trains, or continues from the newest checkpoint")
+    command = add("train", "Train a model, or resume from the newest checkpoint.")
     command.add_argument(
         "config",
         nargs="?",
         metavar="CONFIG",
-        help="a .gin file or a shipped config; the quickstart",
+        help="a .gin file or a shipped config (default: the quickstart)",
     )
-    command.add_argument("--workdir", metavar="DIR", help="the run's folder; runs/CONFIG")
+    command.add_argument(
+        "--workdir", metavar="DIR", help="folder of the run (default: runs/CONFIG)"
+    )
     command.add_argument(
         "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
     command.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="where process 0 of several listens; found by itself on TPU VMs, GKE, Slurm and MPI",
+        help="address of process 0 (detected on TPU VMs, GKE, Slurm and MPI)",
     )
     command.add_argument(
-        "--num-processes", type=int, metavar="N", help="processes of the run, with --coordinator"
+        "--num-processes", type=int, metavar="N", help="number of processes, with --coordinator"
     )
     command.add_argument(
-        "--process-id", type=int, metavar="K", help="which of them this is, from 0"
+        "--process-id", type=int, metavar="K", help="index of this process, from 0"
     )
     command.add_argument(
         "--profile",
         action="store_true",
-        help="trace steps 3 to 6 of this start and print what takes longest in them",
+        help="profile steps 3 to 6 and print the operations that take longest",
     )
     command.add_argument(
-        "--verbose", action="store_true", help="print all settings, not only those that are changed"
+        "--verbose",
+        action="store_true",
+        help="print all settings, not only those that differ from defaults",
     )
     add_config_options(command)
 
-    command = add("eval", "evaluates a checkpoint, prints one JSON line")
+    command = add("eval", "Evaluate a checkpoint and print one JSON line.")
     _add_checkpoint_options(command)
     add_config_options(command)
 
-    command = add("generate", "prints what a trained language model writes")
+    command = add("generate", "Generate text with a trained language model.")
     _add_checkpoint_options(command)
     _add_generation_options(command)
     add_config_options(command)
 
-    command = add("evaluate-tasks", "tells how many questions of files a language model answers")
+    command = add("evaluate-tasks", "Evaluate a language model on multiple-choice tasks.")
     _add_checkpoint_options(command)
     command.add_argument(
         "--tasks",
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines with a prompt, and choices and answer, or a target",
+        help="JSON lines: a prompt, and choices with the answer, or a target",
     )
     command.add_argument(
         "--delimiter",
         default=" ",
         metavar="TEXT",
-        help="between a prompt and a choice or target; a space",
+        help="text between prompt and choice or target (default: a space)",
     )
     command.add_argument(
         "--batch-size",
         type=int,
         default=8,
         metavar="N",
-        help="continuations that are told at one time; %(default)s",
+        help="continuations per batch (default: %(default)s)",
     )
     add_config_options(command)
 
-    command = add("predict", "tells classes, numbers, hidden tokens, text or embeddings")
+    command = add("predict", "Run batch inference on images, texts or feature vectors.")
     _add_checkpoint_options(command)
     command.add_argument(
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="a PNG or JPEG file, or a folder of them; a text; a .npz or .csv file of vectors",
+        help="an image or a folder of images, a text, or a .npz or .csv file of vectors",
     )
-    command.add_argument("--top", type=int, default=None, metavar="N", help="classes of each; 3")
+    command.add_argument(
+        "--top", type=int, default=None, metavar="N", help="classes to print (default: 3)"
+    )
     add_config_options(command)
 
-    command = add("inspect", "prints what a checkpoint holds")
+    command = add("inspect", "Print the contents of a checkpoint.")
     _add_checkpoint_options(command)
     command.add_argument(
         "--verify",
         action="store_true",
-        help="read every array and check it against its fingerprint",
+        help="read every array and compare it with its fingerprint",
     )
 
-    command = add("import-hf", "makes a run of a Hugging Face folder")
-    command.add_argument("source", metavar="SRC_DIR", help="config.json and safetensors")
-    command.add_argument("--workdir", metavar="DIR", required=True, help="the run's new folder")
-    command.add_argument(
-        "--simulate-devices", type=int, metavar="N", help="read onto N simulated CPU devices"
-    )
-    add_config_options(command)
-
-    command = add("export-hf", "makes a Hugging Face folder of a run")
-    _add_checkpoint_options(command)
-    command.add_argument("--out", metavar="DST_DIR", required=True, help="the new folder")
-    command.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the files"
-    )
-    form = command.add_mutually_exclusive_group()
-    form.add_argument(
-        "--adapter", action="store_true", help="the adapter alone, as PEFT keeps it (LoRA)"
-    )
-    form.add_argument(
-        "--awq", action="store_true", help="4-bit codes, as AutoAWQ keeps them (quantize)"
-    )
-    add_config_options(command)
-
-    command = add("quantize", "makes a run of a trained one whose weights are in 4 or 8 bits")
-    _add_checkpoint_options(command)
-    command.add_argument("--out", metavar="DST", required=True, help="the new run's folder")
-    command.add_argument(
-        "--bits", type=int, choices=[4, 8], default=4, help="of a weight; %(default)s"
-    )
-    command.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="numbers that share a scale, with 4 bits; 128",
-    )
-    command.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        help="a text by which weights are scaled first, with 4 bits (AWQ); without it they are "
-        "rounded as they are",
-    )
-    add_config_options(command)
-
-    command = add("data", "opens a config's data: what is known of it, its first examples")
-    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
-    command.add_argument(
-        "--examples", type=int, default=3, metavar="N", help="of the first step; %(default)s"
-    )
-    command.add_argument(
-        "--png",
-        metavar="FILE",
-        help="draws lengths of documents and frequencies of tokens, or a sheet of images",
-    )
-    add_config_options(command)
-
-    command = add("prepare", "tokenizes text into a store, which TextData.source then names")
-    command.add_argument(
-        "source", metavar="SRC", help="text as of TextData.source, or a config that names it"
-    )
-    command.add_argument(
-        "--tokenizer", metavar="T", help="'byte' or a tokenizer.json; the config's"
-    )
-    command.add_argument("--out", metavar="DIR", required=True, help="the store's folder")
-    command.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that tokenize; %(default)s"
-    )
-    add_config_options(command)
-
-    command = add("tokenizer", "trains a byte-level BPE tokenizer on text")
-    command.add_argument(
-        "source", metavar="SRC", help="text as of TextData.source, or a config that names it"
-    )
-    command.add_argument("--out", metavar="DIR", required=True, help="the folder of its files")
-    command.add_argument(
-        "--vocab-size", type=int, default=8192, metavar="N", help="tokens at most; %(default)s"
-    )
-    add_config_options(command)
-
-    add("configs", "lists the shipped configs: what each trains, on which hardware")
-
-    command = add("plot", "compares runs: a table, and their curves in one picture")
-    command.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the folder of a run, of several, or of a sweep"
-    )
-    command.add_argument("--png", metavar="FILE", help="draw into this file; plot.png")
-
-    command = add("sweep", "trains a run for each of some settings' values, and compares them")
-    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
-    command.add_argument("--workdir", metavar="DIR", required=True, help="holds a folder a run")
+    command = add("import-hf", "Import a Hugging Face checkpoint as a run.")
+    command.add_argument("source", metavar="SRC_DIR", help="a Hugging Face folder, or a GGUF file")
+    command.add_argument("--workdir", metavar="DIR", required=True, help="new folder for the run")
     command.add_argument(
         "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
     )
     add_config_options(command)
 
-    command = add("supervise", "runs train, restarts it after failures")
+    command = add("export-hf", "Export a run as a Hugging Face folder.")
+    _add_checkpoint_options(command)
+    command.add_argument("--out", metavar="DST_DIR", required=True, help="new folder to write")
+    command.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the tensors"
+    )
+    form = command.add_mutually_exclusive_group()
+    form.add_argument(
+        "--adapter", action="store_true", help="write only the LoRA adapter, in PEFT's format"
+    )
+    form.add_argument(
+        "--awq",
+        action="store_true",
+        help="write 4-bit weights of a quantized run in AutoAWQ's format",
+    )
+    add_config_options(command)
+
+    command = add("quantize", "Quantize the weights of a trained run to 4 or 8 bits.")
+    _add_checkpoint_options(command)
+    command.add_argument("--out", metavar="DST", required=True, help="folder of the new run")
+    command.add_argument(
+        "--bits", type=int, choices=[4, 8], default=4, help="bits per weight (default: %(default)s)"
+    )
+    command.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="weights that share a scale, with 4 bits (default: 128)",
+    )
+    command.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="calibration text for AWQ, with 4 bits; without it, weights are rounded to nearest",
+    )
+    add_config_options(command)
+
+    command = add("data", "Describe the data of a config and print its first examples.")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument(
+        "--examples",
+        type=int,
+        default=3,
+        metavar="N",
+        help="examples of the first step to print (default: %(default)s)",
+    )
+    command.add_argument(
+        "--png",
+        metavar="FILE",
+        help="draw document lengths and token frequencies, or a sheet of images",
+    )
+    add_config_options(command)
+
+    command = add("prepare", "Tokenize text into a token store for TextData.source.")
+    command.add_argument(
+        "source", metavar="SRC", help="text (as in TextData.source), or a config that names it"
+    )
+    command.add_argument(
+        "--tokenizer", metavar="T", help="'byte' or a tokenizer.json (default: the config's)"
+    )
+    command.add_argument("--out", metavar="DIR", required=True, help="folder of the token store")
+    command.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="worker processes (default: %(default)s)",
+    )
+    add_config_options(command)
+
+    command = add("tokenizer", "Train a byte-level BPE tokenizer.")
+    command.add_argument(
+        "source", metavar="SRC", help="text (as in TextData.source), or a config that names it"
+    )
+    command.add_argument("--out", metavar="DIR", required=True, help="folder of the tokenizer")
+    command.add_argument(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="largest vocabulary size (default: %(default)s)",
+    )
+    add_config_options(command)
+
+    add("configs", "List the shipped configs with their hardware.")
+
+    command = add("plot", "Compare runs in a table and a figure.")
+    command.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run, of several runs, or of a sweep"
+    )
+    command.add_argument("--png", metavar="FILE", help="draw into this file (default: plot.png)")
+
+    command = add("sweep", "Train one run for each combination of setting values.")
+    command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
+    command.add_argument(
+        "--workdir", metavar="DIR", required=True, help="folder that holds one folder per run"
+    )
+    command.add_argument(
+        "--simulate-devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    add_config_options(command)
+
+    command = add("supervise", "Run train and restart it after failures.")
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="[OPTIONS] -- train ...")
 
 
 def _add_generation_options(command: argparse.ArgumentParser) -> None:
     asked = command.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", metavar="TEXT", help="what it goes on from")
+    asked.add_argument("--prompt", metavar="TEXT", help="text to continue")
     asked.add_argument(
-        "--prompts", metavar="FILE", help='JSON lines {"prompt": TEXT}, answered by JSON lines'
+        "--prompts", metavar="FILE", help='JSON lines {"prompt": TEXT}; the answers are JSON lines'
     )
     asked.add_argument(
         "--chat",
         action="store_true",
-        help="answer the lines of standard input in turn, by the model's chat template",
+        help="chat: answer lines of standard input, with the model's chat template",
     )
-    command.add_argument("--system", metavar="TEXT", help="of a chat: the system's message")
+    command.add_argument("--system", metavar="TEXT", help="system message of the chat")
     command.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="100, in a chat 512, or what fits"
-    )
-    command.add_argument("--temperature", type=float, metavar="T", help="0.8; 0 is greedy")
-    command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    command.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest P of the mass"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="longest answer in tokens (default: 100; in a chat 512)",
     )
     command.add_argument(
-        "--min-p", type=float, metavar="P", help="only tokens P times as likely as the likeliest"
+        "--temperature", type=float, metavar="T", help="0 is greedy (default: 0.8)"
+    )
+    command.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K most probable tokens"
+    )
+    command.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="nucleus sampling: the most probable tokens with total probability P",
+    )
+    command.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="only tokens at least P times as probable as the most probable",
     )
     command.add_argument(
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="what logits of tokens that were there are divided by; above 1 repeats less",
+        help="divide logits of tokens seen so far by this; above 1 repeats less",
     )
-    command.add_argument(
-        "--beams", type=int, metavar="N", help="search for the likeliest answer with N beams"
-    )
+    command.add_argument("--beams", type=int, metavar="N", help="beam search with N beams")
     command.add_argument(
         "--length-penalty",
         type=float,
         metavar="X",
-        help="of beams: their score is divided by length^X; 1",
+        help="beam search: divide scores by length^X (default: 1)",
     )
     command.add_argument(
         "--early-stopping",
         choices=["true", "false", "never"],
-        help="of beams: whether N finished ones are enough; never: nor are better ones unlikely; "
-        "false",
+        help="beam search: stop at N finished beams (true), when better ones are unlikely (false, "
+        "the default), or only when none is possible (never)",
     )
     command.add_argument(
         "--draft",
         metavar="DIR",
-        help="the run of a smaller model that guesses tokens, told many at a time; or 'lookup', "
-        "which guesses from the text so far",
+        help="speculative decoding: the run of a smaller draft model, or 'lookup' to draft from "
+        "the text so far",
     )
-    command.add_argument("--guesses", type=int, metavar="N", help="tokens guessed at a time; 4")
+    command.add_argument(
+        "--guesses", type=int, metavar="N", help="draft tokens per step (default: 4)"
+    )
     command.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end an answer before this text; may be repeated",
+        help="stop before this text; may be repeated",
     )
     command.add_argument(
         "--log-probabilities",
         action="store_true",
-        help="answer by JSON lines, with tokens and the model's log-probability of each",
+        help="print JSON lines with tokens and log-probabilities",
     )
     command.add_argument(
         "--batch-size",
         type=int,
         default=8,
         metavar="N",
-        help="prompts of the file that are answered at one time; %(default)s",
+        help="prompts per batch (default: %(default)s)",
     )
     command.add_argument("--seed", type=int, default=0, metavar="S")
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--workdir", metavar="DIR", required=True, help="a run's folder")
+    command.add_argument("--workdir", metavar="DIR", required=True, help="folder of the run")
     command.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint of this step; the newest"
+        "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )
 
 
@@ -319,5 +353,5 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--allow-imports",
         action="store_true",
-        help="let import lines of the .gin file run modules from outside jaxtrain",
+        help="allow import lines of the .gin file to run your own Python modules",
     )

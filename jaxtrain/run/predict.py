@@ -1,4 +1,4 @@
-"""What a trained model says of images, texts, words or vectors: classes, numbers or text."""
+"""Batch inference on images, texts, tokens and feature vectors (`jaxtrain predict`)."""
 
 import dataclasses
 import io

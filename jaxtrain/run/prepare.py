@@ -1,4 +1,4 @@
-"""`jaxtrain prepare`: text to a token store, with its progress."""
+"""The command `prepare`: tokenize text into a store, with progress."""
 
 import argparse
 import os

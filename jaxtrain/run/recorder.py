@@ -1,4 +1,4 @@
-"""What a start of a run asks of whatever records some of its steps."""
+"""Interface of recorders that profile some steps of a run."""
 
 from pathlib import Path
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""A reference model's log-probabilities of a run's data: computed once, kept in its folder.
+"""Log-probabilities of a reference model (DPO), computed once and cached.
 
 The reference is the model that the run starts with. A run that goes on has left it, so the numbers
 lie beside its checkpoints, with a digest of themselves and of the data. Letters: B rows, T length.

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside the state, and the state restored into any layout."""
+"""Resume: checkpoint metadata, compatibility checks, restore into any layout."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""The folders of runs within a folder: several runs next to each other, or those of a sweep."""
+"""Discovery of run folders: several runs, or those of a sweep."""
 
 from collections.abc import Iterator
 from pathlib import Path

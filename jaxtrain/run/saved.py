@@ -1,4 +1,4 @@
-"""A run's states on disk: the newest to go on from, an earlier one to go back to."""
+"""Saved states of a run: restore the newest, go back to an earlier one, save."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a run's first parameters come from, when they are not drawn: `Train.start_from`."""
+"""Initial parameters from another run or a published model (`Train.start_from`)."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Advice for a run whose steps waited for batches: which data, and what makes it faster."""
+"""Detection of data starvation (steps that wait for batches), with advice."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""A run for each combination of some settings' values, one after the other."""
+"""The command `sweep`: one run for each combination of setting values."""
 
 import argparse
 import dataclasses

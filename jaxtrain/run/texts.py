@@ -1,4 +1,4 @@
-"""Texts as `predict` is given them, and as it gives them.
+"""Text input and output of `predict`.
 
 Letter: T length.
 """

@@ -1,4 +1,4 @@
-"""What a run is made of, for Python: built and restored, stepped, evaluated, looked at."""
+"""`Trainer`: build, train, evaluate and inspect a run from Python."""
 
 import dataclasses
 import functools

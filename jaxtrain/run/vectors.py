@@ -1,4 +1,4 @@
-"""Vectors as `predict` is given them."""
+"""Feature-vector input of `predict`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model's weights by name on the host: out of a state, checked, and into one."""
+"""Weights by name as NumPy arrays: get and set."""
 
 import dataclasses
 import functools

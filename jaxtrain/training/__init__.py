@@ -1,1 +1,1 @@
-"""A configuration becomes one checked, pure program: what a step computes."""
+"""Training: settings, validation, the train step, objectives, optimizers, parallel schedules."""

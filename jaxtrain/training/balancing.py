@@ -1,4 +1,4 @@
-"""Biases of routers, which balance the load of experts without a loss: they have no gradient.
+"""Loss-free load balancing of experts: biases of routers.
 
 They are held among the parameters that are not trained, so that no optimizer, no clipping and no
 norm of gradients sees them, and are moved by the load after each step.

@@ -1,4 +1,4 @@
-"""The one function of a program that is compiled for its steps, whoever runs it or reads it."""
+"""The one jitted, state-donating train step of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Silent data corruption: replicas that should hold the same bits, and steps taken twice.
+"""Silent data corruption: compare replicas, and repeat steps.
 
 A device that computes wrongly without saying so leaves two traces. Devices that hold the same shard
 of an array no longer hold the same bits, because every one of them updates its own copy; and the

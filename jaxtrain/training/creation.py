@@ -1,4 +1,4 @@
-"""A fresh state, made in place: no device ever holds more than its shards."""
+"""Sharded initialization of the train state, in place."""
 
 import contextlib
 import math

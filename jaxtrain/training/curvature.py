@@ -1,4 +1,4 @@
-"""Estimates of the Hessian's diagonal, for rules that ask for one every few steps."""
+"""Estimators of the Hessian's diagonal (Hutchinson, Gauss-Newton-Bartlett)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Bad steps: seen inside the compiled step, kept out of the state, and what the run then does.
+"""Bad steps: loss scaling, non-finite and spiking losses, skip or rewind.
 
 A step is bad where its loss or its gradient's norm is not finite, or rises out of what the last
 good steps were like. Both are scalars that the step has anyway and that all devices have alike, so

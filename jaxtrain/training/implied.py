@@ -1,4 +1,4 @@
-"""Settings that follow from the data if they are not set: classes and channels of image folders."""
+"""Settings implied by the data: classes and channels of image folders."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A batch's rows: their numbers, and which microbatch each is in."""
+"""Gradient accumulation: split a batch into microbatches, number its rows."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale: about how large a batch may be before it is wasted on its gradient.
+"""Gradient noise scale: estimate of the critical batch size.
 
 Source: McCandlish et al. 2018 (arXiv 1812.06162), equations 2.9 and A.1. For the gradient G of the
 whole distribution and the covariance S of one example's, the simple noise scale is tr(S) / |G|^2,

@@ -1,4 +1,4 @@
-"""A configuration for a published model: `hf:DIR` in place of a .gin file.
+"""Configuration of a published model: `hf:DIR` in place of a .gin file.
 
 Its sizes are those of DIR's config.json and its first parameters DIR's; everything else is a
 starting point for fine-tuning, to be bound otherwise as anything. Without a tokenizer.json its data

@@ -1,4 +1,4 @@
-"""Gradients that stay on their devices until a step's last microbatch, and cross the mesh once.
+"""Local gradient accumulation: gradients are summed over the mesh once a step.
 
 A device's gradient of its own rows, and of its own places in them, is summed over microbatches
 without a word to the others along `data`, `expert` and `context` (and along `fsdp`, where that axis

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: one frozen dataclass a section."""
+"""`Config`: the settings of a run, one frozen dataclass per section."""
 
 import dataclasses
 import html

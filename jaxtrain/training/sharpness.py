@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: gradients from where the loss rises most nearby.
+"""Sharpness-aware minimization (SAM).
 
 Source: Foret et al. 2020 (arXiv 2010.01412), algorithm 1 with p = 2.
 """

@@ -1,4 +1,4 @@
-"""TrainState, init, train_step and eval_step: pure functions, made once for a run."""
+"""The train step: `TrainState`, init, train_step and eval_step as pure functions."""
 
 import dataclasses
 import functools

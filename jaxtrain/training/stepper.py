@@ -1,4 +1,4 @@
-"""Takes optimizer steps on a state, which between them is no more than its arrays."""
+"""Execution of steps on a flat state."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tracker: which service beside the run's own files takes its metrics."""
+"""`Tracker`: settings of experiment trackers."""
 
 import dataclasses
 from typing import Literal

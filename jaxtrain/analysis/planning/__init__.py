@@ -1,1 +1,1 @@
-"""What a train step would need on machines that are not there: memory, traffic and time."""
+"""Memory, traffic and time of a train step on a target machine, predicted without the machine."""

@@ -1,4 +1,4 @@
-"""Both ways of `Sharding.accumulate` side by side: what crosses fsdp, and what a device holds."""
+"""Comparison of both values of `Sharding.accumulate`: traffic over fsdp, and memory."""
 
 import dataclasses
 from typing import Literal, get_args

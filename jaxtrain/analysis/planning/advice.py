@@ -1,4 +1,4 @@
-"""What to do about a plan: the cheapest ways to make it fit, and what was noticed beside."""
+"""Advice of a plan: the cheapest changes that make it fit, and other remarks."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

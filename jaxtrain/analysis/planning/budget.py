@@ -1,4 +1,4 @@
-"""What a budget of FLOPs buys: the model, its tokens and the loss to expect."""
+"""Compute-optimal model for a budget of FLOPs: its size, its tokens, its expected loss."""
 
 import dataclasses
 import math

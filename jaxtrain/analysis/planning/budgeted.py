@@ -1,4 +1,4 @@
-"""A budget's compute-optimal model on a machine: the search and the time of any other plan."""
+"""Plan of a budget's compute-optimal model on a machine."""
 
 from typing import Any
 

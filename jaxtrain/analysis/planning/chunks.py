@@ -1,4 +1,4 @@
-"""Chunks of the loss that are too small: each goes over the output matrix, however few its places.
+"""Detection of loss chunks that are too small: each chunk reads the whole output matrix.
 
 A device reads the output matrix [V, D] twice for a chunk's products and adds to its gradient in
 float32: 2 e V D + 8 V D bytes with e bytes a number, against 6 R V D FLOPs of R places. On v5p some

@@ -1,4 +1,4 @@
-"""What one device executes in a step: FLOPs of products and bytes of what they read and write.
+"""FLOPs of matmuls and bytes read and written, for what one device executes in a step.
 
 FLOPs are counted on the traced step, those of attention's scores for themselves.
 """

@@ -1,4 +1,4 @@
-"""Efficiency factors of `timing`'s formula, fitted on published runs, and error bars.
+"""Efficiency factors of the step time, fitted on published runs, and their error bars.
 
 `python -m benchmarks.predictions` fits them anew and predicts each stack without its own runs.
 """

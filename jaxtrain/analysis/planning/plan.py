@@ -1,4 +1,4 @@
-"""`plan`: what a configuration's train step needs on machines that are not there."""
+"""`plan`: memory, traffic and time of a configuration's train step on a target machine."""
 
 import contextlib
 import dataclasses

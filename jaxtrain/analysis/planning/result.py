@@ -1,4 +1,4 @@
-"""`Plan`: what a train step needs on a machine, as an object with tables, a picture and JSON."""
+"""`Plan`: the result of planning, as an object with tables, a figure and JSON."""
 
 import dataclasses
 import functools

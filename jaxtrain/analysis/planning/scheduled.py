@@ -1,4 +1,4 @@
-"""The time of a compiled step, by the schedule that its compiler made."""
+"""Step time from the schedule of the compiled program."""
 
 import dataclasses
 

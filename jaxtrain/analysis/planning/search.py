@@ -1,4 +1,4 @@
-"""Looks for the best mesh, ZeRO stage, remat policy, accumulation and schedule for a machine."""
+"""Search for the best mesh, ZeRO stage, remat policy, accumulation and schedule on a machine."""
 
 import bisect
 import dataclasses

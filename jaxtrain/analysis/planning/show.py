@@ -1,4 +1,4 @@
-"""What `jaxtrain plan` prints and draws: memory against capacity, time and traffic."""
+"""Terminal output and figure of `jaxtrain plan`: memory, time and traffic."""
 
 import functools
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Plans beside each other: several machines, several layouts, in one table and one picture."""
+"""Comparison of several plans: machines or layouts in one table and one figure."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The layouts that a search tries: meshes, ZeRO stages, remat policies, schedules, microbatches."""
+"""Search space of layouts: meshes, ZeRO stages, remat policies, schedules, microbatches."""
 
 import itertools
 from collections.abc import Iterator, Mapping

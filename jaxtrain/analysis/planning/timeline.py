@@ -1,4 +1,4 @@
-"""Simulates a schedule before it is launched: when everything happens, the bubble, the picture."""
+"""Simulation of a pipeline schedule: timeline, bubble, figure."""
 
 import collections
 import dataclasses

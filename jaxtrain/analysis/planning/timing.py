@@ -1,4 +1,4 @@
-"""Predicts the time of a train step, piece by piece, by a formula of few terms.
+"""Predicted time of a train step: compute, communication, overlap.
 
     C    = P / (s_p peak) + A / (s_a peak) + (c X + U) / (h HBM) + G
     G    = n max(12 V D / (h HBM) - 6 R V D / (s_p peak), 0)

@@ -1,4 +1,4 @@
-"""Durations and sizes in the unit that suits them, as text and for the axis of a picture."""
+"""Human-readable durations and sizes, as text and for axes of figures."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What layers of different shapes move over `tensor`: for a search, which has nothing compiled.
+"""Traffic over `tensor` between layers of different shapes, such as convolutional networks.
 
 Each layer has a part of its outputs on each device, as Krizhevsky 2014, "One weird trick for
 parallelizing convolutional neural networks" (arXiv 1404.5997), has it for fully connected ones: it

@@ -1,4 +1,4 @@
-"""Nearby configurations: one or two bindings changed, each checked as a run would be."""
+"""Variants of a configuration: one or two bindings changed, each validated as a run would be."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a whole run takes on its machine: days, device-hours, dollars, energy."""
+"""Duration and cost of a whole run: days, device-hours, dollars, energy."""
 
 import dataclasses
 import math

@@ -1,1 +1,1 @@
-"""Where a step's time goes: a trace of a few steps, read as layers and operations."""
+"""Profile of a step: a trace of a few steps, by layers and operations."""

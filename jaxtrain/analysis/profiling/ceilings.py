@@ -1,4 +1,4 @@
-"""What one device can do at most: its chip's published figures, or a CPU's measured ones."""
+"""Peak rates of one device: published figures of its chip, or a CPU's measured ones."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What one run of each operation of a compiled program computes and moves.
+"""FLOPs and bytes of each operation of a compiled program.
 
 A trace says how often an operation ran; the program's text says what it is given and gives back.
 Shapes are one device's part, so all figures are too.

@@ -1,4 +1,4 @@
-"""How long each operation of a program ran, read from the profiler's own file."""
+"""Durations of a program's operations, read from the profiler's trace file."""
 
 import bisect
 import collections

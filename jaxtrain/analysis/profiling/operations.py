@@ -1,4 +1,4 @@
-"""A trace and a program's text together: the time of each layer and operation, and its roofline."""
+"""Profile by layer and operation: trace and program text together, with rooflines."""
 
 import collections
 import dataclasses

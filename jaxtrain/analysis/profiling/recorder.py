@@ -1,4 +1,4 @@
-"""`jaxtrain train --profile`: records a few steps of a start and says where their time went."""
+"""`jaxtrain train --profile`: record a few steps and report where their time went."""
 
 import contextlib
 import json

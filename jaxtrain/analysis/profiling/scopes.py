@@ -1,4 +1,4 @@
-"""Which layer an operation belongs to: the names that the model's code gives its parts.
+"""Layer of an operation, from the named scopes of the model's code.
 
 A compiled operation remembers the path of named scopes, transformations and primitives that it
 came from, such as 'jit(train_step)/transpose(jvp(mlp))/norm/mul'.

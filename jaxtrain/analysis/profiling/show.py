@@ -1,4 +1,4 @@
-"""A profile as tables."""
+"""Terminal tables of a profile."""
 
 from rich.console import Console
 from rich.table import Table

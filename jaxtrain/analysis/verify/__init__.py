@@ -1,1 +1,1 @@
-"""Proves a user's config on simulated devices."""
+"""Verification of a config on simulated devices (`jaxtrain verify`)."""

@@ -1,4 +1,4 @@
-"""The chosen attention kernel against the reference, forward and gradients, on packed rows.
+"""Verification of the attention kernel: outputs and gradients against the reference.
 
 Letters: B batch, T length, N query heads, K kv heads, H head_dim.
 """

@@ -1,4 +1,4 @@
-"""What a proof measured: differences of numbers, arrays and bits, and their limits."""
+"""Measures of verification: differences of numbers, arrays and bits, with their limits."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Does a run go on after a save and a restore, and does another exchange begin as the plain one."""
+"""Verification of resume, and of gradient exchanges that start like the synchronous one."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What of a step is computed in float32 whatever its products are computed in: its islands."""
+"""Float32 islands: operations that stay in float32 whatever the compute dtype."""
 
 import re
 from collections.abc import Iterator

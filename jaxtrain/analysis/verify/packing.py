@@ -1,4 +1,4 @@
-"""Does packing leak: losses and gradients of every document, packed, alone, and beside another.
+"""Verification of packing: no document influences another one's loss or gradients.
 
 Letters: B batch, T length, D embed.
 """

@@ -1,4 +1,4 @@
-"""The proofs: what is run, what is measured on it, and the limit that it must keep."""
+"""The claims of `jaxtrain verify`: what is run, what is measured, and its limit."""
 
 import dataclasses
 from collections.abc import Iterator

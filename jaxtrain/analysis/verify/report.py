@@ -1,4 +1,4 @@
-"""What `jaxtrain verify` prints and writes: a line for each proof, with its figure and limit."""
+"""Report of `jaxtrain verify`: a line for each claim, with its figure and limit."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Runs a shrunk configuration on one device or on a mesh, each program compiled once."""
+"""Runs of a shrunk configuration on one device and on meshes, each program compiled once."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Random data for the proofs: documents, pairs and images whose targets count unevenly."""
+"""Random data for verification: documents, pairs and images with uneven numbers of targets."""
 
 import dataclasses
 from typing import Any

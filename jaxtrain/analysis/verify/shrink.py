@@ -1,4 +1,4 @@
-"""A user's configuration made small: the same choices, sizes that eight simulated devices hold."""
+"""Shrink a configuration: the same choices, sizes that eight simulated devices hold."""
 
 import dataclasses
 import math

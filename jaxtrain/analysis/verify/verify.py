@@ -1,4 +1,4 @@
-"""Proves a user's configuration, made small, on eight simulated devices."""
+"""`verify`: check a configuration, shrunk, on eight simulated devices."""
 
 import dataclasses
 import math

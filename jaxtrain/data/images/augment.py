@@ -1,4 +1,4 @@
-"""Augment: what is done to training images besides cropping them and mirroring left to right."""
+"""`Augment`: augmentation of training images besides cropping and flipping."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Folders of class folders: their classes, their images, and what settings they imply."""
+"""Image folders with one subfolder per class (ImageFolder): classes, files, implied settings."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Operations on images of 8 bits: colours, RandAugment's table, and what two images make together.
+"""Image operations: color jitter, RandAugment, mixup, CutMix.
 
 Each is defined as torchvision defines it: of the former by Pillow's own operations, of mixup (Zhang
 et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv 1905.04899) by their formulas.

@@ -1,4 +1,4 @@
-"""Images in Parquet files, as Hugging Face's hub holds them, unpacked once into Arrow files.
+"""Images in Parquet files, in Hugging Face's form, unpacked once into Arrow files.
 
 Parquet packs rows together, some hundred images that are read to have one; in an Arrow file, mapped
 from the cache folder, a row is one read.

@@ -1,4 +1,4 @@
-"""Images in Arrow files, mapped and read by rows: those that Hugging Face's `datasets` saved."""
+"""Images in Arrow files of Hugging Face `datasets`, memory-mapped."""
 
 import contextlib
 import dataclasses

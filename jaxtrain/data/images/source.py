@@ -1,4 +1,4 @@
-"""ImageData: a source of labelled images, split by class, augmented and normalised."""
+"""`ImageData`: labelled images, split by class, augmented and normalized."""
 
 import dataclasses
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Labelled images before any augmentation: in memory, in class folders, in TFDS, or random."""
+"""Backends of labelled images: arrays, class folders, TFDS, random images."""
 
 import dataclasses
 import importlib

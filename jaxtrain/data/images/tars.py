@@ -1,4 +1,4 @@
-"""Images in WebDataset's tar files: of each sample an image and its label, read by their places.
+"""WebDataset tar files: an image and its label per sample, read by offset.
 
 A sample is the members whose names agree up to the first dot: `0001.jpg` with `0001.cls`, a number,
 or with `0001.json`, a field of which is one. A tar is passed over once, header by header, for where

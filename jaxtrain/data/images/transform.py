@@ -1,4 +1,4 @@
-"""From a decoded image to the float32 pixels a model reads: size, crop, flip, normalise."""
+"""Image transforms: decode, resize, crop, flip, normalize to float32 pixels."""
 
 import math
 from typing import Literal

@@ -1,1 +1,1 @@
-"""Pairs of texts: a source, and a target that is told from it."""
+"""Pairs of texts: source and target of sequence-to-sequence models."""

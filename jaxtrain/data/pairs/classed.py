@@ -1,4 +1,4 @@
-"""What texts with classes have in common: one text in a row, some of whose tokens have a label.
+"""Text classification and token classification data: one text per row, with labels.
 
 Letter: T length.
 """

@@ -1,4 +1,4 @@
-"""Files of pairs of texts: JSON lines, Parquet, Arrow, and tables with a line of names."""
+"""Files of text pairs: JSON lines, Parquet, Arrow, and tables with a header."""
 
 import csv
 import sys

@@ -1,4 +1,4 @@
-"""LabelledText: texts out of a file, each with the name of its class. Letter: T length."""
+"""`LabelledText`: texts with class names, for text classification. Letter: T length."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Sentinels: the tokens that stand where a span of text was, one for each span of a row."""
+"""Sentinel tokens of span corruption (T5)."""
 
 import hashlib
 import re

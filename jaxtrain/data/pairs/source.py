@@ -1,4 +1,4 @@
-"""PairData: pairs of texts out of a file, sums of numbers, or random tokens.
+"""`PairData`: pairs of texts from a file, sums of numbers, or random tokens.
 
 Letters: B rows, S source length, T target length.
 """

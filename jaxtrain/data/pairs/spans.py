@@ -1,4 +1,4 @@
-"""SpanData: text whose source lacks spans and whose target tells them, T5's pre-training.
+"""`SpanData`: span corruption, T5's pre-training.
 
 Source: Raffel et al. 2019 (arXiv 1910.10683), section 3.1.4 and appendix; which tokens are lost is
 drawn as the authors' code draws it. Letters: S source length, T target length.

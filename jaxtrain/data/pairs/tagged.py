@@ -1,4 +1,4 @@
-"""TaggedText: sentences out of a file, each of whose words has a class: sequence tagging.
+"""`TaggedText`: sentences with a tag per word, for sequence tagging (NER, POS).
 
 Letter: T length.
 """

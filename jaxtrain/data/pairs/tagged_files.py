@@ -1,4 +1,4 @@
-"""Files of sentences whose words have tags: JSON lines, and CoNLL's columns."""
+"""Files of tagged sentences: JSON lines and CoNLL columns."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""ArrayRecord files of tf.train.Example as documents: one feature, a document a record.
+"""ArrayRecord files of tf.train.Example as documents.
 
 An Example is a protocol buffer: field 1 holds features, each an entry of field 1 with its name in
 field 1 and its value in field 2; of a value field 1 is a list of bytes, 2 of floats, 3 of integers

@@ -1,4 +1,4 @@
-"""Documents packed into rows whole where they fit: each into the row with the least room for it.
+"""Best-fit packing: documents kept whole where they fit into a row.
 
 Source: Ding et al. 2024 (arXiv 2404.10830), Fewer Truncations Improve Language Modeling: best-fit
 decreasing. What is longer than a row is cut into whole rows and a rest. Letter: T row length.

@@ -1,4 +1,4 @@
-"""ChatData: conversations in rows, of which a model learns what it is to answer.
+"""`ChatData`: conversations, with the loss on the assistant's answers.
 
 Letter: T row length.
 """

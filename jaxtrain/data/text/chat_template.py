@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text that a model was trained on.
+"""Chat templates (Jinja): a conversation as the text that a model was trained on.
 
 A template is Jinja, of a tokenizer's own folder, and is rendered as transformers renders it: in a
 sandbox that calls nothing but what is named here, with the tokenizer's special tokens. A template

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, by pyarrow: a document a row from one column, or a row as a record."""
+"""Parquet and Arrow files through pyarrow: one document or record per row."""
 
 import contextlib
 from collections.abc import Callable, Iterator

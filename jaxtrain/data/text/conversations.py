@@ -1,4 +1,4 @@
-"""Records of conversations as text, with the places in it that a model is to write.
+"""Conversations as text, with the character ranges of the assistant's answers.
 
 A record has `messages`, each of a `role` and its `content`: what the role 'assistant' says is
 written by the model. Or it has a `prompt` and a `completion`, both messages, or both text that no

@@ -1,4 +1,4 @@
-"""CSV and TSV files as documents: one column, a document a row; the first line names columns."""
+"""CSV and TSV files as documents: one column, one document per row."""
 
 import csv
 import sys

@@ -1,4 +1,4 @@
-"""Documents of text from files in any format, alone, by folders or globs; or from Python's own."""
+"""Documents from files of any supported format, folders, globs, or the embedded text."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Brings token stores from a bucket to this machine: small ones whole, of large ones no tokens.
+"""Download of token stores from a bucket: small ones whole, large ones by range.
 
 Where documents begin is needed for every row, and is a hundredth of the tokens; of those a row is
 one read from the bucket.

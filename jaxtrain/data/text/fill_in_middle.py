@@ -1,4 +1,4 @@
-"""Documents whose middle comes last, so that a model learns to fill it in between two texts.
+"""Fill-in-the-middle transformation of documents.
 
 Source: Bavarian et al. 2022 (arXiv 2207.14255): in each row some documents, or what the row has of
 them, are cut at two characters anywhere, and become PRE prefix SUF suffix MID middle (PSM) or PRE

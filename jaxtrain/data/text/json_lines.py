@@ -1,4 +1,4 @@
-"""JSON lines: what is taken of each record; lines that are no such record, by their place."""
+"""JSON lines: the field of each record that is used, and bad lines by position."""
 
 import json
 from collections.abc import Callable, Iterator

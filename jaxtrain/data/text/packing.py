@@ -1,4 +1,4 @@
-"""Documents laid end to end and cut into rows, with the marks that keep them apart."""
+"""Packing: documents concatenated and cut into rows, with segment ids and positions."""
 
 import dataclasses
 from collections.abc import Iterable

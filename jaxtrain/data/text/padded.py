@@ -1,4 +1,4 @@
-"""Rows of one document each, padded to the least of a few lengths, and batches of one length each.
+"""Padding: one document per row, padded to one of a few lengths (length buckets).
 
 What attention and position tables cost is then a document's own length; each length is a shape that
 the step is compiled for. Letter: T row length.

@@ -1,4 +1,4 @@
-"""Documents read a part at a time, so that one of any size is tokenized in bounded memory."""
+"""Documents read in pieces, to tokenize files of any size in bounded memory."""
 
 import codecs
 import contextlib

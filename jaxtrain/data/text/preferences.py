@@ -1,4 +1,4 @@
-"""PreferenceData: two answers to a prompt, of which one is preferred; a pair a row.
+"""`PreferenceData`: prompts with a chosen and a rejected answer (DPO).
 
 Letter: T row length.
 """

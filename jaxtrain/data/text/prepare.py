@@ -1,4 +1,4 @@
-"""Makes a token store of what a TextData names."""
+"""`prepare`: tokenize the text of a `TextData` into a token store."""
 
 import functools
 from collections.abc import Callable, Iterator

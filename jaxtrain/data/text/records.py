@@ -1,4 +1,4 @@
-"""Records of which each holds a document: those that cannot be used, counted and named by place."""
+"""Records that hold documents; unusable ones are counted and named by position."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Folders that Hugging Face's `datasets` wrote by `save_to_disk`: the Arrow files of a split."""
+"""Folders written by `save_to_disk` of Hugging Face `datasets`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes a token store in a bucket: on a disk first, for objects cannot be appended to."""
+"""Upload of a token store to a bucket, written to a local disk first."""
 
 from collections.abc import Callable
 

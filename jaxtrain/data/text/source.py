@@ -1,4 +1,4 @@
-"""TextData: a text source, tokenized, split by documents and packed into rows."""
+"""`TextData`: text, tokenized, split by document and packed into rows."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""A token store: text tokenized once, in files that a run maps into its memory."""
+"""Token store: memory-mapped files of text that was tokenized once."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Bounds of time and memory for chat templates: a budget of steps, as Jinja's sandbox has none.
+"""Time and memory limits of chat templates (Jinja's sandbox has none).
 
 A template is somebody else's program. Every turn of a loop, call and operation takes steps from the
 budget of its rendering, and a long text or list takes more of them; what would make one that is too

@@ -1,4 +1,4 @@
-"""What data of conversations have in common: files of records, a tokenizer and its template."""
+"""Shared parts of conversation data: record files, tokenizer, chat template."""
 
 import dataclasses
 import datetime

@@ -1,4 +1,4 @@
-"""Tokens that other programs wrote, read as they are: nanoGPT's, llm.c's and Megatron's files.
+"""Token files of other programs: nanoGPT, llm.c and Megatron (.bin, .idx).
 
 nanoGPT (data/openwebtext/prepare.py): `.bin`, uint16 from the first byte on, or uint32 where a
 vocabulary has more ids; documents end with the end-of-text token. llm.c (dev/data/data_common.py):

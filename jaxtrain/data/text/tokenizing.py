@@ -1,4 +1,4 @@
-"""Tokenizes documents into a token store, by several processes, a job after the other.
+"""Parallel tokenization of documents into a token store, resumable.
 
 A job is some pieces of text. Its tokens are appended, in the order of jobs, to the files of their
 split; then the sizes that those have are written into a journal. A start after a kill cuts the

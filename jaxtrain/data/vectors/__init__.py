@@ -1,1 +1,1 @@
-"""Vectors of numbers: tables of examples and their labels or numbers."""
+"""Vectors: tables of features with labels or regression targets."""

@@ -1,4 +1,4 @@
-"""Whole tables in memory: scikit-learn's small ones, images as rows of pixels, and files.
+"""In-memory tables: scikit-learn's small data sets, images as vectors, files.
 
 Letters: N examples, D features, K numbers that are told.
 """

@@ -1,4 +1,4 @@
-"""Files of sequences of vectors: NumPy's `.npz`, and the `.ts` of archives of time series.
+"""Files of time series: NumPy `.npz` and `.ts`.
 
 Source of the second: the format of Bagnall et al. 2018, "The UEA multivariate time series
 classification archive" (arXiv 1811.00075).

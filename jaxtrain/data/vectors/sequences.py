@@ -1,4 +1,4 @@
-"""SequenceData: sequences of vectors of numbers with a class each, or one for each place.
+"""`SequenceData`: time series with one class each, or one per position.
 
 Letters: T length, F features.
 """

@@ -1,4 +1,4 @@
-"""VectorData: a table of numbers, each row with a label or with numbers to be told.
+"""`VectorData`: a table of features, each row with a label or regression targets.
 
 Letters: N examples, D features, K numbers that are told.
 """

@@ -1,4 +1,4 @@
-"""AlexNet: five convolutions and three fully connected layers, which have most parameters.
+"""AlexNet: five convolutions and three fully connected layers.
 
 Sources: Krizhevsky et al. 2012, "ImageNet Classification with Deep Convolutional Neural Networks",
 in the form of Krizhevsky 2014 (arXiv 1404.5997) for one device, without local response

@@ -1,4 +1,4 @@
-"""GoogLeNet, the first Inception: parallel convolutions of several sizes, and heads on the way.
+"""GoogLeNet (Inception v1): parallel convolutions and auxiliary classifiers.
 
 Source: Szegedy et al. 2014, "Going Deeper with Convolutions" (arXiv 1409.4842), table 1, without
 local response normalisation; with batch norms as torchvision has them. The heads on the way take

@@ -1,4 +1,4 @@
-"""LeNet-5 and the small networks of its form: two convolutions, each pooled, and three layers.
+"""LeNet-5 and similar networks: two convolutions with pooling, and three layers.
 
 Source: LeCun et al. 1998, "Gradient-Based Learning Applied to Document Recognition", figure 2, with
 every feature map connected to all before it and a softmax at the end.

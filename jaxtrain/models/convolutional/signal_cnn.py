@@ -1,4 +1,4 @@
-"""Convolutions along a signal, a row of numbers, and one layer over what they leave of it.
+"""1-D convolutional network for signals.
 
 Source: the convolutional network of MNIST-1D, Greydanus and Kobak 2020 (arXiv 2011.14439).
 Letters: B batch, W places, C channels, O classes.

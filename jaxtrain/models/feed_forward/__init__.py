@@ -1,1 +1,1 @@
-"""Models that are layers of vectors, one after the other."""
+"""Feed-forward networks on vectors."""

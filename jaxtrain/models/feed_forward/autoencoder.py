@@ -1,4 +1,4 @@
-"""An autoencoder: vectors through a narrow code and back.
+"""Autoencoder: vectors through a bottleneck and back.
 
 Source: Hinton and Salakhutdinov 2006, "Reducing the Dimensionality of Data with Neural Networks",
 without its pre-training.

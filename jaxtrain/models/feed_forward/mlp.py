@@ -1,4 +1,4 @@
-"""Multilayer perceptrons of any widths; the smallest are linear and logistic regression.
+"""Multilayer perceptron; the smallest are linear and logistic regression.
 
 Source: Rumelhart, Hinton and Williams 1986, "Learning representations by back-propagating errors".
 Letters: B batch, D features, O outputs.

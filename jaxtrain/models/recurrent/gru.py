@@ -1,4 +1,4 @@
-"""GRU language model: an embedding, gated recurrent layers one above the other, an output matrix.
+"""GRU language model: embedding, stacked GRU layers, output matrix.
 
 Source: Cho et al. 2014 (arXiv 1406.1078).
 """

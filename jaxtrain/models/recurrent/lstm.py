@@ -1,4 +1,4 @@
-"""LSTM language model: an embedding, recurrent layers one above the other, an output matrix.
+"""LSTM language model: embedding, stacked LSTM layers, output matrix.
 
 Sources: Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers et
 al. 2000; stacked as in Zaremba et al. 2014 (arXiv 1409.2329), without its dropout. The cell is

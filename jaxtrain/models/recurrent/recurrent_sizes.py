@@ -1,4 +1,4 @@
-"""What recurrent models share: settings, and what follows from them and a layer.
+"""Shared settings of recurrent models, and what follows from them.
 
 Letters: V vocab, C classes, D embed, N of 6N.
 """

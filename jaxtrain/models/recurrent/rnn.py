@@ -1,4 +1,4 @@
-"""Elman's recurrent network as a language model: an embedding, recurrent layers, an output matrix.
+"""RNN (Elman network) language model: embedding, recurrent layers, output matrix.
 
 Source: Elman 1990, "Finding Structure in Time"; the cell is `torch.nn.RNN`'s.
 Letters: B batch, D embed and state, G = D.

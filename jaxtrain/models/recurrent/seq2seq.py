@@ -1,4 +1,4 @@
-"""Seq2Seq: gated recurrent units that read a source and others that write a target.
+"""Seq2Seq: GRU encoder and decoder with attention.
 
 Sources: Cho et al. 2014 (arXiv 1406.1078) and Sutskever et al. 2014 (arXiv 1409.3215), whose
 sources are read as they stand here; attention of Luong et al. 2015 (arXiv 1508.04025), without

@@ -1,4 +1,4 @@
-"""Mamba: a state space whose step, input and output depend on the token, in place of attention.
+"""Mamba: selective state space model in place of attention.
 
 Source: Gu and Dao 2023 (arXiv 2312.00752).
 Letters: B batch, T length, D embed, F inner width, S states of a channel, R rank of the steps,

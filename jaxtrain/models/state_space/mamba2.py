@@ -1,4 +1,4 @@
-"""Mamba 2: a state space of heads whose states decay alike, computed as attention in chunks.
+"""Mamba 2: state space duality (SSD), computed as attention in chunks.
 
 Source: Dao and Gu 2024 (arXiv 2405.21060), section 7; one group of inputs and outputs.
 Letters: B batch, T length, D embed, F inner width, N heads, P channels of a head (F / N), S states

@@ -1,4 +1,4 @@
-"""What state space models share: settings, and what follows from them and a layer.
+"""Shared settings of state space models, and what follows from them.
 
 Letters: B batch, T length, D embed, V vocab, N of 6N.
 """

@@ -1,4 +1,4 @@
-"""BERT: each token sees both sides; learned positions, post-LayerNorm blocks, a tied head.
+"""BERT: bidirectional encoder with learned positions, post-LayerNorm blocks, a tied head.
 
 Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without dropout; the head
 is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias;

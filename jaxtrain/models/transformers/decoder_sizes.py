@@ -1,4 +1,4 @@
-"""What the sizes of decoders with RMS norms share: what they learn, the module, its FLOPs.
+"""Shared settings of decoders with RMSNorm: objective, module, FLOPs.
 
 Letters: V vocab, D embed, N of 6N.
 """

@@ -1,4 +1,4 @@
-"""Gemma: Llama's blocks with GeGLU, norms around 1, wide heads, and a scaled embedding.
+"""Gemma: Llama's blocks with GeGLU, RMSNorm with unit offset, and a scaled embedding.
 
 Source: Gemma Team 2024 (arXiv 2403.08295), the first Gemma.
 """

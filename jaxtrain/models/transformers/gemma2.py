@@ -1,4 +1,4 @@
-"""Gemma 2: local and global layers in turn, norms before and after each part, capped scores.
+"""Gemma 2: alternating local and global layers, pre- and post-norms, logit softcap.
 
 Source: Gemma Team 2024 (arXiv 2408.00118).
 """

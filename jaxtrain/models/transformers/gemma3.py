@@ -1,4 +1,4 @@
-"""Gemma 3: five local layers to a global one, norms before and after each part, QK-norm.
+"""Gemma 3: five local layers per global one, pre- and post-norms, QK-norm.
 
 Source: Gemma Team 2025 (arXiv 2503.19786), its language model.
 """

@@ -1,4 +1,4 @@
-"""What all Gemmas share: norms around 1, GeGLU, and one scaled table that is the output matrix too.
+"""Shared settings of Gemma models: unit-offset norms, GeGLU, tied scaled embedding.
 
 Source: Gemma Team 2024 (arXiv 2403.08295, section 2).
 """

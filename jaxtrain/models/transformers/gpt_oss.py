@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks, local and global layers in turn, experts with biases, clamped SwiGLU.
+"""GPT-OSS: attention sinks, alternating local layers, experts with biases, clamped SwiGLU.
 
 Source: OpenAI 2025 (arXiv 2508.10925, section 2).
 """

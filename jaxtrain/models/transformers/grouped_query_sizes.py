@@ -1,4 +1,4 @@
-"""What decoders with grouped queries and rotary positions share: settings, and what follows."""
+"""Shared settings of decoders with grouped-query attention and RoPE."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, Protocol

@@ -1,4 +1,4 @@
-"""What mixtures of experts with grouped queries share: the router's settings, and their experts.
+"""Shared settings of mixture-of-experts models: router and experts.
 
 Source: Jiang et al. 2024 (arXiv 2401.04088).
 """

@@ -1,4 +1,4 @@
-"""What the sizes of encoder-decoders have in common: heads, a decoder's cache, products.
+"""Shared settings of encoder-decoders: heads, KV cache, FLOPs.
 
 Letters: S source length, T target length, D embed, N heads, H head_dim, V vocab.
 """

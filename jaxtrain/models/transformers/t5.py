@@ -1,4 +1,4 @@
-"""T5: an encoder-decoder with relative positions, RMS norms and no biases.
+"""T5: encoder-decoder with relative position bias, RMSNorm and no biases.
 
 Source: Raffel et al. 2019 (arXiv 1910.10683), without its dropout of attention weights, which the
 fastest kernels never hold; version 1.1 has gated GELUs and an output matrix of its own (arXiv

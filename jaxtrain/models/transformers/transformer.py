@@ -1,4 +1,4 @@
-"""The Transformer: an encoder that reads a source, a decoder that writes a target.
+"""Transformer (2017): encoder and decoder.
 
 Source: Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762);
 one table for both embeddings and the output matrix (section 3.4).

@@ -1,4 +1,4 @@
-"""Vision Transformer: an image as a row of patches, and a class token that tells of all of them.
+"""Vision Transformer: patches and a class token.
 
 Source: Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words" (arXiv 2010.11929), equations 1 to
 4, without its dropout.

@@ -1,1 +1,1 @@
-"""Published weights: an architecture's names and settings elsewhere, a file a family."""
+"""Weight conversion: name maps and settings of Hugging Face models, one file per family."""

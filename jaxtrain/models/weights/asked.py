@@ -1,4 +1,4 @@
-"""A published model's config.json as it is read: sizes out of it, and what it asks in vain."""
+"""Reader of a published config.json: sizes, and keys that are not supported."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

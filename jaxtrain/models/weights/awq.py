@@ -1,4 +1,4 @@
-"""Linear layers in AutoAWQ's layout (its version `gemm`), both ways between codes and int32.
+"""AutoAWQ's layout of linear layers (version `gemm`): pack and unpack int4 codes.
 
 A layer [out, in] is three tensors there: `qweight` int32 [in, out / 8], `qzeros` int32
 [in / group, out / 8] and `scales` float16 [in / group, out]; its weight is (code - zero) scale. An

@@ -1,4 +1,4 @@
-"""BERT for masked language modelling: names and settings elsewhere."""
+"""BERT for masked language modeling: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

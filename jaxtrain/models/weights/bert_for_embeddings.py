@@ -1,4 +1,4 @@
-"""BERT without a head, as encoders of sentences are published: names and settings elsewhere."""
+"""BERT without a head (sentence encoders): Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

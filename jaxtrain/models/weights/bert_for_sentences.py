@@ -1,4 +1,4 @@
-"""BERT for classes of sentences: names and settings elsewhere.
+"""BERT for sequence classification: Hugging Face names and settings.
 
 Theirs tells a text by its first token; ours tells every token, the first one among them.
 """

@@ -1,4 +1,4 @@
-"""What families with BERT's encoder share: settings and names."""
+"""Shared names and settings of Hugging Face families with BERT's encoder."""
 
 from typing import Any
 

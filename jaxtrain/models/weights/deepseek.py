@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and DeepSeek-V3 share elsewhere: settings and names."""
+"""Shared Hugging Face names and settings of DeepSeek-V2 and DeepSeek-V3."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: a softmax over experts, of which a token's best groups may be chosen among."""
+"""DeepSeek-V2: Hugging Face names and settings; softmax router with group-limited routing."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: sigmoids of experts and a bias that balances them; R1 is such a model too."""
+"""DeepSeek-V3 and R1: Hugging Face names and settings; sigmoid router with a balancing bias."""
 
 from collections.abc import Mapping
 from typing import Any

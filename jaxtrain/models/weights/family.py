@@ -1,4 +1,4 @@
-"""A family of published models: what it is called, its settings and its names, both ways."""
+"""Family of published models: names and settings, in both directions."""
 
 import dataclasses
 import importlib

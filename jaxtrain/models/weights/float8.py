@@ -1,4 +1,4 @@
-"""Weights of 8 bits with a scale for each block, as DeepSeek-V3 is published, become float32.
+"""Dequantization of block-scaled float8 weights (DeepSeek-V3) to float32.
 
 Section 3.3 of arXiv 2412.19437: a number of the file is e4m3 (arXiv 2209.05433) and stands for
 itself times the scale of its block of 128 rows and 128 columns; the blocks at the ends are smaller.

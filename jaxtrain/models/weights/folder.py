@@ -1,4 +1,4 @@
-"""A folder of a published model: its config.json, its tensors by name, and what lies beside them.
+"""Hugging Face model folder: config.json, tensors by name, and other files.
 
 Nothing in it is trusted: only JSON and safetensors are read, names in an index are names of files
 in the folder, and no link leads out of it.

@@ -1,4 +1,4 @@
-"""The first Gemma: names and settings elsewhere."""
+"""Gemma: Hugging Face names and settings."""
 
 from jaxtrain.config.key_table import irrelevant, only
 from jaxtrain.models.transformers.gemma import Gemma

@@ -1,4 +1,4 @@
-"""Gemma 2: names and settings elsewhere."""
+"""Gemma 2: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

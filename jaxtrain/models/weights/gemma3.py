@@ -1,4 +1,4 @@
-"""The language model of Gemma 3: names and settings elsewhere."""
+"""Gemma 3 (text): Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

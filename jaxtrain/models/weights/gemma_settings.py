@@ -1,4 +1,4 @@
-"""What the first two Gemmas share elsewhere: settings."""
+"""Shared Hugging Face settings of Gemma and Gemma 2."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""GGUF files of Llamas: one file with sizes, tokenizer and quantised weights, given back as floats.
+"""GGUF files of Llama models: metadata, tokenizer, dequantization of weights.
 
 A file is a header (magic, version, counts), key-value pairs, a row for each tensor, and their bytes
 from the next multiple of the alignment on. Queries and keys stand in it with the two halves of each

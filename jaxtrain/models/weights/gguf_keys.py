@@ -1,4 +1,4 @@
-"""GGUF metadata: a table of its keys, and the config.json that the metadata of a Llama stands for.
+"""GGUF metadata: key table, and conversion to a config.json.
 
 Defaults are those of llama.cpp, which wrote the format: see `load_hparams` in its llama-model.cpp
 and the keys in its gguf-py, gguf/constants.py.

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the files of a Hugging Face folder.
+"""GGUF tokenizer, converted to the files of a Hugging Face folder.
 
 Read are byte-level BPE tokenizers (`tokenizer.ggml.model` = 'gpt2') whose split into words is known
 here (`tokenizer.ggml.pre`).

@@ -1,4 +1,4 @@
-"""GPT-2: names and settings elsewhere. Its products are stored as [in, out], as ours are."""
+"""GPT-2: Hugging Face names and settings; its Conv1D weights are [in, out], like ours."""
 
 from collections.abc import Mapping
 from typing import Any

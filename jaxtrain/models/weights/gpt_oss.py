@@ -1,4 +1,4 @@
-"""GPT-OSS: names and settings elsewhere."""
+"""GPT-OSS: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What families with grouped queries and rotary positions share: settings and names."""
+"""Shared Hugging Face names and settings of families with grouped-query attention and RoPE."""
 
 import functools
 from collections.abc import Mapping

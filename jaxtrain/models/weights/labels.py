@@ -1,4 +1,4 @@
-"""The classes of a published classifier: config.json numbers their names in two tables."""
+"""Class names of a published classifier: id2label and label2id of config.json."""
 
 from typing import Any
 

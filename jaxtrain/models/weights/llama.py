@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2 and what is built like them, such as SmolLM2: names and settings elsewhere."""
+"""Llama 1 to 3.2, and models like it such as SmolLM2: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

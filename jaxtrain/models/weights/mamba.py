@@ -1,4 +1,4 @@
-"""Mamba: names and settings elsewhere."""
+"""Mamba: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mamba 2: names and settings elsewhere."""
+"""Mamba 2: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

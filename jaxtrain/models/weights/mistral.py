@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window (arXiv 2310.06825); names and settings elsewhere."""
+"""Mistral (arXiv 2310.06825): Hugging Face names and settings; sliding window."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixtral: names and settings elsewhere."""
+"""Mixtral: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Weights of 4 bits in blocks with a scale each, as GPT-OSS is published, become bfloat16.
+"""Dequantization of MXFP4 weights (GPT-OSS) to bfloat16.
 
 MXFP4 (OCP Microscaling Formats 1.0, sections 5.2 and 6.3): 32 numbers of a row, two in a byte, the
 lower half of it first, share the scale 2^(s - 127). Each number has a sign, two bits of exponent

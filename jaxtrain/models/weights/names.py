@@ -1,4 +1,4 @@
-"""A name map: which tensor of a published model is which part of which parameter, both ways.
+"""Name map between a published model's tensors and our parameters, in both directions.
 
 A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H] is a tensor
 [N H, D] for each L: letters in brackets are one dimension there, of size 1 where there are none,

@@ -1,4 +1,4 @@
-"""Phi 3 and 4: Llama with projections in one tensor (arXiv 2404.14219); names elsewhere."""
+"""Phi 3 and 4 (arXiv 2404.14219): Hugging Face names and settings; fused projections."""
 
 from collections.abc import Mapping
 from typing import Any

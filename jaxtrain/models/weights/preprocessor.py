@@ -1,4 +1,4 @@
-"""preprocessor_config.json of a published image model: how pixels are made, as settings here.
+"""preprocessor_config.json of an image model, converted to our image settings.
 
 The classes are transformers' ViTImageProcessor, DeiTImageProcessor and ConvNextImageProcessor,
 which differ in their defaults and in how they resize.

@@ -1,4 +1,4 @@
-"""A published model whatever file it comes in: a Hugging Face folder, or one GGUF file."""
+"""Published model from any source: a Hugging Face folder or a GGUF file."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense: Llama with biases (arXiv 2407.10671); names and settings elsewhere."""
+"""Qwen 2 and 2.5, dense (arXiv 2407.10671): Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

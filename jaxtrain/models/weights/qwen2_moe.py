@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen 2 with experts: Mixtral with biases and a shared expert; names elsewhere."""
+"""Qwen1.5-MoE and Qwen2-MoE: Hugging Face names and settings; shared expert."""
 
 from collections.abc import Mapping
 from typing import Any

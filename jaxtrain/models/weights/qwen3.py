@@ -1,4 +1,4 @@
-"""Qwen 3, dense: Llama whose queries and keys are normed (arXiv 2505.09388); names elsewhere."""
+"""Qwen 3, dense (arXiv 2505.09388): Hugging Face names and settings; QK-norm."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts: Mixtral whose queries and keys are normed; names and settings elsewhere."""
+"""Qwen3-MoE: Hugging Face names and settings; QK-norm."""
 
 from collections.abc import Mapping
 from typing import Any

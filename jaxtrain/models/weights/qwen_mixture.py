@@ -1,4 +1,4 @@
-"""What Qwen's mixtures of experts share elsewhere: settings, and names of the experts."""
+"""Shared Hugging Face names and settings of Qwen's mixture-of-experts models."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""ResNet of 18 to 152 layers: names and settings elsewhere, running statistics among them."""
+"""ResNet-18 to 152: Hugging Face names and settings, running statistics included."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""RoBERTa (arXiv 1907.11692), a BERT of other training: names and settings elsewhere."""
+"""RoBERTa (arXiv 1907.11692): Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

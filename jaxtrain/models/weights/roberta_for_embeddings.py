@@ -1,4 +1,4 @@
-"""RoBERTa without a head, as encoders of sentences are published: settings elsewhere."""
+"""RoBERTa without a head (sentence encoders): Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

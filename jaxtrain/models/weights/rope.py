@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE) of a config.json, in its older and its newer form.
+"""RoPE settings of a config.json: `rope_scaling` and `rope_parameters`.
 
 Older files have `rope_theta` next to an object `rope_scaling`, those of transformers 5 all of it in
 `rope_parameters`. A file may mix both; transformers then completes one object, and so does this.

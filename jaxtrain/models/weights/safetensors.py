@@ -1,4 +1,4 @@
-"""The safetensors format: a file's tensors, each read by itself, and files written in order.
+"""The safetensors format: read single tensors, write files.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
 begin and end of its bytes after the header), and the bytes. A header is data from elsewhere:

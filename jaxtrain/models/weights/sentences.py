@@ -1,4 +1,4 @@
-"""What lies beside an encoder of sentences: how hidden states become its embeddings, both ways.
+"""Pooling and normalization files of sentence-transformers, read and written.
 
 sentence-transformers keeps this in files of its own: modules.json names the parts one after the
 other, and the part of pooling has a config.json in its folder.

@@ -1,4 +1,4 @@
-"""T5, versions 1.0 and 1.1: names and settings elsewhere."""
+"""T5 1.0 and 1.1: Hugging Face names and settings."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

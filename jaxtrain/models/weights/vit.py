@@ -1,4 +1,4 @@
-"""The Vision Transformer: names and settings elsewhere."""
+"""ViT: Hugging Face names and settings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""Attention: every kernel behind one signature, sequences split over devices."""
+"""Attention kernels behind one signature, and context parallelism."""

@@ -1,4 +1,4 @@
-"""attention(q, k, v, mask): every kernel behind one signature, whatever the layout.
+"""`attention(q, k, v, mask)`: dispatch to a kernel, for any layout.
 
 Letters: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
 """

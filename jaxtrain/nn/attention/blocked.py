@@ -1,4 +1,4 @@
-"""Attention in tiles that stay in a CPU's cache, forward and backward, in plain JAX.
+"""Blocked attention for CPUs: tiles that stay in cache, forward and backward, in plain JAX.
 
 XLA's CPU compiler writes the scores of every pair of tokens to memory and reads them back several
 times; here one tile of scores lives at a time, as in flash attention (arXiv 2205.14135, with whole

@@ -1,4 +1,4 @@
-"""Context parallelism: each device holds a part of every sequence; its order, Ulysses, refusals.
+"""Context parallelism: sequences sharded over devices; ring order, Ulysses, restrictions.
 
 Letters: B batch, T length, N query heads, K kv heads, H head_dim.
 """

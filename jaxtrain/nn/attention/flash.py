@@ -1,4 +1,4 @@
-"""Flash attention of cuDNN, Pallas's for GPUs and splash attention for TPUs: each on one device.
+"""Flash attention kernels: cuDNN, Pallas on GPUs, splash attention on TPUs.
 
 Pallas is imported where a kernel of it runs: it takes as long as the rest of JAX.
 

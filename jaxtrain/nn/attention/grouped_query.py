@@ -1,4 +1,4 @@
-"""Grouped-query attention (arXiv 2305.13245) with rotary positions, as a part of a block.
+"""Grouped-query attention (arXiv 2305.13245) with rotary embeddings (RoPE).
 
 Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim.
 """

@@ -1,4 +1,4 @@
-"""The attention kernels: what each computes with and cannot do, and which one 'auto' means."""
+"""Registry of attention kernels: what each supports, and which one 'auto' selects."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a part of a block.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 Keys and values of all heads are made of one short vector a token, its latent, and generation keeps
 that alone. Positions turn a key of their own, which all heads share, and a part of each query.

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what becomes of its scores.
+"""Attention mask: causal, window, segments, and score transformations.
 
 Letters: B batch, T query length, S key length, N query heads, C copies.
 """

@@ -1,4 +1,4 @@
-"""Multi-head attention with biases, queries, keys and values by one weight: a part of a block.
+"""Multi-head attention with biases and a fused QKV weight.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), laid out as GPT-2 has it.
 Letters: B batch, T length, D embed, N heads, H head_dim.

@@ -1,4 +1,4 @@
-"""Patterns of sparse attention: which keys a query sees, by their places in their document.
+"""Sparse attention patterns: Longformer, strided, fixed, dilated.
 
 A pattern is the definition: `times` is its dense mask, which kernels of all pairs compute with, and
 `nn.attention.sparse` does no more than its products. Places count from each document's first token,

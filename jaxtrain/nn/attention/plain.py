@@ -1,4 +1,4 @@
-"""Attention in operations that XLA splits over devices by itself: every mask, all scores at once.
+"""Reference and XLA attention: every mask, all scores materialized.
 
 Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N / K, H head_dim,
 C copies.

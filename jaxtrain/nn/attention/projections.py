@@ -1,4 +1,4 @@
-"""Attention with a weight each for queries, keys and values: to its own sequence, or to another.
+"""Self- and cross-attention with separate Q, K and V weights.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2. Positions come with the embedding, or
 with what a mask adds to the scores.

@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values travel around the mesh axis `context`.
+"""Ring attention: keys and values travel around the mesh axis `context`.
 
 Liu et al. 2023 (arXiv 2310.01889), in the zig-zag order of `context`: the sequence is cut into 2c
 runs and rank i of c holds run i, its early one, and run 2c-1-i, its late one. Under a causal mask

@@ -1,4 +1,4 @@
-"""Soft caps: numbers that flatten towards a bound (Gemma 2, arXiv 2408.00118, section 2)."""
+"""Logit softcap (Gemma 2, arXiv 2408.00118, section 2)."""
 
 import jax
 import jax.numpy as jnp

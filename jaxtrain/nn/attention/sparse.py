@@ -1,4 +1,4 @@
-"""Sparse attention that does a pattern's products and no others, in blocks of tokens that lie near.
+"""Block-sparse attention that computes only the scores of a pattern.
 
 What a query sees comes in parts that no key is twice in: the keys near it, in its own block of the
 row and the blocks beside it, and the few far ones, gathered. Each part has the greatest score, the

@@ -1,1 +1,1 @@
-"""Products of activations and weights, in the forms and the formats that compilers do well."""
+"""Matmuls of activations and weights: gathered, quantized, grouped, overlapped."""

@@ -1,4 +1,4 @@
-"""Products of activations and weights: gathered over fsdp, cast, and laid out as wanted.
+"""Matmul of an activation and a weight: gather over fsdp, cast, multiply, shard the result.
 
 Letters: B batch, T length, D embed, N query and K kv heads, H head_dim, F mlp, V vocab, C latent.
 """

@@ -1,4 +1,4 @@
-"""What multiplies an activation and a weight: einsum, and one that promotes no dtypes."""
+"""Einsum without implicit dtype promotion."""
 
 from collections.abc import Callable
 

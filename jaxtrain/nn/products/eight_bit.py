@@ -1,4 +1,4 @@
-"""Precisions of products of activations and weights by name, and where 8 bits are refused."""
+"""Matmul precisions by name, and restrictions of int8 and float8."""
 
 from collections.abc import Iterator
 

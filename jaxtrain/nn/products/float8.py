@@ -1,4 +1,4 @@
-"""Products of activations and weights in float8, each tensor scaled by its own largest element.
+"""Float8 matmuls with per-tensor scaling.
 
 Activations and weights are e4m3, gradients e5m2 (arXiv 2209.05433): 3 and 2 bits behind the leading
 one. A tensor is divided by its largest magnitude over the format's before it is rounded ("current

@@ -1,4 +1,4 @@
-"""Products of an activation and a weight, in the forms that compilers do well.
+"""Operand layouts of matmuls that compilers handle well.
 
 Letters: R rows (the places of the whole batch), K what is summed over, M what comes of it.
 """

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of the experts they go to, as they are or in float8.
+"""Grouped matmul of tokens with their experts' weights, also in float8.
 
 Letters: N rows that stand expert after expert, E experts, S slots of each, K what is summed over, M
 what comes of it.

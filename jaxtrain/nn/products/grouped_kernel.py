@@ -1,4 +1,4 @@
-"""Products of rows with their experts' weights on NVIDIA GPUs, as kernels in Pallas's Triton.
+"""Grouped matmul kernel for NVIDIA GPUs (Pallas, Triton).
 
 XLA has none for them: it gives each expert a copy of all rows, zero where they are not its own, and
 multiplies E times as much (openxla/xla#40189). Here a place of the grid makes one tile of one

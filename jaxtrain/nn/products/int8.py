@@ -1,4 +1,4 @@
-"""Products of activations and weights in int8, each row scaled by its own largest element.
+"""Int8 matmuls with per-row scaling.
 
 The forward product and the activation's gradient have int8 operands and int32 sums. The weight's
 gradient stays in the dtype of the activations: its sum runs over all tokens, and rounding harms it

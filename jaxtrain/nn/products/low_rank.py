@@ -1,4 +1,4 @@
-"""Products with a weight that has a low-rank adapter beside it (LoRA, arXiv 2106.09685).
+"""Matmul with a LoRA adapter (arXiv 2106.09685).
 
 y = x W + scale (x A) B: the weight's own gradient is never made, and the adapter's two products
 cost rank (in + out) a row. R is the rank. With a magnitude m (DoRA, arXiv 2402.09353) each number

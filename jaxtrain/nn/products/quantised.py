@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits; a product makes floats of them.
+"""Frozen quantized weights (4 or 8 bits), dequantized in the matmul.
 
 The first two as bitsandbytes lays them out, the third with the numbers of AutoAWQ's layout:
 

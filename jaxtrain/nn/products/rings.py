@@ -1,4 +1,4 @@
-"""Products around a ring: of a sequence in parts, while the other parts are on their way.
+"""Collective matmul: matmuls overlapped with the ring all-gather or reduce-scatter over `tensor`.
 
 With sequence parallelism (arXiv 2205.05198) the places of the residual stream are gathered over
 `tensor` before a block's first products, and the sum of its last one is scattered. Here no device

@@ -1,4 +1,4 @@
-"""Products that hand out what they read: the gradient of a probe is the activation itself.
+"""Matmuls that expose their input activations, for calibration (AWQ).
 
 So layers in a scan hand theirs out stacked, and no model knows that it is watched. Letters: B
 batch, T length, I what the product sums over.

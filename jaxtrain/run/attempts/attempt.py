@@ -1,4 +1,4 @@
-"""One start of a run, as its trainer sees it: what it is doing, and who may ask it to stop."""
+"""One attempt of a run: its current phase, and requests to stop."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""One start of a run from the command line: the other processes, the folder's lock, its watch."""
+"""Start of an attempt from the command line: rendezvous, lock, watchdog."""
 
 import contextlib
 import hashlib

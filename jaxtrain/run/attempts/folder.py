@@ -1,4 +1,4 @@
-"""A run's folder as one process writes into it: directly on a disk, by way of one to a bucket.
+"""The run's folder as one process writes it: directly, or mirrored to a bucket.
 
 Objects in a bucket cannot be appended to, and a request takes as long as a step may. So metrics,
 event files, pictures and stacks are written into a folder on this machine and what has changed is

@@ -1,4 +1,4 @@
-"""The account of a run's time over all its attempts: steps that count, and what the rest went to.
+"""Goodput: accounting of productive and lost time over all attempts of a run.
 
 Goodput is the share of the time that went into optimizer steps whose result was kept. All seconds
 come from the phases' monotonic clock; the wall clock only says how long the run was down between

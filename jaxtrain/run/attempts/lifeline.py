@@ -1,4 +1,4 @@
-"""The line between a supervisor and its command: each learns when the other is gone.
+"""Parent-death detection between `supervise` and its child process.
 
 The two hold the ends of a socket. The command sends a byte a beat, and the end of the line tells
 either of them, even where the other was killed.

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one attempt at a time writes there, and finds out when it may not.
+"""Lock of a run's folder with a heartbeat: one attempt writes at a time.
 
 The holder of the newest attempt (see `jaxtrain.run.attempts.records`) shows itself in lock.json and
 counts its beats there. No clock is compared with another machine's: a holder elsewhere is alive

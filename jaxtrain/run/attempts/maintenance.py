@@ -1,4 +1,4 @@
-"""Asks Google Cloud whether this machine is about to be taken away, and requests a stop in time."""
+"""Google Cloud maintenance and preemption notices."""
 
 import contextlib
 import http.client

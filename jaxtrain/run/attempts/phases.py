@@ -1,4 +1,4 @@
-"""What this process is doing, since when, and how long it has done what."""
+"""Phases of this process (start, compile, data, step, save) and their durations."""
 
 import collections
 import time

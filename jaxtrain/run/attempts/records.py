@@ -1,4 +1,4 @@
-"""The attempts of a run as its folder knows them: who took each, who is alive, how they ended.
+"""Attempt records in a run's folder: owner, liveness, exit reason.
 
 Every start of a run takes the next number by creating attempts/<number>.json, which can be created
 once (a fencing token): the highest number is the attempt that may write.

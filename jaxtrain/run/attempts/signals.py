@@ -1,4 +1,4 @@
-"""Turns signals into requests to stop, also while the main thread is inside a compiler."""
+"""Signal handling: SIGTERM and SIGINT become requests to stop."""
 
 import contextlib
 import signal

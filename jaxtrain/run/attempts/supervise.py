@@ -1,4 +1,4 @@
-"""Runs a training command as a child process and starts it again after failures.
+"""`jaxtrain supervise`: run a training command as a child process and restart it on failure.
 
 Nothing here imports JAX: a supervisor starts in tenths of a second and never holds an accelerator.
 """

@@ -1,4 +1,4 @@
-"""Notices that a process no longer gets on, and puts its stacks and the reason on disk."""
+"""Watchdog: detect a hang, dump stacks, and write the reason to disk."""
 
 import contextlib
 import datetime

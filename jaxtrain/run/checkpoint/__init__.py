@@ -1,1 +1,1 @@
-"""Checkpoints: sealed with digests, restored on any mesh, complete or absent whatever happens."""
+"""Checkpoints: sealed with digests, restored on any mesh, complete or absent."""

@@ -1,4 +1,4 @@
-"""Digests of files, each saying how it was made.
+"""File digests (CRC-32, BLAKE2b, MD5), each with its kind.
 
 New ones are CRC-32. What they guard against is accident, a failing disk or a copy cut short:
 whoever alters a file on purpose can seal it anew, whatever the digest. Of two contents of one size

@@ -1,4 +1,4 @@
-"""One number for each array: the same in every layout, another when an element changes."""
+"""Layout-independent fingerprint of each array."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Keeps Orbax from asking TensorStore for what TensorStore then never frees.
+"""Workaround for a TensorStore memory leak on each save.
 
 Where TensorStore makes Python objects of JSON it forgets its own reference to each key and value of
 a dictionary (0.1.76 to 0.1.86, the newest on 2026-11-23), so that nothing ever frees them. Orbax

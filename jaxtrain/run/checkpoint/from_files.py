@@ -1,4 +1,4 @@
-"""How Orbax writes arrays that lie in files: as any other array, one in memory at a time."""
+"""Orbax handler that writes memory-mapped arrays one at a time."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Names and forms of a state's arrays, and how those wanted differ from those stored."""
+"""Leaves of a state: names, shapes, dtypes, and differences from a checkpoint's."""
 
 import dataclasses
 import math

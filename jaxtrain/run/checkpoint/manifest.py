@@ -1,4 +1,4 @@
-"""The manifest that seals a checkpoint: the digest of each of its files, and of each array.
+"""Checkpoint manifest: the digest of each file and the fingerprint of each array.
 
 TensorStore has checksums for its indices but none for the arrays' own bytes: a flipped bit on the
 disk would come back as a wrong parameter. `manifest.json` is written last, whole or not at all, so

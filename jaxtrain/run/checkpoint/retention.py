@@ -1,4 +1,4 @@
-"""The folder that holds a run's checkpoints: which are finished, which stay, what is swept out."""
+"""Checkpoint retention: which steps are complete, kept, or deleted."""
 
 import re
 from collections.abc import Collection, Iterable

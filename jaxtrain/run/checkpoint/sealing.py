@@ -1,4 +1,4 @@
-"""Follows each save in a thread: seals it, deletes what it makes superfluous, counts failures."""
+"""Asynchronous completion of a save: wait, seal, delete old steps, count failures."""
 
 import concurrent.futures
 import functools

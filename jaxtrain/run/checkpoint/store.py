@@ -1,4 +1,4 @@
-"""Saves the train state and restores it on any mesh: with `from_files` all that knows Orbax.
+"""Checkpoint store on Orbax: save and restore the train state on any mesh.
 
 A checkpoint is one folder, `workdir/checkpoints/<step>/`. Orbax writes the arrays under readable
 names (`params/layers/attention/query`) and one JSON object of the caller's (`extra`) into a

@@ -1,1 +1,1 @@
-"""The processes of a run: found, joined by its token; they notice a loss and stop together."""
+"""Multi-host: detection of a run's processes, rendezvous, failure propagation."""

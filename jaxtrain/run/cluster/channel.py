@@ -1,4 +1,4 @@
-"""The channel between the processes of a run: one thread and its connections in each of them."""
+"""Control channel between the processes of a run."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""The processes that run one program together, as each of them sees it."""
+"""`Cluster`: the processes of a run, as each of them sees it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

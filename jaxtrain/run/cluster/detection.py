@@ -1,4 +1,4 @@
-"""Which run this process belongs to: asked of flags, launchers and machines, in order."""
+"""Cluster detection: flags, Slurm, MPI, Kubernetes, TPU metadata, in order."""
 
 from collections.abc import Mapping
 from pathlib import Path

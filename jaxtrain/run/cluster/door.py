@@ -1,4 +1,4 @@
-"""The listening socket of process 0: who proves the run's token comes in, a stranger costs little.
+"""Server socket of process 0: accepts authenticated members, rejects other clients.
 
 What a stranger can take is bounded before anything of his is believed: the bytes that are read, the
 time that he is given, the connections that are kept, and the lines that are said about him.

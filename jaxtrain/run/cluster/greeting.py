@@ -1,4 +1,4 @@
-"""How two processes of a run prove its token to each other, and seal what they then say.
+"""Handshake: mutual authentication of two processes by the run's token (HMAC).
 
 The one that connects sends the protocol's name and 32 random bytes, process 0 answers with 32 of
 its own. Each proves that it has the token by an HMAC-SHA256 over both, the one that connects first:

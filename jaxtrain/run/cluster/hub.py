@@ -1,4 +1,4 @@
-"""What process 0 decides for all: who is lost, which cause was first, at which tick all stop."""
+"""Coordinator on process 0: lost processes, first cause of failure, common stop step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a process may ask of the others of its run: their loss, their failures, where all stop."""
+"""Interface to the other processes of a run: failures, stop requests."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""What programs that start processes leave in the environment: flags, Kubernetes, MPI, Slurm."""
+"""Environment variables of launchers: flags, Kubernetes, Open MPI, MPICH, Slurm."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""All processes of a run meet before it begins: who is missing, double or different is named."""
+"""Rendezvous of all processes before a run: missing, duplicate or different ones are named."""
 
 import contextlib
 import dataclasses

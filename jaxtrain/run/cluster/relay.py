@@ -1,4 +1,4 @@
-"""A local detour to JAX's coordinator, so that its death does not abort this process at once.
+"""Local relay to JAX's coordinator, so that its death does not abort this process at once.
 
 JAX's client ends a process by SIGABRT about a tenth of a second after its connection to process 0
 broke: before a reason can be written. Over this relay the connection stays open and only falls

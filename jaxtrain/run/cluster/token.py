@@ -1,4 +1,4 @@
-"""The token of a run: what its processes know and nobody else, and how each of them gets it.
+"""The run's secret token, and how each process obtains it.
 
 A launcher hands it on in an environment variable. Where none does, it is a file in the run's
 folder, which the processes share anyway: process 0 makes it at the first start, readable by its own

@@ -1,4 +1,4 @@
-"""The hosts of TPU slices: from GKE's variables, or from the metadata server of a TPU VM."""
+"""Hosts of a TPU slice: GKE variables or the metadata server of a TPU VM."""
 
 import http.client
 import re

@@ -1,4 +1,4 @@
-"""Sealed JSON over TCP between the processes of one run: links, addresses, ports."""
+"""Authenticated JSON messages over TCP: links, addresses, ports."""
 
 import contextlib
 import errno

@@ -1,1 +1,1 @@
-"""What trained language models write, and how their next tokens are chosen."""
+"""Text generation: decoding, sampling, beam search, speculative decoding."""

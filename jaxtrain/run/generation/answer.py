@@ -1,4 +1,4 @@
-"""What follows a prompt, and why it ended."""
+"""`Answer`: a completion and its finish reason."""
 
 import dataclasses
 from collections.abc import Sequence

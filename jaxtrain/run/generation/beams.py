@@ -1,4 +1,4 @@
-"""Beam search: several continuations of each prompt side by side, the best of them the answer.
+"""Beam search.
 
 The devices run the model and rank continuations; which of them go on is settled on the host.
 Letters: P prompts, W beams, B = P W rows, K candidates of a prompt, V vocab.

@@ -1,4 +1,4 @@
-"""Conversations with a model, by its chat template: `jaxtrain generate --chat`."""
+"""Chat with a model through its chat template (`jaxtrain generate --chat`)."""
 
 import argparse
 import datetime

@@ -1,4 +1,4 @@
-"""What `jaxtrain generate` does: one prompt's text, or a file of prompts and JSON lines back."""
+"""The command `generate`: a prompt, or a file of prompts to JSON lines."""
 
 import argparse
 import json

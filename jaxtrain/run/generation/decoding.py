@@ -1,4 +1,4 @@
-"""Several texts that go on at one time: a compiled prefill and a compiled loop, for shapes.
+"""Batched decoding: a compiled prefill and a compiled decode loop with a KV cache.
 
 Rows are padded on the left, so that all end at the same place; padding is another document, which
 no token of the text sees, and positions count from the text's first token. Numbers of rows, lengths

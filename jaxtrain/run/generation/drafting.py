@@ -1,4 +1,4 @@
-"""Answers to prompts with guesses, as the command line asks for them: by a draft, or by lookup."""
+"""Command-line options of speculative decoding: draft model or prompt lookup."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: prompts in batches, each answer with why it ended.
+"""Token generation: batches of prompts to completions with finish reasons.
 
 Letters: B rows, E tokens that end a text.
 """

@@ -1,4 +1,4 @@
-"""Defaults of a published model: the tokens that end an answer, and how tokens are drawn.
+"""Generation defaults of a published model (generation_config.json).
 
 transformers' generate() takes both from generation_config.json, and the ends from config.json where
 there is no such file. `jaxtrain generate` does the same of a run that started from the model.

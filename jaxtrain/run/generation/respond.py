@@ -1,4 +1,4 @@
-"""Answers to prompts, by what the model reads and what the prompts are: texts or token ids."""
+"""Dispatch of prompts (text or token ids) to the model's kind of generation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

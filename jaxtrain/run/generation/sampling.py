@@ -1,4 +1,4 @@
-"""How the next token is chosen: penalties, what is cut off, one draw a row.
+"""Sampling: temperature, top-k, top-p, min-p, penalties.
 
 Letters: B rows, V vocab.
 """

@@ -1,4 +1,4 @@
-"""Speculative decoding: a cheap guess of several tokens, told in one pass of the model.
+"""Speculative decoding: verify several draft tokens in one forward pass.
 
 A guess is kept with the probability that leaves the model's own distribution as it is, and the
 first that is not is replaced by a draw from what is left of it; greedy answers are the plain ones.

@@ -1,4 +1,4 @@
-"""Answers as text while they are written: where a stop string ends them, what can be shown."""
+"""Stop strings and streaming of text during generation."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Sources in, targets out: what an encoder-decoder writes of each, read once and kept.
+"""Generation with encoder-decoders: sources to targets.
 
 Letters: B rows, S source length, T target length, V vocab.
 """

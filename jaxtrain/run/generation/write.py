@@ -1,4 +1,4 @@
-"""Text in, text out: what a trained language model writes after prompts."""
+"""Text generation: prompts to text."""
 
 import sys
 import unicodedata

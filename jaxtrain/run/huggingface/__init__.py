@@ -1,1 +1,1 @@
-"""Runs that begin with a published model, and runs that become one."""
+"""Import from and export to Hugging Face."""

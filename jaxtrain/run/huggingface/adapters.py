@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them: adapter_config.json beside adapter_model.safetensors, both ways."""
+"""PEFT adapters: read and write adapter_config.json and adapter_model.safetensors."""
 
 import json
 import math

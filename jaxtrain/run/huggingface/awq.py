@@ -1,4 +1,4 @@
-"""A run in 4 bits becomes a folder in AutoAWQ's layout, and the folder is read back.
+"""Export of a 4-bit run in AutoAWQ's layout.
 
 The layout is that of `models/weights/awq.py`; everything but linear layers of blocks is float16.
 """

@@ -1,4 +1,4 @@
-"""What import-hf and export-hf do."""
+"""The commands `import-hf` and `export-hf`."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""A run becomes a published model: safetensors, config.json, and what was carried along."""
+"""Export of a run: safetensors, config.json, tokenizer files."""
 
 import dataclasses
 import itertools

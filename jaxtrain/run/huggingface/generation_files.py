@@ -1,4 +1,4 @@
-"""The files by which an exported model is used: tokenizer_config.json and generation_config.json.
+"""tokenizer_config.json and generation_config.json of an exported model.
 
 With them transformers' AutoTokenizer reads a text as the run does, and generate() ends an answer
 where the run ends it. What an import has carried along stays as it is.

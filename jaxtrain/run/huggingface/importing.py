@@ -1,4 +1,4 @@
-"""A published model becomes a run: its parameters are the checkpoint of step 0."""
+"""Import of a published model as a run with a checkpoint of step 0."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The folder that an export writes: it appears whole, or not at all."""
+"""Atomic creation of an output folder: whole or absent."""
 
 import contextlib
 import uuid

@@ -1,4 +1,4 @@
-"""A published model's tensors as parameters on a mesh, and a state's parameters as such tensors.
+"""Conversion between published tensors and sharded parameters.
 
 Running statistics, which batch norms have beside their parameters, are among both.
 

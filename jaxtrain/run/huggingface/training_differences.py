@@ -1,4 +1,4 @@
-"""What training an imported model does otherwise than transformers does with the same config.json.
+"""Differences between training an imported model here and in transformers.
 
 Logits are compared in the receipt; losses beside the model's own and dropout are not in them.
 """

@@ -1,1 +1,1 @@
-"""A trained model in few bits, for use after training."""
+"""Post-training quantization (AWQ)."""

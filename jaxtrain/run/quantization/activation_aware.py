@@ -1,4 +1,4 @@
-"""AWQ (arXiv 2306.00978): scales of what weights read, by what rounding does to their products.
+"""AWQ (arXiv 2306.00978): search for per-channel scales that reduce rounding error.
 
 A weight W [I, O] becomes Q(s W), and what it reads x / s: the products are the same but for
 rounding, which harms channels less that are scaled up. s = m^alpha, m being the mean magnitude of

@@ -1,4 +1,4 @@
-"""What a model's weights read on a text: the activations that come into their products.
+"""Calibration: activations that a model's weights read on sample text.
 
 Letters: B rows, T length, L layers, N tokens that are kept, I what a product sums over.
 """

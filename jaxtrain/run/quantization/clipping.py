@@ -1,4 +1,4 @@
-"""AWQ's second search: how far each group of a weight is clipped before its range becomes 16 steps.
+"""AWQ's clipping search: the range of each weight group before rounding.
 
 A group of numbers of int4 spans its least and its largest number in even steps. Where the largest
 are cut off the steps are smaller: all others are held more exactly, and those cut off less. Each

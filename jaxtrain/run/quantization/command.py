@@ -1,4 +1,4 @@
-"""What `jaxtrain quantize` does: a trained run becomes one whose weights are held in few bits."""
+"""The command `quantize`: a trained run to one with 4- or 8-bit weights."""
 
 import argparse
 import dataclasses

@@ -1,1 +1,1 @@
-"""What people see of a run: tables, progress, pictures, notebooks."""
+"""Displays of a run: tables, progress, figures, notebooks."""

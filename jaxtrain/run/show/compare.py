@@ -1,4 +1,4 @@
-"""Several runs side by side: a table of where they stand, and a picture of how they came there."""
+"""Comparison of several runs: table and figure (`jaxtrain plot`)."""
 
 import dataclasses
 import math

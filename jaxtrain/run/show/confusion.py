@@ -1,4 +1,4 @@
-"""The picture of a confusion matrix: which classes a model takes for which."""
+"""Figure of a confusion matrix."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

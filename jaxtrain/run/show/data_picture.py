@@ -1,4 +1,4 @@
-"""What a run trains on, drawn: lengths of documents and frequencies of tokens; or images.
+"""Figure of training data: document lengths and token frequencies, or images.
 
 Imported where something is drawn: matplotlib takes a second to load.
 """

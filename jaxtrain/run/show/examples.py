@@ -1,4 +1,4 @@
-"""The first batch that a run trains on, as people read it."""
+"""The first training batch in readable form."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: where a parameter lies, and tables as HTML."""
+"""Notebook displays: parameter shardings, and tables as HTML."""
 
 import html
 import io

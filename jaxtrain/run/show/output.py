@@ -1,4 +1,4 @@
-"""Standard output that may be closed under a run, which then stops in good order."""
+"""Standard output that may be closed during a run, which then stops cleanly."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Figures that files and notebooks show alike.
+"""Figures for files and notebooks.
 
 Matplotlib takes a second to load: this module is imported where something is drawn.
 """

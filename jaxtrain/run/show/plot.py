@@ -1,4 +1,4 @@
-"""The curves of one run: its loss and the other metrics of its objective."""
+"""Loss and metric curves of one run (loss.png)."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Shows a run's progress to people: one live line on a terminal, plain lines elsewhere."""
+"""Progress display: one live line with ETA on a terminal, plain lines elsewhere."""
 
 import os
 from collections.abc import Mapping

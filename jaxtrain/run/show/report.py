@@ -1,4 +1,4 @@
-"""What a run shows at its start: configuration, mesh, data, and the parameter table."""
+"""Report at the start of a run: configuration, mesh, data, parameter table."""
 
 import math
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Questions with known answers, told apart by how probable a model finds them."""
+"""Multiple-choice tasks, scored by log-likelihood."""

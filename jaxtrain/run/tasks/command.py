@@ -1,4 +1,4 @@
-"""What `jaxtrain evaluate-tasks` does: a JSON line for each file of questions."""
+"""The command `evaluate-tasks`: a JSON line for each task file."""
 
 import argparse
 import json

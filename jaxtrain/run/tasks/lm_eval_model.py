@@ -1,4 +1,4 @@
-"""A trained language model as one of lm-eval's: all of its tasks, on the run's own mesh.
+"""Adapter for the lm-evaluation-harness (lm-eval).
 
 lm-eval (EleutherAI, version 0.4.13) is an extra, `pip install 'jaxtrain[lm-eval]'`.
 """

@@ -1,4 +1,4 @@
-"""How probable a model finds texts after others: sums of log-probabilities on the mesh.
+"""Log-likelihood of continuations, computed on the mesh.
 
 Letters: B rows, T length, C places of continuations, V vocab.
 """

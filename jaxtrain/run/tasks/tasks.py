@@ -1,4 +1,4 @@
-"""Tasks from files of JSON lines: what a line asks, and what a model's answers are worth.
+"""Tasks from JSON lines: questions, choices, accuracy.
 
 The arithmetic is lm-eval's (EleutherAI, version 0.4), so that numbers can stand beside published
 ones.

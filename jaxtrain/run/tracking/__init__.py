@@ -1,1 +1,1 @@
-"""A run's metrics given to others: to services, or to a function."""
+"""Experiment trackers."""

@@ -1,4 +1,4 @@
-"""What takes a run's metrics: Weights & Biases, MLflow, or any function of a step and its metrics.
+"""Experiment trackers: Weights & Biases, MLflow, or a callback.
 
 Each is imported where a run asks for it.
 """

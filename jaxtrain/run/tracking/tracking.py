@@ -1,4 +1,4 @@
-"""Gives a service the lines of a run's metrics that survive a resume, and each of them once.
+"""Delivery of metrics to a tracker: each line that survives a resume, exactly once.
 
 A line survives once a checkpoint of its step or a later one is on disk: what a killed run has to do
 again was told to nobody. How far a service is stands in the run's folder.

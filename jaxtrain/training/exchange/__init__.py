@@ -1,1 +1,1 @@
-"""Communication-reduced data parallelism: other ways for the replicas along `data` to agree."""
+"""Communication-efficient data parallelism over the mesh axis `data`."""

@@ -1,4 +1,4 @@
-"""Gradients of parameters that are some steps old, as asynchronous workers give them.
+"""Asynchronous data parallelism with stale gradients.
 
 A parameter server takes each worker's gradient when it comes; by then the parameters have moved on.
 With as many workers as take turns, each gradient is `staleness` steps old. Here all devices take

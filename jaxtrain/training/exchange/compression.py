@@ -1,4 +1,4 @@
-"""Compressed gradient exchange with error feedback: int8 blocks, or the largest entries alone.
+"""Gradient compression with error feedback: int8 blocks, top-k.
 
 All replicas have the same parameters; only what they tell each other about their gradients is
 compressed. What a message leaves out or rounds away stays with its replica and is added to its next

@@ -1,4 +1,4 @@
-"""The settings of the exchange over the mesh axis data, and what they do not go together with."""
+"""Settings of the gradient exchange, and incompatible features."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What programs whose replicas agree in another way have in common: a state with replicas in it."""
+"""Base of programs with replicas along `data`."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Trees of named arrays cut into fragments of equal size, on every device its own shard.
+"""Parameter trees cut into equal fragments, sharded on every device.
 
 Letters: k replicas, S numbers of a fragment in an array, over all devices.
 """

@@ -1,4 +1,4 @@
-"""Graphs of replicas: to whom each one's parameters go when all average with their neighbours.
+"""Communication graphs of gossip averaging.
 
 In each of them every replica has as many neighbours as every other, and the mean of all stays.
 """

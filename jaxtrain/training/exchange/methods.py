@@ -1,4 +1,4 @@
-"""Which program a method of exchange makes of a run's."""
+"""Selection of the program for an exchange method."""
 
 from jaxtrain.training.exchange.asynchronous import Asynchronous
 from jaxtrain.training.exchange.compression import Compressed, Int8, TopK

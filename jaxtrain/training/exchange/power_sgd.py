@@ -1,4 +1,4 @@
-"""PowerSGD: of each matrix of gradients two narrow ones, by a step of power iteration.
+"""PowerSGD: low-rank gradient compression.
 
 Letters: k replicas, r rank; a matrix's rows and columns may be several dimensions each.
 """

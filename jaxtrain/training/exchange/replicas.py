@@ -1,4 +1,4 @@
-"""Replicas with their own parameters, which agree from time to time: local SGD, DiLoCo, gossip.
+"""Replicas with their own parameters: local SGD, DiLoCo, gossip.
 
 Every replica takes ordinary steps on its own rows, its loss the mean over its own targets, without
 any collective over `data`. A rule then brings the replicas together. Means over replicas weigh each

@@ -1,4 +1,4 @@
-"""How replicas with their own parameters agree: plain averaging, an outer optimizer, neighbours.
+"""Agreement of replicas: averaging, outer optimizer (DiLoCo), gossip.
 
 Means over replicas weigh each by the targets it has seen since the last exchange (as FedAvg does,
 arXiv 1602.05629). Letter: k replicas.

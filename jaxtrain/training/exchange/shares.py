@@ -1,4 +1,4 @@
-"""The means of metrics over replicas that do not wait for one another."""
+"""Means of metrics over asynchronous replicas."""
 
 from collections.abc import Mapping
 from typing import Any

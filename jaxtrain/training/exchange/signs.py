@@ -1,4 +1,4 @@
-"""Signs of gradients in two bits each (signSGD), and the majority vote of the replicas.
+"""signSGD with majority vote, two bits per sign.
 
 Letters: k replicas, M bytes of a part.
 """

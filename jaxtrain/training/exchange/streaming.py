@@ -1,4 +1,4 @@
-"""Streaming DiLoCo (arXiv 2501.18512): fragments of the parameters in turn, on their way for steps.
+"""Streaming DiLoCo (arXiv 2501.18512): fragments synchronized in turn, overlapped with steps.
 
 DiLoCo sends all parameters at once, and everybody waits. Here each fragment has its turn once a
 period, at a step of its own; its mean is told while the next steps are computed, and what the outer

@@ -1,1 +1,1 @@
-"""Training a part of a model, the rest held as it is."""
+"""Fine-tuning: LoRA, QLoRA, frozen and unfrozen parameters."""

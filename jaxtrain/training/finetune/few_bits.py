@@ -1,4 +1,4 @@
-"""Weights of a transformer's layers in few bits: held as codes, none of them trained."""
+"""Frozen, quantized base weights for QLoRA (NF4, int8)."""
 
 import dataclasses
 import math

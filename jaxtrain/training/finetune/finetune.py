@@ -1,4 +1,4 @@
-"""What of a model is trained, as a configuration says it: names by patterns, checked."""
+"""Fine-tuning settings: name patterns of trained parameters, validated."""
 
 import dataclasses
 import fnmatch

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): adapters of low rank beside frozen weights, which alone are trained.
+"""LoRA and DoRA adapters (arXiv 2106.09685, 2402.09353) next to frozen weights.
 
 With magnitudes it is DoRA (arXiv 2402.09353): a weight acts as m V / ||V|| with V = W + scale A B,
 the norm being that of what makes one number of the result, and m is trained too.

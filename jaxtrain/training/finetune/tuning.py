@@ -1,4 +1,4 @@
-"""Which of a model's parameters are trained: the rest have no gradient and no optimizer state."""
+"""Trainable/frozen partition of a model's parameters."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What objectives with one answer to an example share: its inputs, what counts, what is refused.
+"""Base of objectives with one output per example.
 
 Letters: B batch, C classes or numbers.
 """

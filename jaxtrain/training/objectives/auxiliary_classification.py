@@ -1,4 +1,4 @@
-"""Classification by several heads in training, of which the first alone answers afterwards.
+"""Classification with auxiliary heads (GoogLeNet).
 
 Source: Szegedy et al. 2014 (arXiv 1409.4842), section 5: heads on layers in the middle of a deep
 network bring gradients there, their losses weighted by 0.3.

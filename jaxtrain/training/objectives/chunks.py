@@ -1,4 +1,4 @@
-"""The loss of a sequence whose logits are made a chunk at a time, its gradients beside it.
+"""Chunked cross entropy: logits one chunk at a time, gradients in the same pass.
 
 Letters: B batch, T length, S chunks, C places of a chunk, D embed, V vocab; devices: n along the
 batch, k along the sequence, t along the vocabulary.

@@ -1,4 +1,4 @@
-"""The class of each image or vector: classifiers. Letters: B batch, C classes."""
+"""Classification of images and vectors. Letters: B batch, C classes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar

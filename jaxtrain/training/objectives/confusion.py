@@ -1,4 +1,4 @@
-"""What evaluation tells of classes beside accuracy: top-5, the confusion matrix and the F1 of it.
+"""Classification metrics: top-5 accuracy, confusion matrix, F1.
 
 All are sums over examples, counted where they lie: a mesh adds them exactly, and a padded last
 batch adds nothing. Letters: C classes.

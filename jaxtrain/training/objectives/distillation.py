@@ -1,4 +1,4 @@
-"""Distillation: a model learns what a frozen teacher says of every next token.
+"""Distillation: a student learns a frozen teacher's next-token distribution.
 
 Source: Hinton et al. 2015 (arXiv 1503.02531), section 2. Letters: B batch, T length, V vocab.
 """

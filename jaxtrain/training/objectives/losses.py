@@ -1,4 +1,4 @@
-"""Cross entropy in float32, over vocabularies sharded or not, and what is added to it."""
+"""Cross entropy in float32 over sharded vocabularies, label smoothing, z-loss."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tokens that are hidden from the model, told from those on both sides: BERT's pre-training.
+"""Masked language modeling (BERT).
 
 Source: Devlin et al. 2018 (arXiv 1810.04805), section 3.1 and appendix A.1. Letter: T length.
 """

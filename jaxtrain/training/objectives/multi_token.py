@@ -1,4 +1,4 @@
-"""The next token and further ones, each told by a module behind the last layer: DeepSeek-V3.
+"""Multi-token prediction (DeepSeek-V3).
 
 Source: arXiv 2412.19437, section 2.2, equations 21 to 25. Letters: B batch, T length, D embed.
 """

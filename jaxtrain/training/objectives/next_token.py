@@ -1,4 +1,4 @@
-"""Each token's next one, told from those before it in its document: language models."""
+"""Next-token prediction: language modeling."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""What a model is trained to do: the interface of every objective, and how one is found by name."""
+"""`Objective`: interface of all objectives, and lookup by name."""
 
 import abc
 import dataclasses

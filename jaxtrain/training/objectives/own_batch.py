@@ -1,4 +1,4 @@
-"""Why a batch of one's own cannot be learned from: the sentences that objectives put together.
+"""Validation of user-provided batches.
 
 Arrays of NumPy are looked into. Arrays on devices are asked for shape and dtype alone: their values
 would have to be waited for.

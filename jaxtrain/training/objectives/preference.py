@@ -1,4 +1,4 @@
-"""Direct preference optimization: one answer made likelier than another, against a reference.
+"""Direct preference optimization (DPO).
 
 Source: Rafailov et al. 2023 (arXiv 2305.18290), equation 7. Letters: B batch, T length.
 """

@@ -1,4 +1,4 @@
-"""The inputs themselves, through a narrow code: autoencoders."""
+"""Reconstruction loss of autoencoders."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""The numbers of each vector: least squares. Letters: B batch, K numbers."""
+"""Regression by least squares. Letters: B batch, K outputs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""A target told token after token from a source: translation, summaries, sums of numbers.
+"""Sequence-to-sequence: target tokens given a source.
 
 Source: Sutskever et al. 2014 (arXiv 1409.3215). Letters: B batch, S source length, T target length,
 D embed, V vocab.

@@ -1,4 +1,4 @@
-"""The class of a text, told at one of its tokens, or of each of its tokens.
+"""Text and token classification.
 
 Letters: B batch, T length, D embed, C classes.
 """

@@ -1,4 +1,4 @@
-"""What objectives over sequences of tokens share: the way through a model's layers, and their loss.
+"""Base of token objectives: forward pass through the layers, and token loss.
 
 Letters: B batch, T length, D embed, V vocab.
 """

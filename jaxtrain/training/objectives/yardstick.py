@@ -1,4 +1,4 @@
-"""What an objective's metrics are measured in and compared with: for end lines and pictures."""
+"""Baselines of metrics: units, unigram entropy, uniform guess."""
 
 import dataclasses
 import math

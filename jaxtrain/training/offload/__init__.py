@@ -1,1 +1,1 @@
-"""State that lies in the memory of the hosts between steps and is streamed to the devices."""
+"""Offload of the train state to host memory or disk."""

@@ -1,4 +1,4 @@
-"""The update of a state in files: block after block, the next one read while one is computed.
+"""Optimizer update of offloaded state, block by block, with read-ahead.
 
 A block is a layer of a stack of parameters, or parameters of no layer, with all that the rule keeps
 for them: what a rule updates on its own. A device holds a few blocks at a time, and so does a host.

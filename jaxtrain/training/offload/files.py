@@ -1,4 +1,4 @@
-"""Arrays of a state in memory-mapped files: each process has the parts that its devices hold.
+"""Memory-mapped arrays of the train state, sharded by process.
 
 A file is mapped only while a part of it is copied, so that a process holds what it asked for and no
 page more. Its contents are worth nothing once the process has ended: an update may be half written

@@ -1,4 +1,4 @@
-"""What of a state lies on hosts or their disks, and what that does not go together with."""
+"""Offload settings, and incompatible features."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The program of a state whose moments lie in files: gradients in memory, the update in blocks."""
+"""Program with optimizer moments on disk."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The program of a state that lies, in part, in the memory of the hosts."""
+"""Program with state in host memory (pinned_host)."""
 
 import dataclasses
 from typing import Any

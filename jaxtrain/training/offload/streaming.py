@@ -1,4 +1,4 @@
-"""Arrays in host memory, brought to the devices for an update: a layer's at a time, and back.
+"""Layer-by-layer transfer of arrays between host and device memory.
 
 A loop over layers reads a slice of every array, computes, and writes the slices back where they
 came from, so that a device holds one layer's beside what it holds anyway, and a host nothing twice.

@@ -1,1 +1,1 @@
-"""Update rules, their schedules and what they keep."""
+"""Optimizers: update rules, schedules, state."""

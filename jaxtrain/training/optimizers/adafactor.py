@@ -1,4 +1,4 @@
-"""Adafactor: a second moment kept as its rows' and its columns' means."""
+"""Adafactor: factored second moments."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

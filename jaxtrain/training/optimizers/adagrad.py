@@ -1,4 +1,4 @@
-"""Adagrad: divided by the root of all squares so far."""
+"""Adagrad."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

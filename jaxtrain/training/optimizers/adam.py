@@ -1,4 +1,4 @@
-"""Adam with decay in the gradient."""
+"""Adam with L2 regularization (decay in the gradient)."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""AdamW with matrices' moments in 8 bits."""
+"""8-bit AdamW: block-quantized moments."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""AdamW-SAGE: parameters whose sensitivity has settled move less."""
+"""AdamW-SAGE: sensitivity-adaptive learning rates."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

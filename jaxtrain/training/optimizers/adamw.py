@@ -1,4 +1,4 @@
-"""AdamW: Adam with decay beside the gradient, not in it."""
+"""AdamW: Adam with decoupled weight decay."""
 
 import dataclasses
 from typing import ClassVar

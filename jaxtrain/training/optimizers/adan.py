@@ -1,4 +1,4 @@
-"""Adan: Nesterov's momentum from differences of gradients."""
+"""Adan: adaptive Nesterov momentum."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

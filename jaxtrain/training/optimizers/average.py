@@ -1,4 +1,4 @@
-"""A moving average of the parameters, kept in the optimizer's state."""
+"""EMA: exponential moving average of the parameters, in the optimizer state."""
 
 import abc
 import dataclasses

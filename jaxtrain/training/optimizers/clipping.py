@@ -1,4 +1,4 @@
-"""Clipping of gradients: by their size, each number, or relative to what they are to change."""
+"""Gradient clipping: by norm, by value, adaptive (AGC)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What most rules have in common: a direction, decay in it or beside it, and the learning rate."""
+"""Base of elementwise update rules: direction, weight decay, learning rate."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Arrays in 8 bits: each number one of 256 values, times the largest of its block.
+"""Block-wise 8-bit quantization of optimizer state (dynamic code).
 
 The values are the dynamic map of bitsandbytes (arXiv 2110.02861, section 2.2): seven decades up to
 1, the lower with fewer steps, so that small numbers keep their size and large ones their digits.

@@ -1,4 +1,4 @@
-"""What a setting is for each parameter: by the parameter's name, its role, or being a matrix."""
+"""Parameter groups: learning rates and weight decay by name or role."""
 
 import dataclasses
 import fnmatch

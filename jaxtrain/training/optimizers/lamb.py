@@ -1,4 +1,4 @@
-"""LAMB: AdamW with each matrix's step in proportion to its size, for large batches."""
+"""LAMB: AdamW with layer-wise trust ratios, for large batches."""
 
 import dataclasses
 from typing import ClassVar

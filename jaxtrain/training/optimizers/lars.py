@@ -1,4 +1,4 @@
-"""LARS: momentum with each matrix's step in proportion to its size, for large batches of images."""
+"""LARS: momentum with layer-wise trust ratios, for large image batches."""
 
 import dataclasses
 from typing import Any, ClassVar

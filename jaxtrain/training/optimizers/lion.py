@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum."""
+"""Lion: sign momentum."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""What rules know of matrices: which parameters are some, their sides and norms."""
+"""Matrix parameters: selection, sides, norms, trust ratios."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The optimizer's moments in the dtype asked for; in bfloat16 they are rounded stochastically.
+"""Dtype of optimizer moments; bfloat16 with stochastic rounding.
 
 bfloat16 has 8 bits of precision. A second moment moves by at most (1 - b2) of itself towards a
 steady gradient's square: with b2 = 0.999 that is less than half of its last bit, so that rounding

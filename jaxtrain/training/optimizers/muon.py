@@ -1,4 +1,4 @@
-"""Muon: matrices move by the nearest matrix without stretch, all else by AdamW."""
+"""Muon: orthogonalized momentum for matrices (Newton-Schulz), AdamW for the rest."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""NAdamW: AdamW with Nesterov's momentum."""
+"""NAdamW: AdamW with Nesterov momentum."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

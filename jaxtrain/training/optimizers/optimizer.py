@@ -1,4 +1,4 @@
-"""From settings to an optax transformation."""
+"""Optimizer construction: settings to an optax gradient transformation."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

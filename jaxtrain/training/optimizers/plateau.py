@@ -1,4 +1,4 @@
-"""A learning rate that falls where the loss no longer does, on top of any schedule."""
+"""Reduce the learning rate on plateau."""
 
 from collections.abc import Iterator
 

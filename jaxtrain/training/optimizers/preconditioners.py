@@ -1,4 +1,4 @@
-"""Square matrices for the two sides of a matrix, each split by its rows as that side is.
+"""Sharded Kronecker-factored preconditioners (Shampoo, SOAP).
 
 Letters: i, k places along the rows, j, l along the columns. Products are in whole float32: what
 they make goes into roots and bases.

@@ -1,4 +1,4 @@
-"""RAdam: Adam that waits until its second moment can be trusted."""
+"""RAdam: rectified Adam."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""RMSprop: divided by the root of a moving mean of squares."""
+"""RMSprop."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16, by bits that are the same on every mesh and after a restart.
+"""Stochastic rounding to bfloat16, reproducible on any mesh and after a restart.
 
 A number goes to either neighbour with the probability that makes the expected value the exact one
 (arXiv 1502.02551, section 2): steps far below the last bit add up, which rounding to the nearest

@@ -1,4 +1,4 @@
-"""What an update rule says of itself, and the rules that there are: one file each beside this."""
+"""`Rule`: interface and lookup of update rules."""
 
 import abc
 import math

@@ -1,4 +1,4 @@
-"""The learning rate over time."""
+"""Learning rate schedules: cosine, linear, constant, WSD, warmup."""
 
 import dataclasses
 import math

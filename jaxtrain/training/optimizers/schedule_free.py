@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: an average of the iterates in place of a decaying learning rate."""
+"""Schedule-free AdamW."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Shampoo: both sides of a matrix scaled by the roots of what its gradients were."""
+"""Shampoo."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Sophia: momentum over an estimate of the loss's curvature, clipped number by number."""
+"""Sophia: clipped second-order momentum."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal

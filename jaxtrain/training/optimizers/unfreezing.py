@@ -1,4 +1,4 @@
-"""Parameters that wait for their step: until it neither they nor what a rule keeps of them change.
+"""Gradual unfreezing: parameters that are frozen until a step.
 
 It is what PyTorch does with `requires_grad = False` until then: no gradient in any norm, no decay,
 no moment; and what a rule counts, such as for Adam's debiasing, counts from there. Layers of one

@@ -1,4 +1,4 @@
-"""Matrices that are split over devices, brought together for what needs each of them whole."""
+"""Gather of sharded matrices for rules that need them whole."""
 
 import math
 from collections.abc import Callable

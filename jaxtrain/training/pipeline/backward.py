@@ -1,4 +1,4 @@
-"""A stage's backward pass: from its saved input or its residuals, whole or split in two.
+"""Backward pass of a stage: whole, or split into input and weight gradients.
 
 The zero-bubble schedules (arXiv 2401.10241) need the gradient of a stage's input early and those of
 its weights at any later time. Here the traced backward pass is cut between its operations: what the

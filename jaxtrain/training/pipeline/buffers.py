@@ -1,4 +1,4 @@
-"""Places on a rank for what waits: made, read and filled."""
+"""Buffers of a pipeline rank."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which parts a model is cut into, by what it reads."""
+"""Selection of how a model is cut into pipeline parts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs any valid schedule table as one program: a scan over ticks inside `shard_map` over `pipe`.
+"""Pipeline engine: runs a schedule table as a scan over ticks inside `shard_map` over `pipe`.
 
 In each tick a rank does what its column of the table says, then activations and gradients move one
 stage on, along the edges that this tick uses. A ring inside a stage, of attention or of products

@@ -1,4 +1,4 @@
-"""The parts of a classifier of images whose layers are one stack: patches go from stage to stage.
+"""Pipeline parts of Vision Transformers.
 
 Letters: B batch, T patches and what stands beside them, D embed.
 """

@@ -1,4 +1,4 @@
-"""An encoder-decoder's parts: around the ring through the encoder's layers, then the decoder's.
+"""Pipeline parts of encoder-decoders.
 
 So each rank has a part of both stacks, and of their parameters as much as of a language model's.
 Letters: B batch, S source length, T target length, D embed.

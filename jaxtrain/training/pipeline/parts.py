@@ -1,4 +1,4 @@
-"""A model cut into what the first, every and the last stage of a pipeline compute.
+"""Pipeline parts of a model: first, middle and last stage.
 
 Stages pass an activation on that may be of several arrays, each with a name. A microbatch may go
 around the ring of ranks several times, each time through layers of another kind.

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline does in each tick, traced inside the `shard_map` over `pipe`.
+"""Computation of one pipeline rank in each tick.
 
 Backward is written by hand, tick by tick, so that a microbatch's activations live from its forward
 to its backward and no longer: autodiff of the loop over ticks would keep them all.

@@ -1,4 +1,4 @@
-"""The schedules: which rank does what in which tick, and which layers stand on which stage."""
+"""Pipeline schedules: GPipe, 1F1B, interleaved, zero-bubble, DualPipe-V."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What an engine needs to run a schedule: who sends when, and a static place for all that waits."""
+"""Buffer slots and sends of a schedule, assigned statically."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage, and the order that puts each stage's layers on its device."""
+"""Layer-to-stage assignment."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is: a table of actions, and what makes it a valid one.
+"""Timetable of a pipeline schedule, and its validation.
 
 A model is cut into S = ranks x virtual_stages stages; stage s stands as chunk s // ranks on rank
 s mod ranks, or, where the stages are folded, goes down the ranks and back up again: on rank

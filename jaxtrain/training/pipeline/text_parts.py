@@ -1,4 +1,4 @@
-"""A language model's parts: one kind of layers, one residual stream.
+"""Pipeline parts of language models.
 
 Letters: B batch, T length, D embed.
 """

@@ -1,1 +1,1 @@
-"""What a configuration may not ask, said before anything is built."""
+"""Preflight: validation of a configuration before anything is built."""

@@ -1,4 +1,4 @@
-"""Whether a model and its data fit together, and which settings neither of them reads."""
+"""Validation of model and data together, and of settings that neither reads."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which activations the layers of a model give a name: read from the step that is traced."""
+"""Names of activations in a model's layers, for remat policies."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What is known of a run before anything runs: what refusals ask of it."""
+"""`Outlook`: facts of a run that preflight checks read."""
 
 import contextlib
 import dataclasses

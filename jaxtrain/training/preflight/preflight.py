@@ -1,4 +1,4 @@
-"""Refuses a configuration that cannot run: every violation in one message, before any compile.
+"""Preflight: report every violation in one message, before any compilation.
 
 Each component has a `refuse(settings, ...) -> Iterator[str]` beside it: its own settings first, the
 layout second where it asks for one, by name what else it must know; a sentence for each reason.

@@ -1,1 +1,1 @@
-"""What a configuration becomes: a layout, and the pure functions of a run."""
+"""Layout and program of a configuration."""

@@ -1,4 +1,4 @@
-"""The layout of a configuration: on devices, or on the names and sizes of a mesh alone."""
+"""Layout of a configuration: on devices, or on an abstract mesh."""
 
 import contextlib
 import dataclasses

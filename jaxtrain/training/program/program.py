@@ -1,4 +1,4 @@
-"""A configuration becomes the pure functions of a run."""
+"""Program construction: settings to the pure functions of a run."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Global batches that do not divide over the devices and the microbatches: refused, or filled.
+"""Global batches that do not divide over devices and microbatches: rejected or padded.
 
 A filled batch has rows past its last that weigh nothing: the last row again, with a loss mask of 0
 and of no document. Losses, gradients and what routers count are those of the rows before them; the

@@ -1,1 +1,1 @@
-"""What a compiler made of a step: memory, collectives and arrays, held against the textbook."""
+"""Memory, collectives and arrays of a compiled step, compared with the closed forms."""

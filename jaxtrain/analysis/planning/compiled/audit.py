@@ -1,4 +1,4 @@
-"""Holds a compiled step's collectives against the textbook's: what has no reason is flagged."""
+"""Audit of a compiled step's collectives against closed forms; unexplained ones are flagged."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Every collective of a compiled train step: kind, mesh axis, payload, and how often it runs."""
+"""Collectives of a compiled train step: kind, mesh axis, payload, and how often each runs."""
 
 import dataclasses
 import re

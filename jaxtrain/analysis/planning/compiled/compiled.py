@@ -1,4 +1,4 @@
-"""Compiles the train step for machines that are not there, and remembers what came of it."""
+"""Compilation of the train step for a target machine, and the cache of its results."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, and which axes of the mesh they lie along.
+"""Replica groups of a collective, and the mesh axes that they run along.
 
 A compiled program numbers devices 0, 1, ... in the order of `mesh.devices.flat`.
 """

@@ -1,4 +1,4 @@
-"""The text of a compiled XLA program, read as computations of instructions, and its loops' counts.
+"""Parser of HLO text: computations, instructions, and the trip counts of loops.
 
 The text is `jax.stages.Compiled.as_text()`: scheduled and partitioned, so every shape is what one
 device holds. Only what its readers ask for is parsed, since a large step prints megabytes.

@@ -1,4 +1,4 @@
-"""What is alive when a compiled program's memory is fullest, read from its schedule."""
+"""Live buffers at the memory peak of a compiled program, read from its schedule."""
 
 import collections
 import dataclasses

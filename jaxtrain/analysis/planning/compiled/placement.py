@@ -1,4 +1,4 @@
-"""Where parameters lie: whole where they could be shared, elsewhere than meant, or unevenly."""
+"""Misplaced parameters: replicated where they could be sharded, unexpected or uneven shardings."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Goes through a compiled program in its own order: what its operations take, what is waited for.
+"""Walk through a compiled program's schedule: time of operations, exposed communication.
 
 A scheduled program says which operations stand between a collective's start and its end. Each
 operation has a price; a collective takes its links for so long, and what runs beside it hides it.

@@ -1,1 +1,1 @@
-"""The machines that plans are made for, and their compilers' devices."""
+"""Target machines, and compile-only devices of them."""

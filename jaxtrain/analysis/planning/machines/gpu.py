@@ -1,4 +1,4 @@
-"""Compile-only GPUs: the description of a GPU that XLA's compiler takes instead of a driver's."""
+"""Compile-only GPUs: the target configuration that XLA's compiler takes instead of a driver."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""What a collective takes on a machine's links: inside a slice or a host, and between them."""
+"""Time of a collective on a machine's links: inside a slice or a host, and between them (DCN)."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for, and compile-only devices of them."""
+"""Parser of targets such as `v5p:4x4x4`, and their compile-only devices."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a step moves of activations: between layers' parts, places of a sequence, experts, stages.
+"""Closed forms of activation traffic: tensor, sequence, context, expert, pipeline parallelism.
 
 Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
 N query heads, K kv heads, H head_dim, L layers on a device, k devices along the axis.

@@ -1,4 +1,4 @@
-"""The numbers of a configured step that every closed form of its traffic reads.
+"""Sizes of a configured step that the closed forms of traffic read.
 
 Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
 N query heads, K kv heads, H head_dim, V vocab, L layers on a device.

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a traced program: matrix products exactly, loops and recomputation included.
+"""FLOP counter of a traced program: matmuls exactly, loops and recomputation included.
 
 A jaxpr says what the mathematics asks for on global shapes, before a compiler rearranges it, so the
 count is of the whole program over all devices. Compiled programs are no such source: their loop

@@ -1,4 +1,4 @@
-"""Closed forms of what a step keeps and moves: the textbook side that compiled programs meet.
+"""Closed forms of memory and communication from the literature, with sources.
 
 Payloads are what one device puts in (the operand of the collective), in bytes; wire bytes are what
 one device then sends. Letters: k devices along the axis, B the batch that a device computes with,

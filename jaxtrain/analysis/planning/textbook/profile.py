@@ -1,4 +1,4 @@
-"""What one layer of a model keeps for its backward pass, read from the types that JAX derives.
+"""Activations that one layer keeps for its backward pass, from the residuals that JAX derives.
 
 No formula knows the model: `jax.vjp` of the very layer that is trained is traced from shapes, and
 what it keeps is counted with its sharding. Any model, kernel and remat policy is covered so.

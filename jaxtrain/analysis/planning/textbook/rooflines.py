@@ -1,4 +1,4 @@
-"""What bounds an operation's time: arithmetic, memory, or the links that a collective runs over."""
+"""Roofline bounds of an operation: arithmetic, memory bandwidth, or links of a collective."""
 
 import math
 

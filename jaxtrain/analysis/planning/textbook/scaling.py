@@ -1,4 +1,4 @@
-"""How large a model, how many tokens and how long: the compute-optimal rules for language models.
+"""Scaling laws: compute-optimal model size, tokens and training time of language models.
 
 Letters: N parameters, D tokens, C training FLOPs. Source, unless another is named: Hoffmann et al.
 2022, "Training Compute-Optimal Large Language Models" (Chinchilla, arXiv 2203.15556).

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of the language models in closed form, from their sizes alone.
+"""Parameter and FLOP counts of language models in closed form.
 
 Letters: L layers, D embed, T sequence length, V vocab, C context, N query heads, K kv heads, H
 head_dim, F mlp, E experts, k experts a token.

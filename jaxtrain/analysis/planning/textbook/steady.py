@@ -1,4 +1,4 @@
-"""What a pipeline's schedule needs and how long it takes; of a long one from two short ones.
+"""Duration and bubble of a pipeline schedule; long schedules extrapolated from two short ones.
 
 After its first microbatches a schedule but GPipe repeats itself: each further round of as many
 microbatches as there are ranks adds the same ticks, and nothing waits longer than before. So what

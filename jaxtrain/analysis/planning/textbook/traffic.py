@@ -1,4 +1,4 @@
-"""The textbook's list of what one train step moves between devices, for a configuration and a mesh.
+"""Expected collectives of one train step, for a configuration and a mesh.
 
 Arithmetic on the parameters' shapes and the layout's table alone: nothing is traced twice and no
 device is asked, so that a search over meshes can price thousands of them.

@@ -1,4 +1,4 @@
-"""What a step moves for the sake of parameters: they are gathered, their gradients reduced.
+"""Closed forms of weight traffic: all-gathers of parameters, reduce-scatters of gradients.
 
 Letters: N parameters of one weight on a device while it is computed with, k devices.
 """
